@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pytest
 
@@ -12,8 +13,8 @@ from kvpipe.bench import command
 from kvpipe.bench.processes import SubjectError
 from kvpipe.bench.scale import command as scale
 from kvpipe.bench.scale import point as of_point
-from kvpipe.bench.scale.agents import Loads, Node, loads
-from kvpipe.bench.scale.control import control_plane
+from kvpipe.bench.scale.agents import Loads, Node
+from kvpipe.bench.scale.control import ControlPlane
 from kvpipe.bench.scale.point import Point, ReactorThread, until
 from kvpipe.bench.scale.results import HELD, OPERATIONS, RATES, UNITS, rows_of
 
@@ -61,7 +62,7 @@ def _ended(under_way: Loads, number: int) -> bool:
 
 
 def test_the_loads_of_a_point_are_under_way_before_and_after_what_is_measured():
-    with loads(Point(2, 3)) as under_way:
+    with closing(Loads(Point(2, 3))) as under_way:
         assert len(under_way._agent.peers()) == 2
         costs = under_way.costs()
         assert len(under_way._agent.peers()) == 2, "the others were closed again"
@@ -77,7 +78,7 @@ def test_the_loads_of_a_point_are_under_way_before_and_after_what_is_measured():
 
 
 def test_the_control_plane_is_measured_beside_handoffs_that_stay_open():
-    with control_plane(Point(3, 4)) as ports:
+    with closing(ControlPlane(Point(3, 4))) as ports:
         found = ports.at_rate(200)
         for number in range(4):
             ports._producer.withdraw(number.to_bytes(16), "over")

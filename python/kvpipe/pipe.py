@@ -60,10 +60,10 @@ class Pipe:
     as torch tensors and `None` as `None`. Numpy arrays, DLPack objects and buffers arrive as numpy arrays (`bytes` as a
     one-dimensional array of uint8).
 
-    Where UCX has CUDA, tensors on an NVIDIA GPU are moved in place, without checksums: `integrity="auto"`
-    validates them. Their memory is read or written
-    after the work that their stream (torch's current one) had at the call, and no caller waits for that. When a work on
-    such a tensor ends, its bytes are visible to all streams. None of this has run on a GPU yet (docs/gpu.md).
+    Where UCX has CUDA, tensors on an NVIDIA GPU are moved in place, without checksums: `integrity="auto"` validates
+    them. Their memory is read or written after the work that their stream (torch's current one) had at the call, and no
+    caller waits for that. When a work on such a tensor ends, its bytes are visible to all streams. None of this has run
+    on a GPU yet (docs/gpu.md).
     """
 
     def __init__(self, end: _kvpipe.PipeEnd, *, is_sender: bool) -> None:

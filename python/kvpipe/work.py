@@ -94,7 +94,7 @@ class Work(Generic[T]):
 
 
 class _LoopCompletions:
-    """The works that an asyncio loop awaits, and the descriptor by which it learns that they have ended."""
+    """The works that an asyncio loop awaits, and the descriptor that wakes it when some have ended."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._ended = _kvpipe.Completions()

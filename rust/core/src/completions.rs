@@ -47,7 +47,7 @@ impl AsFd for Completions {
     }
 }
 
-/// A loop that watches a work. A loop that is gone is not kept.
+/// A loop that watches a work. The work does not keep the completions of a loop that has ended.
 #[derive(Debug)]
 pub(crate) struct Watcher {
     pub(crate) completions: Weak<Completions>,
@@ -55,7 +55,7 @@ pub(crate) struct Watcher {
 }
 
 impl Watcher {
-    /// Tells the loop that its work has completed.
+    /// Queues the key of the completed work, which wakes the loop.
     pub(crate) fn notify(self) {
         if let Some(completions) = self.completions.upgrade() {
             completions.push(self.key);

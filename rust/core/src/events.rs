@@ -39,7 +39,7 @@ impl<T> Events<T> {
     }
 
     /// How many wait.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         lock(&self.0).len()
     }

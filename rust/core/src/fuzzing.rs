@@ -24,8 +24,7 @@ use crate::transfer::exposed::BufferDescription;
 use crate::transfer::region::RemoteRegion;
 use crate::transport::{Memory, Payload, Transport, Worker};
 
-pub use crate::clock::advance;
-pub use crate::reactor::manual::{Round, Sizes, without_threads};
+pub use crate::reactor::manual::{Round, without_threads};
 pub use unreached::Unreached;
 
 /// The data plane of a peer that may send anything.

@@ -44,7 +44,7 @@ impl<T> RecentHandoffs<T> {
     }
 
     /// How many are remembered.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.entries.len().max(self.order.len())
     }

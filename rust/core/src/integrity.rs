@@ -17,7 +17,7 @@ pub enum Integrity {
     /// The source computes no checksums. The destination asks, after its last read, whether the source still holds what
     /// it exposed.
     Validate,
-    /// Nothing is compared and nobody is asked. Handoffs refuse it.
+    /// Nothing is compared, and the source is not asked. Handoffs refuse it.
     None,
 }
 

@@ -49,7 +49,7 @@ impl<K: Eq + Hash, V: Ord> Multimap<K, V> {
     }
 
     /// How many keys have values.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }

@@ -4,7 +4,7 @@ use std::os::fd::RawFd;
 use std::time::Instant;
 
 use kvpipe_core::agent::{Notification, Options};
-use kvpipe_core::handoff::{Event, HandoffAgent, LoadReport, LoadRequest};
+use kvpipe_core::handoff::{AgentConfig, Event, HandoffAgent, LoadReport, LoadRequest};
 use kvpipe_core::ids::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Waited;
@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::blocks::{Counts, Peer, Plan, ReadyBlocks, Region, counts};
-use crate::buffer::{from_python, release_let_go};
+use crate::buffer::{from_python, run_deferred};
 use crate::error::{bad, to_py};
 use crate::ids::ids;
 use crate::log::{forward_log, read_level};
@@ -65,7 +65,7 @@ impl Agent {
         let integrity = integrity.parse().map_err(to_py)?;
         let (timeouts, transport) = (timeouts(silence)?, transport.core());
         let agent = py.detach(|| {
-            HandoffAgent::with_integrity(
+            HandoffAgent::new(AgentConfig {
                 listen,
                 token,
                 transport,
@@ -73,7 +73,7 @@ impl Agent {
                 fingerprint,
                 timeouts,
                 integrity,
-            )
+            })
         });
         agent.map(Self).map_err(to_py)
     }
@@ -276,7 +276,7 @@ impl Agent {
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.0.close());
-        release_let_go(py);
+        run_deferred(py);
         self.0.check_reads_ended().map_err(to_py)
     }
 }
@@ -334,7 +334,7 @@ impl Drop for Agent {
     fn drop(&mut self) {
         Python::try_attach(|py| {
             py.detach(|| self.0.close());
-            release_let_go(py);
+            run_deferred(py);
         });
     }
 }

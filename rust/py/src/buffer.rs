@@ -39,9 +39,9 @@ impl Drop for Owner {
     }
 }
 
-/// Does what our threads leave to Python's: releases the owners that they have dropped, and forwards the log. Called with the
-/// GIL, after waits and before sends.
-pub(crate) fn release_let_go(py: Python<'_>) {
+/// Does the work that our threads defer to Python's: releases the owners that they have dropped, and forwards the log.
+/// Called with the GIL, after waits and before sends.
+pub(crate) fn run_deferred(py: Python<'_>) {
     forward_log(py);
     let kept = std::mem::take(&mut *LET_GO.lock().unwrap_or_else(PoisonError::into_inner));
     drop(kept);

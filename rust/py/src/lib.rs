@@ -87,7 +87,7 @@ mod _kvpipe {
         let sums = py.detach(|| starts.iter().map(sum).collect::<Result<Vec<u64>, usize>>());
         let len = buffer.len();
         drop(buffer);
-        super::buffer::release_let_go(py);
+        super::buffer::run_deferred(py);
         sums.map_err(|start| {
             super::error::bad(format!(
                 "{num_bytes} bytes at {start} are not in a buffer of {len}"

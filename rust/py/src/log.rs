@@ -31,7 +31,7 @@ static QUEUE: AtomicPtr<Queue> = AtomicPtr::new(null_mut());
 
 #[derive(Default)]
 struct Queue {
-    /// Whether there may be something, which those who forward look at first.
+    /// Whether there may be records. Forwarding reads this before it locks the queue.
     has_records: AtomicBool,
     queued: Mutex<Queued>,
 }

@@ -9,7 +9,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::buffer::{from_python, release_let_go};
+use crate::buffer::{from_python, run_deferred};
 use crate::error::{bad, to_py};
 use crate::log::read_level;
 use crate::pipe::{MetaTuple, meta};
@@ -94,7 +94,7 @@ impl LookupBuffer {
     ) -> PyResult<Work> {
         let (tokens, items, timeout) = (tokens.to_vec(py)?, items(tensors)?, duration(timeout)?);
         let inserted = py.detach(|| self.0.insert(tokens, items, timeout, then(is_waited)));
-        release_let_go(py);
+        run_deferred(py);
         Ok(Work::new(Kind::Inserted(inserted.map_err(to_py)?)))
     }
 
@@ -133,7 +133,7 @@ impl LookupBuffer {
 
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.0.close());
-        release_let_go(py);
+        run_deferred(py);
     }
 }
 
@@ -142,7 +142,7 @@ impl Drop for LookupBuffer {
     fn drop(&mut self) {
         Python::try_attach(|py| {
             py.detach(|| self.0.close());
-            release_let_go(py);
+            run_deferred(py);
         });
     }
 }

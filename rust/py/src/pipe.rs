@@ -7,7 +7,7 @@ use kvpipe_core::reactor::default_busy_poll;
 use kvpipe_core::tensor::Meta;
 use pyo3::prelude::*;
 
-use crate::buffer::{from_python, release_let_go};
+use crate::buffer::{from_python, run_deferred};
 use crate::error::{bad, to_py};
 use crate::log::read_level;
 use crate::transport::Transport;
@@ -72,7 +72,7 @@ impl PipeEnd {
         timeout: Option<f64>,
         is_waited: bool,
     ) -> PyResult<Work> {
-        release_let_go(py);
+        run_deferred(py);
         let (buffer, deadline) = (
             from_python(data, false)?,
             Deadline::after(duration(timeout)?),
@@ -90,7 +90,7 @@ impl PipeEnd {
         timeout: Option<f64>,
         is_waited: bool,
     ) -> PyResult<Work> {
-        release_let_go(py);
+        run_deferred(py);
         let out = match out {
             Some((tensor, data)) => Some((meta(tensor), from_python(&data, true)?)),
             None => None,
@@ -112,13 +112,13 @@ impl PipeEnd {
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Work>> {
         let deadline = Deadline::after(duration(timeout)?);
         let closed = py.detach(|| self.0.close(deadline)).map_err(to_py)?;
-        release_let_go(py);
+        run_deferred(py);
         Ok(closed.map(|work| Work::new(Kind::Nothing(work))))
     }
 
     fn stop(&self, py: Python<'_>) {
         py.detach(|| self.0.stop());
-        release_let_go(py);
+        run_deferred(py);
     }
 
     #[getter]
@@ -151,7 +151,7 @@ impl Drop for PipeEnd {
     fn drop(&mut self) {
         Python::try_attach(|py| {
             py.detach(|| self.0.stop());
-            release_let_go(py);
+            run_deferred(py);
         });
     }
 }

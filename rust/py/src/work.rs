@@ -14,7 +14,7 @@ use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 
 use crate::blocks::{Peer, Region};
-use crate::buffer::{ReceivedBuffer, release_let_go};
+use crate::buffer::{ReceivedBuffer, run_deferred};
 use crate::error::{bad, to_py};
 
 /// The results that an operation can have.
@@ -161,7 +161,7 @@ impl Work {
     }
 
     fn result<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        release_let_go(py);
+        run_deferred(py);
         match &self.0 {
             Kind::Nothing(work) => {
                 finished(work.result()).and_then(|()| py.None().into_bound_py_any(py))
@@ -191,7 +191,7 @@ fn wait(
         py.check_signals()?;
         match waited {
             Waited::Done => {
-                release_let_go(py);
+                run_deferred(py);
                 return Ok(true);
             }
             Waited::TimedOut => return Ok(false),

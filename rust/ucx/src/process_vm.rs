@@ -78,7 +78,7 @@ pub enum ProcessVmError {
     Lost(Error),
 }
 
-/// What a refused call of `process_vm_readv` tells about the other process. `ESRCH` and `EFAULT` are about that process:
+/// What a refused call of `process_vm_readv` shows of the other process. `ESRCH` and `EFAULT` are about that process:
 /// it has ended, or has no such memory. Any other errno is about this one: `EPERM` without the permission, `EPERM`,
 /// `EACCES` or `ENOSYS` from a seccomp filter or a security module, `ENOMEM` from a kernel without memory for the call.
 fn classify(pid: libc::pid_t, error: Error) -> ProcessVmError {
@@ -290,10 +290,10 @@ mod tests {
             Err(ProcessVmError::Refused(reason)) => reason,
             other => panic!("{other:?}"),
         };
-        let gone = reason(find(child.id(), 8, b"01"));
+        let ended = reason(find(child.id(), 8, b"01"));
         assert!(
-            gone.contains("no process") && gone.contains("pid namespace"),
-            "{gone}"
+            ended.contains("no process") && ended.contains("pid namespace"),
+            "{ended}"
         );
         for other in [here(&buffer, b"10"), find(std::process::id(), 8, b"01")] {
             let other = reason(other);

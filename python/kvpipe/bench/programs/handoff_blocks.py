@@ -51,7 +51,7 @@ class Passive(_Node):
         return {f"agent{size}": f"{agent.address}/{agent.incarnation.hex()}" for size, agent in self.agent.items()}
 
     def run(self, task: Task) -> Words:
-        """Ends the handoffs of the run before, announces those of this one, and says so."""
+        """Ends the handoffs of the run before, announces those of this one, and reports it."""
         agent, total = self.agent[task.num_bytes], len(self.memory)
         source = task.transfers(total, REMOTE)
         chosen = task.chosen(total)

@@ -1,10 +1,11 @@
 """One sample of one point: `python -m kvpipe.bench.scale PEERS LOADS HANDOFFS_PER_S` prints its costs as words."""
 
 import sys
+from contextlib import closing
 
 from kvpipe.bench.programs.request import compose
-from kvpipe.bench.scale.agents import loads
-from kvpipe.bench.scale.control import control_plane
+from kvpipe.bench.scale.agents import Loads
+from kvpipe.bench.scale.control import ControlPlane
 from kvpipe.bench.scale.point import Point
 from kvpipe.exceptions import KVPipeError
 
@@ -14,9 +15,9 @@ def main() -> int:
     num_peers, num_loads, handoffs_per_s = map(int, sys.argv[1:])
     point = Point(num_peers, num_loads)
     try:
-        with loads(point) as agents:
+        with closing(Loads(point)) as agents:
             costs = agents.costs()
-        with control_plane(point) as ports:
+        with closing(ControlPlane(point)) as ports:
             costs |= ports.at_rate(handoffs_per_s)
     except KVPipeError as error:
         sys.stdout.write(f"error {error}\n")

@@ -17,7 +17,7 @@ from kvpipe.exceptions import KVPipeError
 from kvpipe.work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
 _NUM_REGIONS, _BLOCK_BYTES, _BLOCKS_A_LOAD = 4, 512, 2
 _LISTEN, _SILENCE_S = "127.0.0.1:0", 3600.0
@@ -200,13 +200,3 @@ def _typical(costs_us: Iterable[float]) -> float:
 async def _end(work: Work[object]) -> None:
     with contextlib.suppress(KVPipeError):
         await work
-
-
-@contextlib.contextmanager
-def loads(point: Point) -> Iterator[Loads]:
-    """Loads under way, closed at the end."""
-    opened = Loads(point)
-    try:
-        yield opened
-    finally:
-        opened.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from statistics import quantiles
@@ -12,7 +11,7 @@ from kvpipe import _kvpipe
 from kvpipe.bench.scale.point import ReactorThread, until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from kvpipe.bench.scale.point import Point
 
@@ -129,13 +128,3 @@ def _connect(client: _kvpipe.Control, server: _kvpipe.Control) -> None:
     described = client.ask_description(server.address or "", _ANSWER_WITHIN_S)
     until(described.is_completed)
     described.result()
-
-
-@contextlib.contextmanager
-def control_plane(point: Point) -> Iterator[ControlPlane]:
-    """Control ports with handoffs under way, closed at the end."""
-    opened = ControlPlane(point)
-    try:
-        yield opened
-    finally:
-        opened.close()

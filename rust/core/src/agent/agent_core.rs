@@ -224,7 +224,7 @@ impl AgentCore {
     }
 
     /// What its maps and queues hold, and those of the engine.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let of_peers = |size: fn(&PeerState) -> usize| self.peers.values().map(size).sum();
         let mut sizes = vec![

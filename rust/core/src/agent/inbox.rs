@@ -54,7 +54,7 @@ impl Inbox {
     }
 
     /// Notifications that the user has not drained.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.state().waiting.len()
     }

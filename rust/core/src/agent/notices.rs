@@ -69,7 +69,7 @@ pub(super) struct Outbox {
 
 impl Outbox {
     /// Notifications that wait, or that the peer has not drained.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.waiting.len() + self.numbered.len()
     }
@@ -142,13 +142,13 @@ pub(super) struct Arrivals {
     delivered: VecDeque<(u64, usize)>,
     /// Bytes of the tags in `early` and `delivered`.
     tag_bytes: usize,
-    /// What the last NOTED message said.
+    /// What the last NOTED message reported.
     noted: (u64, u64),
 }
 
 impl Arrivals {
     /// Notifications that came early, or that the user has not drained.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.early.len() + self.delivered.len()
     }
@@ -198,7 +198,7 @@ impl Arrivals {
         }
     }
 
-    /// What the next NOTED message says, if it differs from the last one: before which number everything has come, and was
+    /// What the next NOTED message reports, if it differs from the last one: before which number everything has come, and was
     /// drained.
     pub(super) fn note(&mut self) -> Option<(u64, u64)> {
         let now = (self.next, self.drained());

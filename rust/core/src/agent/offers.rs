@@ -185,7 +185,7 @@ impl AgentCore {
         }
     }
 
-    /// Fails writes that are late, and tells when to come back.
+    /// Fails writes that are late, and returns the next deadline.
     pub(super) fn expire_writes(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         while let Some((session, id)) = self.write_deadlines.pop_expired(cx.now()) {
             self.fail_late_write(cx, session, id);

@@ -57,7 +57,7 @@ impl PeerState {
     }
 
     /// What its queues hold, all together.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn num_queued(&self) -> usize {
         self.waiting.len()
             + self.writes_ready.len()
@@ -192,7 +192,7 @@ impl AgentCore {
         let Some(peer) = self.peers.get(&session) else {
             return;
         };
-        // Works end after that: whoever sees one of them sees this too.
+        // Before the works of the session end: a caller that sees one of them fail sees the loss too.
         peer.handle.lose(error);
         self.end_writes(session, error);
         let Some(peer) = self.peers.remove(&session) else {

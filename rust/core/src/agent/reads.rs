@@ -251,7 +251,7 @@ impl AgentCore {
         }
     }
 
-    /// Tells the owners of reads what has failed or ended.
+    /// Reports to the owners of reads what has failed or ended.
     pub(super) fn drain(&mut self, cx: &mut ReactorContext) {
         while let Some((token, error)) = self.engine.next_late() {
             self.late(cx, token, error);

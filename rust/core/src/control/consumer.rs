@@ -37,7 +37,7 @@ impl ConsumerRole {
     }
 
     /// What its maps hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         vec![
             ("watches", self.watches.len()),

@@ -131,7 +131,7 @@ impl DeferredQueries {
     }
 
     /// What its maps hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         self.0.sizes([
             "deferred queries",

@@ -191,8 +191,8 @@ impl Control {
     }
 
     /// What the maps and queues of a reactor without a thread hold.
-    #[cfg(any(test, feature = "fuzzing"))]
-    pub fn sizes(&self) -> crate::reactor::manual::Sizes {
+    #[cfg(test)]
+    pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
         self.reactor.sizes()
     }
 

@@ -322,7 +322,7 @@ impl ProducerRole {
     }
 
     /// What its maps and queues hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let mut sizes = vec![
             ("open handoffs", self.open.len()),

@@ -50,7 +50,7 @@ impl PendingQueries {
     }
 
     /// What its maps hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         vec![
             ("pending queries", self.pending.len()),

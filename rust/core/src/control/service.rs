@@ -275,7 +275,7 @@ impl Service for ControlService {
         self.out.log(format!("control.refused {text}"));
     }
 
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
         let mut sizes = vec![
             ("results", self.results.len()),

@@ -126,7 +126,7 @@ impl ActiveLoads {
     }
 
     /// What its maps hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let batches = self.loads.values().map(|active| active.batches.len());
         vec![

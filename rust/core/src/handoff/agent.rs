@@ -80,7 +80,7 @@ impl HandoffShared {
         }
     }
 
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn num_ended(&self) -> usize {
         lock(&self.ended).len()
     }
@@ -88,6 +88,40 @@ impl HandoffShared {
     /// Whether a caller has ended a handoff whose end the producer does not know of.
     pub(super) fn has_ended(&self, handoff: &HandoffId) -> bool {
         lock(&self.ended).contains_key(handoff)
+    }
+}
+
+/// What a [`HandoffAgent`] starts with.
+pub struct AgentConfig<'a> {
+    /// `host:port`; of port 0 the system chooses one.
+    pub listen: &'a str,
+    /// The token that its peers know too.
+    pub token: &'a [u8],
+    /// How blocks get to and from its peers.
+    pub transport: Transport,
+    /// Its engine, which its peers name in errors.
+    pub engine_id: &'a str,
+    /// What its peers have to have alike: names and values.
+    pub fingerprint: Vec<(String, String)>,
+    /// Its deadlines.
+    pub timeouts: SessionTimeouts,
+    /// The integrity of its handoffs; with `None` it has none. The blocks that it reads and writes have checksums, unless
+    /// this is `None`.
+    pub integrity: Integrity,
+}
+
+impl<'a> AgentConfig<'a> {
+    /// The defaults: without a name and a fingerprint.
+    pub fn new(listen: &'a str, token: &'a [u8], transport: Transport) -> Self {
+        Self {
+            listen,
+            token,
+            transport,
+            engine_id: "",
+            fingerprint: Vec::new(),
+            timeouts: SessionTimeouts::default(),
+            integrity: Integrity::default(),
+        }
     }
 }
 
@@ -99,46 +133,17 @@ pub struct HandoffAgent {
 }
 
 impl HandoffAgent {
-    /// Starts an agent whose handoffs have the [default integrity](Integrity::Auto).
-    pub fn new(
-        listen: &str,
-        token: &[u8],
-        transport: Transport,
-        engine_id: &str,
-        fingerprint: Vec<(String, String)>,
-        timeouts: SessionTimeouts,
-    ) -> Result<Self> {
-        let integrity = Integrity::default();
-        Self::with_integrity(
-            listen,
-            token,
-            transport,
-            engine_id,
-            fingerprint,
-            timeouts,
-            integrity,
-        )
-    }
-
-    /// Starts an agent. The blocks that it reads and writes have checksums, unless `integrity` is `None`. That of its
-    /// handoffs is theirs; with `None` it has no handoffs.
-    pub fn with_integrity(
-        listen: &str,
-        token: &[u8],
-        transport: Transport,
-        engine_id: &str,
-        fingerprint: Vec<(String, String)>,
-        timeouts: SessionTimeouts,
-        integrity: Integrity,
-    ) -> Result<Self> {
-        let address = listen_address(listen, token)?;
+    /// Starts an agent.
+    pub fn new(config: AgentConfig<'_>) -> Result<Self> {
+        let integrity = config.integrity;
+        let address = listen_address(config.listen, config.token)?;
         let config = ReactorConfig {
             listen: Some(address),
-            secret: Secret::new(token),
-            identity: Identity::new(SessionKind::Agent, engine_id, fingerprint)?,
-            transport: Some(transport),
+            secret: Secret::new(config.token),
+            identity: Identity::new(SessionKind::Agent, config.engine_id, config.fingerprint)?,
+            transport: Some(config.transport),
             local: address.ip(),
-            timeouts,
+            timeouts: config.timeouts,
             busy_poll: default_busy_poll(),
         };
         let shared = Arc::new(HandoffShared::default());

@@ -24,7 +24,7 @@ fn has_checksums(integrity: Integrity, memory: &Memory) -> bool {
 }
 
 impl HandoffService {
-    /// Takes the next slice of blocks that are ready, in the regions in which they are, and tells who has selected them.
+    /// Announces the next slice of ready blocks, in their regions, to the sessions that have selected them.
     pub(super) fn announce_ready(&mut self, cx: &mut ReactorContext) {
         let (known, integrity) = (&self.agent.regions, self.integrity);
         let num_blocks = |regions: &[RegionId]| {

@@ -1,4 +1,4 @@
-//! What a caller asks of a load, and what it learns of one.
+//! What a caller requests of a load, and the reports that it gets.
 
 use std::time::Duration;
 
@@ -32,8 +32,8 @@ pub struct LoadCounts {
     pub num_missing: u64,
     /// Blocks that were read again in some region.
     pub num_retried: u64,
-    /// Blocks without checksums of which the producer has said that its grant still held when they had been read, one for
-    /// each block and region.
+    /// Blocks without checksums whose grant still held when they had been read, as the producer has answered; one for each
+    /// block and region.
     pub num_validated: u64,
     /// Comparisons with the producer's checksums, one for each block and region that was read and has one.
     pub num_compared: u64,

@@ -83,7 +83,7 @@ impl HandoffService {
         active.has_selected = true;
         let load = &mut active.load;
         if peer.handle.incarnation() != load.request.incarnation {
-            // It knows nothing of what its former life granted.
+            // It knows no grant of its former incarnation.
             load.cannot_validate();
             return load.fail("the producer has been restarted");
         }

@@ -18,7 +18,7 @@ mod service;
 mod validation;
 mod validations;
 
-pub use agent::{Event, HandoffAgent, LoadReport};
+pub use agent::{AgentConfig, Event, HandoffAgent, LoadReport};
 pub use load_request::{LoadCounts, LoadFailure, LoadRequest};
 pub use ready::{ReadyBlocks, ReadyRange};
 pub use service::HandoffCommand;

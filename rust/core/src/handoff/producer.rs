@@ -221,7 +221,7 @@ impl Producer {
         has_selected
     }
 
-    /// Removes a handoff, and returns who selected its blocks.
+    /// Removes a handoff, and returns the sessions that have selected its blocks.
     fn remove_ready(&mut self, handoff: &HandoffId) -> Vec<BlockSelection> {
         let ready = self.ready.remove(handoff);
         let selections = ready.map_or_else(Vec::new, |ready| ready.selections);
@@ -252,7 +252,7 @@ impl Producer {
     }
 
     /// What its maps and queues hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let selections = self.ready.values().map(|ready| ready.selections.len());
         let mut sizes = vec![

@@ -110,7 +110,7 @@ pub(super) struct ReadyQueue(VecDeque<Waiting>);
 
 impl ReadyQueue {
     /// Steps that wait.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.0.len()
     }

@@ -285,7 +285,7 @@ impl Service for HandoffService {
         self.drain(cx);
     }
 
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
         let mut sizes = vec![
             ("batches", self.batches.len()),

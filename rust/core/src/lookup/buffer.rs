@@ -310,15 +310,15 @@ impl LookupBuffer {
         let over = crate::reactor::manual::Round::Over;
         self.reactor.get().map_or(over, Reactor::round)
     }
-
-    /// What the maps and queues of a reactor without a thread hold.
-    pub fn sizes(&self) -> crate::reactor::manual::Sizes {
-        self.reactor.get().map_or_else(Vec::new, Reactor::sizes)
-    }
 }
 
 #[cfg(test)]
 impl LookupBuffer {
+    /// What the maps and queues of a reactor without a thread hold.
+    pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        self.reactor.get().map_or_else(Vec::new, Reactor::sizes)
+    }
+
     /// The shared state of a buffer in this process.
     pub(super) fn shared(&self) -> &Arc<LookupShared> {
         match &self.origin {

@@ -247,7 +247,7 @@ impl Service for LookupServer {
         self.shared.next_deadline().into_iter().chain(idle).min()
     }
 
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
         let of_clients = |size: fn(&ClientSession) -> usize| self.clients.values().map(size).sum();
         let mut sizes = vec![

@@ -59,7 +59,7 @@ pub(super) struct BufferState {
 
 impl BufferState {
     /// What its queues hold, and those of the store.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let mut sizes = vec![
             ("client actions", self.client_actions.len()),

@@ -72,7 +72,7 @@ pub(super) struct Store<C, I, S> {
 
 impl<C: Clone, I, S> Store<C, I, S> {
     /// What its maps and queues hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         vec![
             ("entries", self.entries.len()),

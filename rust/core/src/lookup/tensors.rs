@@ -59,7 +59,7 @@ impl Tensors {
     }
 
     /// What its maps and queues hold, and those of the engine.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let of_sessions = |size: fn(&SessionTensors) -> usize| {
             let sessions = self.sessions.values();

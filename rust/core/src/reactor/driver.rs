@@ -59,7 +59,7 @@ pub(crate) trait DriverHandle: Drive {
     #[cfg(any(test, feature = "fuzzing"))]
     fn run_once(&self) -> super::manual::Round;
     /// What the handler of a reactor without a thread holds.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     fn sizes(&self) -> super::manual::Sizes;
     /// Drops the core of a reactor that has no thread: it and the holder of a [`Waker`](super::Waker) would keep each
     /// other.
@@ -339,7 +339,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
         }
     }
 
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     fn sizes(&self) -> super::manual::Sizes {
         let holder = Holder::HeldByCaller(thread::current().id());
         let Some(mut core) = self.lock().take_core(holder) else {

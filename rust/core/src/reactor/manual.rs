@@ -10,7 +10,8 @@ thread_local! {
 }
 
 /// How much each map and queue of an owner holds, by its name in `docs/internals/reactor.md`.
-pub type Sizes = Vec<(&'static str, usize)>;
+#[cfg(test)]
+pub(crate) type Sizes = Vec<(&'static str, usize)>;
 
 /// Whether reactors that this thread makes have no thread of their own, and connect on the calling thread.
 pub(super) fn is_on() -> bool {
@@ -46,6 +47,7 @@ impl<C> Reactor<C> {
     }
 
     /// What its handler holds between two rounds; nothing once it has ended.
+    #[cfg(test)]
     pub(crate) fn sizes(&self) -> Sizes {
         self.driver.sizes()
     }

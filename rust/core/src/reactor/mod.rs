@@ -73,7 +73,7 @@ pub(crate) trait EventHandler {
     #[cfg(any(test, feature = "fuzzing"))]
     fn num_sessions(&self) -> usize;
     /// What its maps and queues hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     fn sizes(&self) -> manual::Sizes;
 }
 

@@ -48,7 +48,7 @@ impl<K: Copy + Hash + Ord> Timers<K> {
     }
 
     /// How many entries it holds, those that were moved or cancelled included.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.heap.len()
     }

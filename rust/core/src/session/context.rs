@@ -43,7 +43,7 @@ pub(crate) struct ReactorContext {
     pub(super) failed: VecDeque<SessionKey>,
     /// Established sessions whose data path has changed, which their service does not know yet.
     pub(super) changed_paths: VecDeque<SessionKey>,
-    /// The peers of sessions that are gone, the last ones: an operation may end after its session.
+    /// The peers of the latest sessions that have ended: an operation may end after its session.
     ended_peers: VecDeque<(SessionKey, String)>,
     pub(super) data: Option<DataPlane>,
     pending_reads: PendingReads,
@@ -264,7 +264,7 @@ impl ReactorContext {
     }
 }
 
-#[cfg(any(test, feature = "fuzzing"))]
+#[cfg(test)]
 impl ReactorContext {
     /// What its maps and queues hold.
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {

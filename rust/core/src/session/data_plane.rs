@@ -12,7 +12,6 @@ use crate::error::{Error, Result};
 use crate::ids::{SessionId, SessionKey};
 use crate::net::codec::Writer;
 use crate::reactor::ended;
-
 use crate::transport::{Context, Get, Memory, Payload, RemoteKey, UcxResult, Worker};
 
 /// The first message of each side of a session. It carries nothing, counts as empty, and has UCX connect.
@@ -96,7 +95,7 @@ impl DataPlane {
     }
 
     /// What its maps hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         vec![
             ("session keys", self.session_keys.len()),

@@ -47,7 +47,7 @@ impl<T: Waiter> FairWaitlist<T> {
     }
 
     /// What it holds: waiters, their sessions, their handoffs, and their deadlines.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(crate) fn sizes(&self, names: [&'static str; 4]) -> crate::reactor::manual::Sizes {
         let sizes = [
             self.waiting.len(),

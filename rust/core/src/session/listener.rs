@@ -99,7 +99,7 @@ impl<S: Service> Sessions<S> {
         }
     }
 
-    /// Frees the place of a handshake that has taken long. False: none has by now, and accepting pauses until one has.
+    /// Frees the place of a handshake that is old enough. False if there is none: accepting then pauses until there is.
     fn make_place(&mut self) -> bool {
         let now = self.cx.now();
         loop {

@@ -110,7 +110,7 @@ pub(crate) trait Service {
     /// the reads that [`ReactorContext::closed`] reports.
     fn stop(&mut self, _cx: &mut ReactorContext) {}
     /// What its maps and queues hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
         Vec::new()
     }

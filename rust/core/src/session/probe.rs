@@ -275,7 +275,7 @@ impl ReactorContext {
         paths.is_some_and(|paths| paths.ours.is_some() && paths.theirs.is_some())
     }
 
-    /// Sets how this side gets the peer's bytes, and tells the peer.
+    /// Sets how this side gets the peer's bytes, and reports it to the peer.
     pub(super) fn set_data_path(&mut self, key: SessionKey, data_path: DataPath) {
         let Some(endpoint) = self.endpoint_mut(key) else {
             return;

@@ -10,6 +10,8 @@
 //! Without a data plane, Establishing ends at once. A failure is noted beside the state, because frames that came before
 //! it still count; once it is reported, the session is removed.
 
+mod frames;
+
 use std::time::Instant;
 
 use super::attempts::Attempts;
@@ -17,13 +19,13 @@ use super::connection::Connection;
 use super::data_plane::SessionEndpoint;
 use super::timeouts::SessionTimeouts;
 use crate::error::{Error, Result};
-use crate::ids::SessionId;
-use crate::net::framing::{FRAME_CAP, FrameReader, SessionFrame};
-use crate::net::handshake::{HANDSHAKE_FRAME_CAP, Handshake, Progress, Step};
+use crate::net::framing::{FrameReader, SessionFrame};
+use crate::net::handshake::{Handshake, Progress};
 use crate::net::identity::Identity;
 use crate::net::secret::Secret;
 use crate::reactor::ConnectFailure;
-use crate::transport::DataPath;
+
+pub(super) use frames::{SessionEnd, SessionEvent};
 
 #[derive(Debug)]
 pub(super) enum SessionState {
@@ -38,28 +40,6 @@ pub(super) enum SessionState {
     Establishing(Box<Identity>),
     /// The service knows the session.
     Up,
-}
-
-/// What received frames lead to.
-#[derive(Debug)]
-pub(super) enum SessionEvent {
-    /// The peer is known and may use the session with this id.
-    Admitted(SessionId),
-    /// The session is [`Establishing`](SessionState::Establishing).
-    Ready,
-    /// How the peer gets our bytes.
-    DataPath(DataPath),
-    /// A message for the service.
-    Frame(Vec<u8>),
-}
-
-/// How a session has ended.
-#[derive(Debug)]
-pub(super) enum SessionEnd {
-    /// It has failed.
-    Failed(Error),
-    /// The connection of this attempt ended in the handshake, and the peer gave no reason.
-    Cut(String),
 }
 
 #[derive(Debug)]
@@ -216,131 +196,6 @@ impl Session {
     pub(super) fn is_open_at_peer(&self) -> bool {
         let connection = self.connection.as_ref();
         connection.is_some_and(Connection::is_open_at_peer)
-    }
-
-    /// Sends what waits and reads what has come; the events that it leads to, and how the session has ended, if it has. Events that came before
-    /// the end count.
-    pub(super) fn receive(
-        &mut self,
-        ours: &Identity,
-        now: Instant,
-        mut accept: impl FnMut(&Identity) -> std::result::Result<(), String>,
-    ) -> (Vec<SessionEvent>, Option<SessionEnd>) {
-        let mut events = Vec::new();
-        let Some(connection) = &mut self.connection else {
-            return (events, None);
-        };
-        connection.flush();
-        let mut received = std::mem::take(&mut self.received);
-        let (has_read, ended) = connection.fill(received.buffer());
-        if has_read {
-            self.last_rx = now;
-        }
-        let handled = loop {
-            let cap = if self.is_ready() {
-                FRAME_CAP
-            } else {
-                HANDSHAKE_FRAME_CAP
-            };
-            let event = match received.next(cap) {
-                Ok(Some(frame)) => self.handle_frame(frame, ours, &mut accept, &mut events),
-                Ok(None) => break Ok(()),
-                Err(error) => Err(self.name(error)),
-            };
-            if event.is_err() {
-                break event;
-            }
-        };
-        self.received = received;
-        let handled = handled.and_then(|()| self.answer_ping());
-        let ended = match (handled, ended) {
-            (Err(error), _) => Some(SessionEnd::Failed(error)),
-            (Ok(()), Err(reason)) => Some(self.end_of_connection(reason)),
-            (Ok(()), Ok(())) => None,
-        };
-        (events, ended)
-    }
-
-    fn end_of_connection(&self, reason: String) -> SessionEnd {
-        if matches!(self.state, SessionState::Handshaking(_)) && !self.is_accepted {
-            return SessionEnd::Cut(reason);
-        }
-        SessionEnd::Failed(Error::lost(&self.peer, reason))
-    }
-
-    fn answer_ping(&mut self) -> Result<()> {
-        if std::mem::take(&mut self.is_pinged) {
-            self.send(&SessionFrame::Heartbeat)?;
-        }
-        Ok(())
-    }
-
-    /// The error with the name of the peer.
-    fn name(&self, error: Error) -> Error {
-        match error {
-            Error::Protocol(text) => Error::Protocol(format!("{text}, from {}", self.peer)),
-            other => other,
-        }
-    }
-
-    fn handle_frame(
-        &mut self,
-        frame: &[u8],
-        ours: &Identity,
-        accept: impl FnMut(&Identity) -> std::result::Result<(), String>,
-        events: &mut Vec<SessionEvent>,
-    ) -> Result<()> {
-        let SessionState::Handshaking(handshake) = &mut self.state else {
-            events.extend(self.handle_session_frame(frame)?);
-            return Ok(());
-        };
-        let ready = match handshake.frame(frame, ours, accept)? {
-            Step::Continue(frame) => {
-                self.send_raw(&frame)?;
-                None
-            }
-            Step::Admitted {
-                frame,
-                session_id,
-                peer,
-            } => {
-                self.send_raw(&frame)?;
-                events.push(SessionEvent::Admitted(session_id));
-                peer
-            }
-            Step::Ready(peer) => Some(peer),
-            Step::Refuse(frame, error) => {
-                self.send_raw(&frame)?;
-                return Err(error);
-            }
-        };
-        if let Some(peer) = ready {
-            self.state = SessionState::Establishing(peer);
-            events.push(SessionEvent::Ready);
-        }
-        Ok(())
-    }
-
-    fn handle_session_frame(&mut self, frame: &[u8]) -> Result<Option<SessionEvent>> {
-        match SessionFrame::decode(frame).map_err(|error| self.name(error))? {
-            SessionFrame::Heartbeat => Ok(None),
-            SessionFrame::Ping => {
-                self.is_pinged = true;
-                Ok(None)
-            }
-            SessionFrame::DataPath { is_read, transport } => {
-                let data_path = if is_read {
-                    DataPath::RemoteRead(transport)
-                } else {
-                    DataPath::Stream(transport)
-                };
-                Ok(Some(SessionEvent::DataPath(data_path)))
-            }
-            SessionFrame::Application(message) => Ok(Some(SessionEvent::Frame(message.to_vec()))),
-            SessionFrame::Goodbye(reason) => {
-                Err(Error::lost(&self.peer, format_args!("it closed: {reason}")))
-            }
-        }
     }
 
     /// When to [`expire`](Self::expire) next; earlier than needed where bytes have come since.

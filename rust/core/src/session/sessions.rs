@@ -146,7 +146,7 @@ impl<S: Service> EventHandler for Sessions<S> {
         sessions.filter(|it| it.connection.is_some()).count()
     }
 
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
         let mut sizes = self.cx.sizes();
         sizes.extend(self.service.sizes());

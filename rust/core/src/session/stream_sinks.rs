@@ -40,7 +40,7 @@ impl StreamSinks {
     }
 
     /// How many are registered.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.0.borrow().len()
     }

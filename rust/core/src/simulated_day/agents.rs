@@ -6,7 +6,7 @@ use kvpipe_ucx::Buffer;
 
 use super::{Rng, TIMEOUTS, TOKEN, is_busy, transport};
 use crate::agent::{Options, Peer, Region};
-use crate::handoff::{Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange};
+use crate::handoff::{AgentConfig, Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange};
 use crate::ids::{HandoffId, Incarnation};
 use crate::reactor::manual::{Sizes, without_threads};
 use crate::transport::Transport;
@@ -24,8 +24,11 @@ pub(super) struct Node {
 
 impl Node {
     pub(super) fn new(transport: Transport, token: &[u8]) -> Self {
-        let start = || HandoffAgent::new("127.0.0.1:0", token, transport, "", Vec::new(), TIMEOUTS);
-        let agent = without_threads(start).expect("agent");
+        let config = AgentConfig {
+            timeouts: TIMEOUTS,
+            ..AgentConfig::new("127.0.0.1:0", token, transport)
+        };
+        let agent = without_threads(|| HandoffAgent::new(config)).expect("agent");
         let region = register(&agent, "kv");
         Self { agent, region }
     }

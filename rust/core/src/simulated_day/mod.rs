@@ -1,5 +1,5 @@
 //! A day of simulated time. Sessions, loads, handoffs, entries and tensors come and go, some of them in disorder, and every
-//! hour the maps and queues of those who stay are counted.
+//! hour the entries in the maps and queues of the actors that stay are counted.
 
 mod agents;
 mod control;

@@ -1,4 +1,4 @@
-//! Those who come and go: agents, control ports, clients of a lookup buffer, pipes, and strangers.
+//! Actors that connect and leave: agents, control ports, clients of a lookup buffer, pipes, and strangers.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -29,7 +29,7 @@ enum Visitor {
     Control(Control),
     Client(LookupBuffer, Vec<Operation<Selected>>),
     Pipe([Pipe; 2], Work<Arc<Received>>),
-    /// Connected, but says nothing, or nothing that anybody understands.
+    /// Connects, and sends nothing or what is no protocol.
     Stranger(TcpStream),
     /// Accepts connections, and nothing more.
     Silent(TcpListener),
@@ -49,7 +49,7 @@ impl Visitor {
         }
     }
 
-    /// Says goodbye.
+    /// Closes in order.
     fn close(&self) {
         match self {
             Self::Agent(node) => node.agent.close(),
@@ -128,9 +128,9 @@ impl Visitors {
     }
 
     pub(super) fn round(&self) -> bool {
-        let awake = self.here.iter().filter(|(_, is_silent)| !is_silent);
+        let responsive = self.here.iter().filter(|(_, is_silent)| !is_silent);
         let mut is_any_busy = is_busy(self.buffer.manual_round());
-        for (visitor, _) in awake {
+        for (visitor, _) in responsive {
             is_any_busy |= visitor.round();
         }
         is_any_busy

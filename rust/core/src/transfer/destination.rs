@@ -89,8 +89,8 @@ impl TransferEngine {
 }
 
 impl PeerTransfers {
-    /// Places among those under way at once that are taken. A cancelled transfer keeps its place until its source has
-    /// answered, so that the bytes in flight stay bounded.
+    /// Transfers that count against the limit of those under way. A cancelled one counts until its source has answered, so
+    /// that the bytes in flight stay bounded.
     fn num_busy(&self) -> usize {
         let is_only_cancelling = |id: &&u64| !self.running.contains(id);
         self.running.len() + self.cancelling.keys().filter(is_only_cancelling).count()
@@ -114,7 +114,7 @@ impl PeerTransfers {
             source.read_path(cx, session, &request.memory)?
         };
         let Some(path) = path else {
-            // Nobody hashes what is on a GPU.
+            // No checksums are computed on a GPU.
             let is_checksummed = request.checksums != Checksums::None && !source.is_cuda;
             let stream = begin_stream(cx, id, request, is_checksummed);
             return Ok(State::Streaming(stream));

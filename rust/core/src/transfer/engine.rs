@@ -229,7 +229,7 @@ impl TransferEngine {
     }
 
     /// What its maps and queues hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let of_peers = |size: fn(&PeerTransfers) -> usize| self.peers.values().map(size).sum();
         vec![
@@ -335,7 +335,7 @@ impl TransferEngine {
         !(self.scheduled.is_empty() && self.checksum_queue.is_empty())
     }
 
-    /// Fails transfers that are late, and tells when to come back.
+    /// Fails transfers that are late, and returns the next deadline.
     pub(crate) fn expire(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         while let Some(id) = self.deadlines.pop_expired(cx.now()) {
             self.fail_late(cx, id);

@@ -44,7 +44,7 @@ impl PostedReads {
         self.reads.is_empty()
     }
 
-    /// Whether no more can be told apart.
+    /// Whether another read would have no number of its own.
     pub(super) fn is_full(&self) -> bool {
         self.reads.len() == READS_CAP
     }

@@ -2,8 +2,7 @@
 
 use kvpipe_core::Result;
 use kvpipe_core::agent::{Options, Peer, Region};
-use kvpipe_core::handoff::HandoffAgent;
-use kvpipe_core::session::SessionTimeouts;
+use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
 use kvpipe_core::transport::Transport;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::Buffer;
@@ -14,9 +13,8 @@ pub const BLOCK: usize = 4096;
 pub const COUNT: usize = 64;
 
 pub fn agent(transport: &(impl Clone + Into<Transport>)) -> HandoffAgent {
-    let timeouts = SessionTimeouts::default();
-    let transport = transport.clone().into();
-    HandoffAgent::new(&local(), TOKEN, transport, "", vec![], timeouts).expect("agent")
+    let (listen, transport) = (local(), transport.clone().into());
+    HandoffAgent::new(AgentConfig::new(&listen, TOKEN, transport)).expect("agent")
 }
 
 pub fn register(

@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvpipe_core::Error;
 use kvpipe_core::agent::Options;
 use kvpipe_core::checksum;
-use kvpipe_core::handoff::HandoffAgent;
+use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::session::SessionTimeouts;
@@ -215,15 +215,11 @@ fn a_peer_that_does_not_describe_its_regions_is_given_up() {
         handshake: Duration::from_millis(300),
         ..SessionTimeouts::default()
     };
-    let agent = HandoffAgent::new(
-        "127.0.0.1:0",
-        TOKEN,
-        search.clone().into(),
-        "",
-        vec![],
+    let config = AgentConfig {
         timeouts,
-    )
-    .expect("agent");
+        ..AgentConfig::new("127.0.0.1:0", TOKEN, search.clone().into())
+    };
+    let agent = HandoffAgent::new(config).expect("agent");
     let address = agent.address().expect("address");
     let mut raw = Raw::connect(&search, address, SessionKind::Agent);
     assert!(raw.is_closed());

@@ -4,10 +4,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvpipe_core::Integrity;
 use kvpipe_core::agent::{Options, Plan, Region};
-use kvpipe_core::handoff::HandoffAgent;
+use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
-use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Work;
 use kvpipe_core::{Error, Result, checksum};
 use kvpipe_ucx::{Buffer, Memory, Search};
@@ -243,18 +242,12 @@ fn blocks_that_change_while_they_are_read_are_not_delivered() {
 #[test]
 fn without_checksums_the_source_is_asked_for_none() {
     on_both_paths(|search| {
-        let timeouts = SessionTimeouts::default();
-        let transport = search.clone().into();
-        let reader = HandoffAgent::with_integrity(
-            &common::local(),
-            TOKEN,
-            transport,
-            "",
-            vec![],
-            timeouts,
-            Integrity::None,
-        );
-        let reader = reader.expect("agent");
+        let (listen, transport) = (common::local(), search.clone().into());
+        let config = AgentConfig {
+            integrity: Integrity::None,
+            ..AgentConfig::new(&listen, TOKEN, transport)
+        };
+        let reader = HandoffAgent::new(config).expect("agent");
         let (source, plan, to) = Source::meet("cpu", search, &reader, &[0], &[3]);
         let work = reader.read(&plan, Options::default()).expect("read");
         if common::is_tcp() {

@@ -1,4 +1,4 @@
-//! Many connections at once: those of peers, and those of strangers who hold places and say nothing.
+//! Many connections at once: those of peers, and those of silent strangers that hold places.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -102,7 +102,7 @@ fn three_hundred_engines_get_in_behind_as_many_strangers_without_the_token() {
     alone(|_| connect_all_at_once(CROWD));
 }
 
-/// Somebody who does not hold the token: says nothing, stops after the first frame, or talks nonsense.
+/// A stranger without the token: it sends nothing, stops after the first frame, or sends nonsense.
 fn stranger(address: SocketAddr, nth: usize) -> TcpStream {
     let mut stream = TcpStream::connect(address).expect("connect");
     match nth % 3 {
@@ -236,9 +236,9 @@ fn a_peer_that_refuses_with_a_reason_is_not_asked_again() {
 
 #[test]
 fn a_control_port_that_nobody_listens_at_is_known_at_once() {
-    let gone = control();
-    let address = address(&gone);
-    drop(gone);
+    let closed = control();
+    let address = address(&closed);
+    drop(closed);
     let begun = Instant::now();
     let error = ask(&client(), address).expect_err("nobody is there");
     assert!(matches!(error, Error::Connect(_)), "{error}");

@@ -14,15 +14,21 @@ fn pair(transport: &Transport) -> (Worker, Worker) {
     (worker(100), worker(900))
 }
 
+/// A pair whose consumer loads three blocks. Two are here, and the third one is not ready.
+fn with_first_blocks(transport: &Transport) -> (Worker, Worker) {
+    let (producer, consumer) = pair(transport);
+    producer.mark_ready(0, &[4, 9]);
+    consumer.load(producer.request(&[1, 2, 3]));
+    eventually("the first blocks", || {
+        consumer.has(&[1, 2], &producer, &[4, 9]).then_some(())
+    });
+    (producer, consumer)
+}
+
 #[test]
 fn a_load_is_validated_once_its_blocks_are_here() {
     on_every_path(|transport| {
-        let (producer, consumer) = pair(transport);
-        producer.mark_ready(0, &[4, 9]);
-        consumer.load(producer.request(&[1, 2, 3]));
-        eventually("the first blocks", || {
-            consumer.has(&[1, 2], &producer, &[4, 9]).then_some(())
-        });
+        let (producer, consumer) = with_first_blocks(transport);
         assert_eq!(consumer.events(), []);
         producer.mark_ready(2, &[5]);
         let Event::LoadCompleted(report) = consumer.ended() else {
@@ -82,12 +88,7 @@ fn a_block_counts_only_as_it_was_when_its_grant_began_whenever_the_owner_ends_it
 #[test]
 fn a_load_that_is_cancelled_keeps_the_blocks_whose_grant_still_holds() {
     on_every_path(|transport| {
-        let (producer, consumer) = pair(transport);
-        producer.mark_ready(0, &[4, 9]);
-        consumer.load(producer.request(&[1, 2, 3]));
-        eventually("the first blocks", || {
-            consumer.has(&[1, 2], &producer, &[4, 9]).then_some(())
-        });
+        let (_producer, consumer) = with_first_blocks(transport);
         consumer.agent.cancel(ID, "late", false).expect("cancel");
         assert_eq!(consumer.failed(), (vec![2], "late".to_owned()));
     });
@@ -96,12 +97,7 @@ fn a_load_that_is_cancelled_keeps_the_blocks_whose_grant_still_holds() {
 #[test]
 fn a_producer_that_is_closed_before_the_answer_leaves_nothing() {
     on_every_path(|transport| {
-        let (producer, consumer) = pair(transport);
-        producer.mark_ready(0, &[4, 9]);
-        consumer.load(producer.request(&[1, 2, 3]));
-        eventually("the first blocks", || {
-            consumer.has(&[1, 2], &producer, &[4, 9]).then_some(())
-        });
+        let (producer, consumer) = with_first_blocks(transport);
         producer.agent.close();
         assert_eq!(consumer.failed().0, [0, 1, 2]);
     });

@@ -4,9 +4,8 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
 use kvpipe_core::agent::{Options, Region};
-use kvpipe_core::handoff::HandoffAgent;
+use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
 use kvpipe_core::pipe::{Deadline, Pipe};
-use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::tensor::Meta;
 use kvpipe_core::work::Then;
 use kvpipe_core::work::Work;
@@ -88,16 +87,8 @@ fn send(pipe: &Pipe) -> Work<()> {
 }
 
 fn agent(search: &Search) -> HandoffAgent {
-    let timeouts = SessionTimeouts::default();
-    HandoffAgent::new(
-        &common::local(),
-        TOKEN,
-        search.clone().into(),
-        "",
-        vec![],
-        timeouts,
-    )
-    .expect("agent")
+    let (listen, transport) = (common::local(), search.clone().into());
+    HandoffAgent::new(AgentConfig::new(&listen, TOKEN, transport)).expect("agent")
 }
 
 fn register(agent: &HandoffAgent, block: usize) -> Region {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvpipe_core::Error;
 use kvpipe_core::control::{Control, ControlEvent, ControlQuery, ControlTimeouts};
-use kvpipe_core::handoff::HandoffAgent;
+use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::pipe::Pipe;
@@ -125,14 +125,7 @@ fn nothing_listens_beyond_loopback_without_a_token() {
     for address in ["0.0.0.0:0", "[::]:0", "203.0.113.1:0"] {
         let memory = || Transport::Memory(MemoryPath::RemoteRead);
         let control = Control::new(Some(address), b"", "", vec![], PATIENT);
-        let agent = HandoffAgent::new(
-            address,
-            b"",
-            memory(),
-            "",
-            vec![],
-            SessionTimeouts::default(),
-        );
+        let agent = HandoffAgent::new(AgentConfig::new(address, b"", memory()));
         let pipe = Pipe::listen(address, b"", memory(), Duration::ZERO);
         for error in [control.err(), agent.err(), pipe.err()] {
             let is_refused = |error: &Error| matches!(error, Error::Config(text) if text.contains("needs a token"));
@@ -174,10 +167,9 @@ fn an_agent_on_one_interface_listens_on_no_other_with_ucx_too() {
         // UCX leaves its sockets open to the processes that a test starts.
         let inherited = listening();
         for (name, ip) in outside() {
-            let (listen, timeouts) = (format!("{ip}:0"), SessionTimeouts::default());
-            let agent =
-                HandoffAgent::new(&listen, TOKEN, search.clone().into(), "", vec![], timeouts)
-                    .expect("agent");
+            let listen = format!("{ip}:0");
+            let config = AgentConfig::new(&listen, TOKEN, search.clone().into());
+            let agent = HandoffAgent::new(config).expect("agent");
             let (mut found, ips) = (listening(), ips_of(&name));
             found.retain(|at| !inherited.contains(at));
             assert!(found.contains(&agent.address().expect("address")));

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
 use kvpipe_core::control::{Control, ControlEvent, ControlQuery, ControlTimeouts};
-use kvpipe_core::handoff::HandoffAgent;
+use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
 use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Identity, SessionKind};
 use kvpipe_core::net::secret::Secret;
@@ -44,16 +44,15 @@ fn ask(from: &Control, to: &Control) -> kvpipe_core::Result<String> {
 }
 
 fn agent(search: &Search) -> HandoffAgent {
-    let timeouts = SessionTimeouts::default();
-    HandoffAgent::new(
-        "127.0.0.1:0",
-        TOKEN,
-        search.clone().into(),
-        "",
-        vec![],
+    agent_with(search, SessionTimeouts::default())
+}
+
+fn agent_with(search: &Search, timeouts: SessionTimeouts) -> HandoffAgent {
+    let config = AgentConfig {
         timeouts,
-    )
-    .expect("agent")
+        ..AgentConfig::new("127.0.0.1:0", TOKEN, search.clone().into())
+    };
+    HandoffAgent::new(config).expect("agent")
 }
 
 #[test]
@@ -187,15 +186,7 @@ fn a_peer_that_says_nothing_any_more_is_lost_at_the_deadline() {
         silence: Duration::from_millis(300),
         ..SessionTimeouts::default()
     };
-    let server = HandoffAgent::new(
-        "127.0.0.1:0",
-        TOKEN,
-        search.clone().into(),
-        "",
-        vec![],
-        timeouts,
-    );
-    let server = server.expect("agent");
+    let server = agent_with(&search, timeouts);
     let address = server.address().expect("address");
     // The silence begins after this, with the last word of the handshake.
     let begun = Instant::now();
@@ -215,15 +206,7 @@ fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
             ..SessionTimeouts::default()
         };
         let make = || {
-            let agent = HandoffAgent::new(
-                "127.0.0.1:0",
-                TOKEN,
-                search.clone().into(),
-                "",
-                vec![],
-                timeouts,
-            )
-            .expect("agent");
+            let agent = agent_with(search, timeouts);
             let (bytes, block) = (256 << 20, 1 << 20);
             let region = agent
                 .register("kv", Buffer::zeroed(bytes), block, block)

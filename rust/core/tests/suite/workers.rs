@@ -5,9 +5,10 @@ use std::ops::Range;
 
 use kvpipe_core::Integrity;
 use kvpipe_core::agent::Region;
-use kvpipe_core::handoff::{Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange};
+use kvpipe_core::handoff::{
+    AgentConfig, Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange,
+};
 use kvpipe_core::ids::HandoffId;
-use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::transport::Transport;
 use kvpipe_ucx::Buffer;
 
@@ -31,10 +32,12 @@ pub fn worker(transport: &Transport, seed: u64) -> Worker {
 }
 
 pub fn worker_with(transport: &Transport, seed: u64, integrity: Integrity) -> Worker {
-    let (transport, timeouts) = (transport.clone(), SessionTimeouts::default());
-    let agent =
-        HandoffAgent::with_integrity(&local(), TOKEN, transport, "", vec![], timeouts, integrity);
-    let agent = agent.expect("agent");
+    let listen = local();
+    let config = AgentConfig {
+        integrity,
+        ..AgentConfig::new(&listen, TOKEN, transport.clone())
+    };
+    let agent = HandoffAgent::new(config).expect("agent");
     let layers: Vec<Buffer> = (0..LAYERS as u64)
         .map(|layer| Buffer::from_vec(pattern(COUNT * BLOCK, seed + layer)))
         .collect();

@@ -3,15 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_core::Integrity;
 use kvpipe_core::Result;
 use kvpipe_core::agent::{Agent, Options, Peer, Region};
 use kvpipe_core::fuzzing::{Round, without_threads};
 use kvpipe_core::handoff::{
-    Event, HandoffAgent, HandoffCommand, LoadRequest, ReadyBlocks, ReadyRange,
+    AgentConfig, Event, HandoffAgent, HandoffCommand, LoadRequest, ReadyBlocks, ReadyRange,
 };
 use kvpipe_core::net::identity::SessionKind;
-use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::Buffer;
 
@@ -213,23 +211,11 @@ pub(crate) fn agent(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let agent = || {
-        let (id, timeouts) = ("engine", SessionTimeouts::default());
-        let integrity = if flags.validates() {
-            Integrity::Validate
-        } else if flags.has_no_checksums() {
-            Integrity::None
-        } else {
-            Integrity::Auto
-        };
-        HandoffAgent::with_integrity(
-            "127.0.0.1:0",
-            TOKEN,
-            transport.clone(),
-            id,
-            Vec::new(),
-            timeouts,
-            integrity,
-        )
+        HandoffAgent::new(AgentConfig {
+            engine_id: "engine",
+            integrity: flags.integrity(),
+            ..AgentConfig::new("127.0.0.1:0", TOKEN, transport.clone())
+        })
     };
     let agent = without_threads(agent).expect("agent");
     let (hostile, address) = if flags.is_server() {

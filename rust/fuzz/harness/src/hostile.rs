@@ -159,7 +159,7 @@ impl Hostile {
         false
     }
 
-    /// Says hello, and that it reads the victim's memory.
+    /// Sends its hello, and reports that it reads the victim's memory.
     fn establish(&mut self) {
         self.message(&[0], &[]);
         self.send(DATA_PATH);

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_core::Integrity;
 use kvpipe_core::fuzzing::{Round, without_threads};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::pipe::{Deadline, Pipe};
@@ -150,19 +149,12 @@ pub(crate) fn sender(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let (hostile, address) = Hostile::listen(SessionKind::Pipe, Some(&transport));
-    let integrity = if flags.validates() {
-        Integrity::Validate
-    } else if flags.has_no_checksums() {
-        Integrity::None
-    } else {
-        Integrity::Auto
-    };
     let connect = || {
         Pipe::connect(
             &address,
             TOKEN,
             transport.clone(),
-            integrity,
+            flags.integrity(),
             Duration::ZERO,
             TIMEOUT,
         )

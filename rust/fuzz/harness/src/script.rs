@@ -1,8 +1,8 @@
 //! What a peer does that keeps to no rules, as read from any bytes, and how the victim is run through it.
 
-use kvpipe_core::Result;
 use kvpipe_core::fuzzing::Round;
 use kvpipe_core::net::codec::{Reader, Writer};
+use kvpipe_core::{Integrity, Result};
 
 use crate::hostile::Hostile;
 
@@ -57,14 +57,20 @@ impl Flags {
         self.0 & UNREACHABLE != 0
     }
 
-    /// The victim's handoffs are validated, and have no checksums.
-    pub(crate) fn validates(self) -> bool {
-        self.0 & VALIDATES != 0
-    }
-
     /// Checksums are switched off on the victim's side.
     pub(crate) fn has_no_checksums(self) -> bool {
         self.0 & NO_CHECKSUMS != 0
+    }
+
+    /// How the victim's handoffs and tensors are verified.
+    pub(crate) fn integrity(self) -> Integrity {
+        if self.0 & VALIDATES != 0 {
+            Integrity::Validate
+        } else if self.has_no_checksums() {
+            Integrity::None
+        } else {
+            Integrity::Auto
+        }
     }
 }
 

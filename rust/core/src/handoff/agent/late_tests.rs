@@ -26,10 +26,8 @@ struct Side {
 impl Side {
     /// With blocks whose bytes are all `fill`.
     fn new(path: MemoryPath, fill: u8) -> Self {
-        let (transport, timeouts) = (Transport::Memory(path), SessionTimeouts::default());
-        let make =
-            || HandoffAgent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timeouts).unwrap();
-        let agent = without_threads(make);
+        let config = AgentConfig::new("127.0.0.1:0", b"", Transport::Memory(path));
+        let agent = without_threads(|| HandoffAgent::new(config)).unwrap();
         let memory = Buffer::from_vec(vec![fill; NUM_BLOCKS * BLOCK as usize]);
         let registered = agent.register_writable("kv", memory.clone(), BLOCK, BLOCK);
         let registered = registered.unwrap();

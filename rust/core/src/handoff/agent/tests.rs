@@ -11,12 +11,8 @@ use crate::transport::MemoryPath;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn agent() -> HandoffAgent {
-    let (transport, timeouts) = (
-        Transport::Memory(MemoryPath::RemoteRead),
-        SessionTimeouts::default(),
-    );
-    let agent = HandoffAgent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timeouts);
-    agent.expect("agent")
+    let transport = Transport::Memory(MemoryPath::RemoteRead);
+    HandoffAgent::new(AgentConfig::new("127.0.0.1:0", b"", transport)).expect("agent")
 }
 
 fn agent_with_region() -> (HandoffAgent, Region) {
@@ -139,23 +135,11 @@ mod by_messages {
 
     impl Side {
         fn new(integrity: Integrity) -> Self {
-            let make = || {
-                let (transport, timeouts) = (
-                    Transport::Memory(MemoryPath::Stream),
-                    SessionTimeouts::default(),
-                );
-                let agent = HandoffAgent::with_integrity(
-                    "127.0.0.1:0",
-                    b"",
-                    transport,
-                    "",
-                    Vec::new(),
-                    timeouts,
-                    integrity,
-                );
-                agent.expect("agent")
+            let config = AgentConfig {
+                integrity,
+                ..AgentConfig::new("127.0.0.1:0", b"", Transport::Memory(MemoryPath::Stream))
             };
-            let agent = without_threads(make);
+            let agent = without_threads(|| HandoffAgent::new(config)).expect("agent");
             let buffer = Buffer::zeroed(BLOCK as usize);
             let registered = agent.register("kv", buffer, BLOCK, BLOCK).expect("open");
             while !registered.is_completed() {

@@ -5,9 +5,10 @@ use kvpipe_ucx::Buffer;
 use crate::Integrity;
 use crate::agent::Region;
 use crate::agent::regions::LocalRegion;
-use crate::handoff::{Event, HandoffAgent, LoadReport, LoadRequest, ReadyBlocks, ReadyRange};
+use crate::handoff::{
+    AgentConfig, Event, HandoffAgent, LoadReport, LoadRequest, ReadyBlocks, ReadyRange,
+};
 use crate::reactor::manual::{Round, without_threads};
-use crate::session::SessionTimeouts;
 use crate::transfer::region::Layout;
 use crate::transport::{MemoryPath, Transport};
 
@@ -37,20 +38,11 @@ impl Side {
         content: u8,
         change: impl FnOnce(&mut LocalRegion),
     ) -> Self {
-        let (transport, timeouts) = (Transport::Memory(path), SessionTimeouts::default());
-        let (listen, token) = ("127.0.0.1:0", b"token");
-        let agent = || {
-            HandoffAgent::with_integrity(
-                listen,
-                token,
-                transport,
-                "",
-                Vec::new(),
-                timeouts,
-                integrity,
-            )
+        let config = AgentConfig {
+            integrity,
+            ..AgentConfig::new("127.0.0.1:0", b"token", Transport::Memory(path))
         };
-        let agent = without_threads(agent).expect("agent");
+        let agent = without_threads(|| HandoffAgent::new(config)).expect("agent");
         let memory = Buffer::from_vec(vec![content; BLOCK]);
         let size = BLOCK as u64;
         let layout = Layout::new(size, size, size).expect("layout");

@@ -2,12 +2,13 @@
 
 mod lost_session;
 
+use std::net::SocketAddr;
 use std::time::Instant;
 
 use super::*;
 use crate::Integrity;
-use crate::handoff::Event;
 use crate::handoff::loads::tests::{BLOCK, ID, Side, settle};
+use crate::handoff::{Event, LoadCounts};
 use crate::reactor::manual::Round;
 use crate::transport::MemoryPath;
 
@@ -20,9 +21,9 @@ fn side(path: MemoryPath, content: u8) -> Side {
 /// What the owner does from one moment on.
 #[derive(Debug, Clone, Copy)]
 enum Ending {
-    /// It ends the handoff.
-    Whole,
-    /// It has marked the end, and the reactor learns of it when the load is over.
+    /// It ends the handoff, which the reactor processes in its next round.
+    Processed,
+    /// It has marked the end, which the reactor processes when the load is over.
     MarkedOnly,
     /// It ends the handoff, which is forgotten, and its id is used again for other content.
     Reused,
@@ -31,7 +32,7 @@ enum Ending {
 impl Ending {
     fn begin(self, producer: &Side) {
         match self {
-            Self::Whole => producer.agent.end(ID, "preempted").expect("it runs"),
+            Self::Processed => producer.agent.end(ID, "preempted").expect("it runs"),
             Self::MarkedOnly => producer.agent.shared.mark_ended(ID),
             Self::Reused => end_and_forget(producer),
         }
@@ -98,7 +99,7 @@ fn ends_after(
 #[test]
 fn a_grant_that_ends_at_any_moment_leaves_no_block_that_could_have_changed() {
     for path in PATHS {
-        for ending in [Ending::Whole, Ending::MarkedOnly, Ending::Reused] {
+        for ending in [Ending::Processed, Ending::MarkedOnly, Ending::Reused] {
             for is_consumer_first in [false, true] {
                 let (mut num_failed, mut num_rounds) = (0, 0);
                 loop {
@@ -124,20 +125,16 @@ fn a_load_is_validated_and_compares_nothing() {
         producer.mark_ready([ID].into_iter());
         consumer.load(ID, &producer);
         settle(&[&producer.agent, &consumer.agent]);
-        let ended = consumer.ended();
-        let Some(Event::LoadCompleted(report)) = ended else {
-            panic!("{ended:?}");
-        };
-        let counts = report.counts;
+        let counts = completed(consumer.ended());
         assert_eq!((counts.num_validated, counts.num_compared), (1, 0));
         assert_eq!(consumer.content(), [1; BLOCK]);
     }
 }
 
 /// Runs the consumer until its block is here, which the producer has no part in.
-fn read(producer: &Side, consumer: &Side) {
+fn read(producer: &Side, consumer: &Side, address: SocketAddr) {
     producer.mark_ready([ID].into_iter());
-    consumer.load(ID, producer);
+    consumer.load_from(ID, producer, address);
     while consumer.content() != [1; BLOCK] {
         producer.agent.round();
         settle(&[&consumer.agent]);
@@ -145,10 +142,34 @@ fn read(producer: &Side, consumer: &Side) {
     assert_eq!(consumer.ended(), None, "nothing counts before the answer");
 }
 
+/// A producer, and a consumer that has read its block and asks whether the grant still holds.
+fn awaiting_answer() -> [Side; 2] {
+    let [producer, consumer] = [1, 0].map(|content| side(MemoryPath::RemoteRead, content));
+    let address = producer.agent.address().expect("address");
+    read(&producer, &consumer, address);
+    [producer, consumer]
+}
+
+/// The counters of a load that is complete.
+fn completed(ended: Option<Event>) -> LoadCounts {
+    let Some(Event::LoadCompleted(report)) = ended else {
+        panic!("{ended:?}");
+    };
+    report.counts
+}
+
+/// Fails unless the load has failed and lacks its only block. Returns why it failed.
+fn assert_nothing_counts(ended: Option<Event>) -> String {
+    let Some(Event::LoadFailed(_, failure)) = ended else {
+        panic!("{ended:?}");
+    };
+    assert_eq!(failure.missing, [0]);
+    failure.reason
+}
+
 #[test]
 fn a_load_that_was_cancelled_counts_after_the_answer_only() {
-    let [producer, consumer] = [1, 0].map(|content| side(MemoryPath::RemoteRead, content));
-    read(&producer, &consumer);
+    let [producer, consumer] = awaiting_answer();
     consumer.agent.cancel(ID, "late", false).expect("it runs");
     settle(&[&consumer.agent]);
     assert_eq!(consumer.ended(), None);
@@ -166,8 +187,7 @@ fn a_load_that_was_cancelled_counts_after_the_answer_only() {
 
 #[test]
 fn a_cancelled_load_whose_producer_does_not_answer_counts_nothing_and_ends_in_time() {
-    let [producer, consumer] = [1, 0].map(|content| side(MemoryPath::RemoteRead, content));
-    read(&producer, &consumer);
+    let [_producer, consumer] = awaiting_answer();
     let began = Instant::now();
     consumer.agent.cancel(ID, "late", false).expect("it runs");
     let ended = loop {
@@ -179,29 +199,20 @@ fn a_cancelled_load_whose_producer_does_not_answer_counts_nothing_and_ends_in_ti
         }
     };
     assert!(began.elapsed() >= ANSWER_WITHIN);
-    let Event::LoadFailed(_, failure) = ended else {
-        panic!("{ended:?}");
-    };
-    assert_eq!(failure.missing, [0]);
+    assert_nothing_counts(Some(ended));
 }
 
 #[test]
 fn an_agent_that_is_closed_before_the_answer_counts_nothing() {
-    let [producer, consumer] = [1, 0].map(|content| side(MemoryPath::RemoteRead, content));
-    read(&producer, &consumer);
+    let [_producer, consumer] = awaiting_answer();
     consumer.agent.close();
     while consumer.agent.round() != Round::Over {}
-    let ended = consumer.ended();
-    let Some(Event::LoadFailed(_, failure)) = ended else {
-        panic!("{ended:?}");
-    };
-    assert_eq!(failure.missing, [0]);
+    assert_nothing_counts(consumer.ended());
 }
 
 #[test]
 fn an_answer_to_an_earlier_load_is_none_to_the_next() {
-    let [producer, consumer] = [1, 0].map(|content| side(MemoryPath::RemoteRead, content));
-    read(&producer, &consumer);
+    let [producer, consumer] = awaiting_answer();
     // The first load is withdrawn here, with its question on its way.
     consumer.agent.cancel(ID, "late", true).expect("it runs");
     settle(&[&consumer.agent]);
@@ -211,11 +222,7 @@ fn an_answer_to_an_earlier_load_is_none_to_the_next() {
     consumer.load(ID, &producer);
     Ending::MarkedOnly.begin(&producer);
     settle(&[&producer.agent, &consumer.agent]);
-    let ended = consumer.ended();
-    let Some(Event::LoadFailed(_, failure)) = ended else {
-        panic!("{ended:?}");
-    };
-    assert_eq!(failure.missing, [0]);
+    assert_nothing_counts(consumer.ended());
 }
 
 #[test]
@@ -231,21 +238,16 @@ fn a_grant_that_another_consumer_has_acknowledged_holds_no_more() {
         settle(&[&producer.agent, &fast.agent]);
         assert!(matches!(fast.ended(), Some(Event::LoadCompleted(_))));
         assert_eq!(producer.ended(), Some(Event::Acknowledged { handoff: ID }));
-        // The owner may use its block for something else now, and the slow consumer knows of nothing.
+        // The owner may use its block for something else now, which the slow consumer does not know.
         assert!(producer.memory.write(0, &[9; BLOCK]));
         settle(&[&producer.agent, &slow.agent]);
-        let ended = slow.ended();
-        let Some(Event::LoadFailed(_, failure)) = ended else {
-            panic!("{path:?} {ended:?}");
-        };
-        assert_eq!(failure.missing, [0]);
+        assert_nothing_counts(slow.ended());
     }
 }
 
 #[test]
 fn a_load_that_has_ended_counts_nothing_when_its_session_is_lost_before_the_answer() {
-    let [producer, consumer] = [1, 0].map(|content| side(MemoryPath::RemoteRead, content));
-    read(&producer, &consumer);
+    let [producer, consumer] = awaiting_answer();
     consumer.agent.cancel(ID, "late", false).expect("it runs");
     settle(&[&consumer.agent]);
     assert_eq!(consumer.ended(), None);
@@ -262,10 +264,7 @@ fn a_load_that_has_ended_counts_nothing_when_its_session_is_lost_before_the_answ
         assert!(began.elapsed() < Duration::from_secs(60));
         std::thread::sleep(Duration::from_millis(1));
     };
-    let Event::LoadFailed(_, failure) = ended else {
-        panic!("{ended:?}");
-    };
-    assert_eq!(failure.missing, [0]);
+    assert_nothing_counts(Some(ended));
     assert!(began.elapsed() < ANSWER_WITHIN, "it does not wait for more");
 }
 
@@ -277,13 +276,9 @@ fn a_side_that_wants_checksums_refuses_a_producer_that_validates_by_name() {
         producer.mark_ready([ID].into_iter());
         consumer.load(ID, &producer);
         settle(&[&producer.agent, &consumer.agent]);
-        let ended = consumer.ended();
-        let Some(Event::LoadFailed(_, failure)) = ended else {
-            panic!("{ended:?}");
-        };
-        assert_eq!(failure.missing, [0]);
+        let reason = assert_nothing_counts(consumer.ended());
         for part in ["integrity=validate", "integrity=checksum", "set auto"] {
-            assert!(failure.reason.contains(part), "{}", failure.reason);
+            assert!(reason.contains(part), "{reason}");
         }
         assert_eq!(consumer.content(), [0; BLOCK], "nothing is read");
     }
@@ -297,11 +292,7 @@ fn a_side_that_validates_verifies_the_checksums_of_a_producer_that_has_some() {
         producer.mark_ready([ID].into_iter());
         consumer.load(ID, &producer);
         settle(&[&producer.agent, &consumer.agent]);
-        let ended = consumer.ended();
-        let Some(Event::LoadCompleted(report)) = ended else {
-            panic!("{ended:?}");
-        };
-        let counts = report.counts;
+        let counts = completed(consumer.ended());
         assert_eq!((counts.num_validated, counts.num_compared), (0, 1));
     }
 }

@@ -1,4 +1,4 @@
-//! What clients are told: that an insert has its space or is visible, that a select has its entry, or that there is none.
+//! Answers to clients: an insert has its space or is visible; a select has its entry, or there is none.
 
 use super::super::Items;
 use super::super::messages::LookupMessage;
@@ -123,7 +123,7 @@ impl LookupServer {
         }
     }
 
-    /// Ends a select; `keeps_consumed` says whether the client keeps an entry that it has consumed.
+    /// Ends a select; with `keeps_consumed` the client keeps an entry that it has consumed.
     pub(super) fn end_select(&self, select: ClientSelect, keeps_consumed: bool) {
         match select {
             ClientSelect::Waiting { ticket, .. } | ClientSelect::Leased(ticket) => {

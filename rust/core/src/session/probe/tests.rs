@@ -154,10 +154,7 @@ fn a_data_path_that_changes_is_reported_once_the_session_is_up() {
     let mut it = Fixture::new();
     it.begin();
     it.run();
-    assert!(
-        it.cx.changed_paths.is_empty(),
-        "the service learns it with the session"
-    );
+    assert!(it.cx.changed_paths.is_empty(), "reported with the session");
     assert!(it.cx.sessions.get_mut(&SESSION).unwrap().finish().is_some());
     it.cx.switch_to_stream(SESSION, "a test");
     it.cx.switch_to_stream(SESSION, "a test");

@@ -1,0 +1,137 @@
+//! Transfers that fail: late, cancelled, or with their session.
+
+use super::*;
+
+#[test]
+fn a_failed_read_completes_when_nothing_is_in_flight_any_more() {
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    let id = it.begin(it.request(7));
+    it.engine.fail(&mut it.cx, id, &config("first"));
+    it.engine.fail(&mut it.cx, id, &config("second"));
+    assert!(
+        it.engine.next_completion().is_none(),
+        "reads may still write"
+    );
+    assert!(it.engine.is_reading(SESSION, SOURCE));
+    it.end_reads();
+    assert_eq!(failed(it.engine.next_completion()), config("first"));
+    assert!(it.engine.is_reading(SESSION, SOURCE), "its source may send");
+    it.receive(id, &Message::Cancelled, &[]).unwrap();
+    assert!(!it.engine.is_reading(SESSION, SOURCE));
+}
+
+#[test]
+fn a_source_that_is_removed_fails_what_has_not_begun() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let ids = [0, 1, 2].map(|owner| it.begin(it.request(owner)));
+    it.engine
+        .remove_source(&mut it.cx, SESSION, SOURCE, &config("closed"));
+    assert_eq!(failed(it.engine.next_completion()), config("closed"));
+    assert!(it.engine.next_completion().is_none());
+    for (id, owner) in ids.into_iter().zip([0, 1]) {
+        it.data(id).unwrap();
+        it.assert_moved(owner);
+    }
+}
+
+fn late(it: &Fixture, owner: u64) -> TransferRequest {
+    TransferRequest {
+        deadline: Some(it.cx.now()),
+        ..it.request(owner)
+    }
+}
+
+fn is_timeout(completion: Option<Completion>) -> bool {
+    matches!(failed(completion), Error::Timeout(_))
+}
+
+#[test]
+fn a_late_transfer_that_has_not_begun_fails_alone() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    it.engine.add(late(&it, 0));
+    let healthy = it.begin(it.request(1));
+    assert_eq!(it.engine.expire(&mut it.cx), None);
+    assert!(is_timeout(it.engine.next_completion()));
+    assert!(!it.cx.has_failed(SESSION));
+    it.data(healthy).unwrap();
+    it.assert_moved(1);
+}
+
+#[test]
+fn a_late_stream_is_cancelled_and_fails_alone() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let cancelled = it.begin(late(&it, 0));
+    let healthy = it.begin(it.request(1));
+    it.sent();
+    it.engine.expire(&mut it.cx);
+    assert_eq!(it.sent(), [(cancelled, Message::Cancel, Vec::new())]);
+    assert!(is_timeout(it.engine.next_completion()));
+    assert!(!it.cx.has_failed(SESSION));
+    // What was under way is dropped, and CANCEL may cross the last of it.
+    it.data(cancelled).unwrap();
+    it.receive(cancelled, &Message::Cancelled, &[]).unwrap();
+    assert!(it.engine.next_completion().is_none());
+    it.data(healthy).unwrap();
+    it.assert_moved(1);
+    assert!(it.engine.peers[&SESSION].cancelling.is_empty());
+}
+
+#[test]
+fn a_cancelled_stream_keeps_its_place_until_its_source_has_answered() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let ids = [0, 1, 2].map(|owner| it.begin(it.request(owner)));
+    it.sent();
+    it.engine.fail(&mut it.cx, ids[0], &config("failed"));
+    assert_eq!(it.requests(), []);
+    it.receive(ids[0], &Message::Cancelled, &[]).unwrap();
+    assert_eq!(it.requests(), [(ids[2], Wanted::ChecksummedBytes)]);
+    for id in [ids[0], ids[1], ids[2] + 1] {
+        let unasked = it.receive(id, &Message::Cancelled, &[]);
+        assert!(matches!(unasked, Err(Error::Protocol(_))), "{id}");
+    }
+}
+
+#[test]
+fn what_a_source_has_sent_in_full_is_not_cancelled() {
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    let id = it.begin(it.request(0));
+    it.checksums(id, it.block_checksums()).unwrap();
+    it.sent();
+    it.engine.fail(&mut it.cx, id, &config("failed"));
+    assert_eq!(it.sent(), []);
+    assert!(it.engine.peers[&SESSION].cancelling.is_empty());
+}
+
+#[test]
+fn a_late_read_fails_at_once_and_is_over_when_nothing_can_write_any_more() {
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    let id = it.begin(late(&it, 7));
+    it.sent();
+    it.engine.expire(&mut it.cx);
+    let (owner, error) = it.engine.next_late().expect("it is late");
+    assert_eq!(owner, 7);
+    assert!(matches!(error, Error::Timeout(_)));
+    assert!(it.engine.next_completion().is_none(), "reads may write");
+    assert_eq!(it.sent(), [(id, Message::Cancel, Vec::new())]);
+    assert!(!it.cx.has_failed(SESSION));
+    it.end_reads();
+    assert!(is_timeout(it.engine.next_completion()));
+    assert!(it.engine.next_late().is_none());
+}
+
+#[test]
+fn the_end_of_a_session_is_that_of_its_transfers_after_their_reads() {
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    it.begin(it.request(0));
+    it.engine.add(it.request(1));
+    let lost = Error::lost("peer", "gone");
+    it.engine.session_down(&mut it.cx, SESSION, &lost);
+    let held = it
+        .engine
+        .next_completion()
+        .expect("nothing was read for it");
+    assert_eq!(held.owner, 1);
+    assert!(it.engine.next_completion().is_none());
+    it.end_reads();
+    assert_eq!(failed(it.engine.next_completion()), lost);
+}
