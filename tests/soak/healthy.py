@@ -24,7 +24,7 @@ PAUSE_S = 0.005
 # reads meanwhile.
 NUM_BLOCKS = 64
 READ, LOADED, CANCELLED, LATE, WRITTEN = range(8), range(8, 12), range(12, 16), range(16, 60), range(60, 64)
-CROWD = 60
+CROWD = 100
 
 
 @dataclass(frozen=True)

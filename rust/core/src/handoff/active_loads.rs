@@ -8,6 +8,7 @@ use super::consumer::Load;
 use super::load_request::LoadCounts;
 use super::read_batch::ReadBatch;
 use crate::agent::peers::transport;
+use crate::clock;
 use crate::ids::{HandoffId, SessionKey};
 use crate::multimap::Multimap;
 use crate::reactor::Timers;
@@ -50,7 +51,7 @@ impl ActiveLoad {
             handoff: self.load.request.handoff,
             counts,
             transport: transport(cx, self.session),
-            elapsed: Instant::now().saturating_duration_since(self.started),
+            elapsed: clock::now().saturating_duration_since(self.started),
         }
     }
 }

@@ -1,13 +1,13 @@
 //! Batches of a load: reads of blocks of one region, and the comparison of what has come with the producer's checksums.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use super::announcements::block_bytes;
 use super::read_batch::ReadBatch;
 use super::service::HandoffService;
 use super::{ReadyBlock, checksum};
 use crate::agent::{BlockTransfer, BlocksRead, ReadOwner, region_gone};
+use crate::clock;
 use crate::error::Result;
 use crate::ids::{HandoffId, SessionKey};
 use crate::session::ReactorContext;
@@ -71,7 +71,7 @@ impl HandoffService {
             Err(error) => active.load.read_failed(&batch, &error.to_string()),
         }
         let since = active.announced.unwrap_or(active.started);
-        let after = Instant::now().saturating_duration_since(since);
+        let after = clock::now().saturating_duration_since(since);
         active.load.caught_up(after);
         self.continue_load(cx, handoff);
     }
