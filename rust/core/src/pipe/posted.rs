@@ -22,13 +22,13 @@ pub(super) struct QueuedSend {
     pub(super) completer: Completer<()>,
 }
 
-/// A posted tensor. The send of a small one has completed already, and so has that of a late one; only its place in the
-/// window is still occupied.
+/// A posted tensor. The send of a small one has completed already; only its place in the window is still occupied.
 pub(super) struct PostedSend {
     pub(super) sequence: u64,
     pub(super) large: Option<LargeSend>,
 }
 
+/// A large tensor, exposed until the receiver has answered. The caller of a late one may have its error already.
 pub(super) struct LargeSend {
     pub(super) exposed: ExposedBuffer,
     pub(super) completer: Completer<()>,
