@@ -179,6 +179,21 @@ def receive_in_order(address=LOOPBACK):
     say(count)
 
 
+def receive_some(address=LOOPBACK):
+    """Receives tensors that hold their number; says the numbers, and `late` for each that its sender took back."""
+    receiver = Pipe.listen(address)
+    say(receiver.address)
+    received = []
+    with contextlib.suppress(EndOfPipeError):
+        while True:
+            try:
+                (number,) = np.unique(receiver.recv_tensor())
+                received.append(str(number))
+            except TransferTimeoutError:
+                received.append("late")
+    say(" ".join(received))
+
+
 def receive_into(num_bytes, address=LOOPBACK):
     """Receives into one buffer; says of each tensor which values are in it, and of the end that it has come."""
     out = np.empty(int(num_bytes), np.uint8)
@@ -536,6 +551,7 @@ PROGRAMS = {
         receive_and_weigh,
         receive_for_ever,
         receive_in_order,
+        receive_some,
         receive_into,
         receive_nothing,
         send_for_ever,

@@ -172,6 +172,19 @@ def test_an_expired_send_is_withdrawn_and_leaves_the_pipe_usable(pair):
     both_ways(sender, receiver)
 
 
+def test_an_operation_that_was_begun_expires_too_and_is_settled_then(pair):
+    sender, receiver = pair
+    for begin, message in (
+        (lambda: sender.isend_tensor(MEDIUM + 1, timeout=0.05), "withdrawn, the pipe is usable"),
+        (lambda: receiver.irecv_tensor(timeout=0.05), "no tensor came in time; the pipe is usable"),
+    ):
+        late = begin()
+        late.settled(20)
+        with pytest.raises(TransferTimeoutError, match=message):
+            late.result()
+    both_ways(sender, receiver)
+
+
 def test_a_receive_that_expires_after_the_two_have_met_loses_that_tensor_and_leaves_the_pipe_usable(pair):
     sender, receiver = pair
     work, behind = sender.isend_tensor(np.zeros(48 * MIB)), sender.isend_tensor(MEDIUM)

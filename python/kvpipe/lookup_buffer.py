@@ -27,7 +27,8 @@ class LookupBufferStats:
     Attributes:
         num_inserted: Inserted entries; for a server, those of its clients included.
         num_taken: Consumed entries; for a server, those of its clients included.
-        num_waiting: Inserts that wait for space and selects that wait for an entry.
+        num_waiting: Inserts that wait for space and selects that wait for an entry; for a client, inserts that its
+            server has not answered.
         num_entries: Entries that can be selected.
         num_leased: Entries on their way to a consumer, or not yet accepted by it.
         num_bytes: Size of all entries, leased ones and pending inserts included: see `LookupBuffer`.
@@ -157,7 +158,7 @@ class LookupBuffer(Closing):
             value: As `key`.
             hidden: As `key`.
             timeout: Seconds to wait for space; 0 does not wait, `None` waits without limit. The transfer to another
-                process may take up to 0.45 s longer.
+                process may take up to 0.45 s longer; then it is cancelled.
 
         Raises:
             CapacityError: There was no space in time. Nothing was inserted, and the buffer is usable.
@@ -166,8 +167,10 @@ class LookupBuffer(Closing):
             TransportUnavailableError: A tensor is in memory that cannot be read; the buffer is usable.
             PeerLostError: A server was lost; the entry may have been inserted.
             TransferTimeoutError: The transfer took longer: nothing was inserted, and the buffer is usable. Or the
-                server did not answer probes by the deadline: the entry may have been inserted, and the buffer is
-                closed. The message says which.
+                server has not answered that almost a second after the deadline: the tensors may still be read, and the
+                entry may have been inserted. They may be dropped, and must not be changed until `stats().num_waiting`
+                does not count the insert any more. Or the server did not answer probes by the deadline: the entry may
+                have been inserted, and the buffer is closed. The message says which.
             ClosedError: The buffer was closed here.
         """
         _wait(self._insert(input_tokens, roi, (key, value, hidden), timeout, is_waited=True))

@@ -37,7 +37,7 @@ class PipeStats:
     Attributes:
         num_tensors: Tensors sent or received, completed.
         num_bytes: Bytes of these tensors.
-        in_flight: Pending operations.
+        in_flight: Pending operations, late ones that are not settled included.
         transport: Transport of large tensors: `cma`, `tcp`, `rc_mlx5`, …; empty before the ends are connected.
     """
 
@@ -52,9 +52,11 @@ class Pipe:
 
     Any thread may call any method at any time. Operations are ordered by their calls. `timeout=None` waits until the
     operation is done or the peer is lost; 0 does not wait. An operation that expires before a send has met its receive
-    is withdrawn. One that expires later loses its tensor, on both sides. Either way the pipe stays usable. Only one
-    that the peer does not let go within a second of the deadline closes it. Ctrl-C interrupts every wait. In a forked
-    child process, calls raise `ClosedError`.
+    is withdrawn. One that expires later loses its tensor, on both sides. Either way the pipe stays usable; only a peer
+    that answers no probes by then closes it. Where the peer still reads or writes the tensor's memory almost a second
+    after the deadline, the operation fails then, and the message says so. That memory must not be changed or used until
+    the work is settled (`Work.settled`) or the pipe is closed; it may be dropped. `stats().in_flight` counts the
+    operation until then. Ctrl-C interrupts every wait. In a forked child process, calls raise `ClosedError`.
 
     The pipe keeps sent tensors alive until they have left; received tensors belong to the caller. Torch tensors arrive
     as torch tensors and `None` as `None`. Numpy arrays, DLPack objects and buffers arrive as numpy arrays (`bytes` as a
@@ -147,7 +149,8 @@ class Pipe:
             timeout: Seconds; see the class.
 
         Raises:
-            TransferTimeoutError: Not done in time; the message says whether the pipe is usable.
+            TransferTimeoutError: Not done in time; the message says whether the pipe is usable, and whether the tensor
+                may still be read. Where it may, it is not known whether the tensor is received.
             CorruptDataError: (above 32 KiB) the checksum did not match; the pipe is usable.
             PeerLostError: The receiver was lost; the pipe is closed.
             ClosedError: The pipe was closed here.
@@ -158,16 +161,20 @@ class Pipe:
         native.wait()
         native.result()
 
-    def isend_tensor(self, tensor: Any) -> Work[None]:
-        """Begins to send a tensor, which must not be changed until the work is done.
+    def isend_tensor(self, tensor: Any, timeout: float | None = None) -> Work[None]:
+        """Begins to send a tensor, which must not be changed until the work is settled.
 
         The call fixes the tensor's position in the pipe, also among several threads. The pipe keeps the tensor alive;
-        dropping the work does not cancel the send.
+        dropping the work does not cancel the send. Without an expired `timeout` a work that is done is settled.
+
+        Args:
+            tensor: As in `send_tensor`.
+            timeout: Seconds until the send fails; see the class.
 
         Raises:
             As `send_tensor` for an unsuitable tensor; the work raises other errors.
         """
-        return Work(self._send(tensor, None, is_waited=False), lambda _: None)
+        return Work(self._send(tensor, timeout, is_waited=False), lambda _: None)
 
     def _send(self, tensor: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work | Deferred:
         if not self._is_sender:
@@ -206,7 +213,8 @@ class Pipe:
             TransportUnavailableError: `out` or `device` cannot be reached, such as a GPU where UCX has no CUDA; no
                 tensor was consumed.
             CorruptDataError: The tensor does not match its checksum; it was consumed, and the pipe is usable.
-            TransferTimeoutError: Not done in time; the message says whether the pipe is usable.
+            TransferTimeoutError: Not done in time; the message says whether the pipe is usable, and whether `out` may
+                still be written to. The next tensor is received when that has ended.
             PeerLostError: The sender was lost; the pipe is closed.
         """
         bring = None if device is None else _bringing(out, device)
@@ -223,18 +231,23 @@ class Pipe:
             return bring(received)
         return _rebuild(received) if out is None else out
 
-    def irecv_tensor(self, out: Any = None, device: str | None = None) -> Work[Any]:
+    def irecv_tensor(self, out: Any = None, device: str | None = None, timeout: float | None = None) -> Work[Any]:
         """Begins to receive the next tensor.
 
         The call fixes the order of the receives, also among several threads. The pipe keeps `out` alive. Dropping the
         work does not cancel the receive: the tensor is received and lost.
+
+        Args:
+            out: As in `recv_tensor`. It must not be used until the work is settled.
+            device: As in `recv_tensor`.
+            timeout: Seconds until the receive fails; see the class.
 
         Raises:
             As `recv_tensor` for an unsuitable `out` or `device`; the work raises other errors.
         """
         bring = None if device is None else _bringing(out, device)
         convert = bring or (_rebuild if out is None else lambda _: out)
-        return Work(self._receive(out, None, is_waited=False), convert)
+        return Work(self._receive(out, timeout, is_waited=False), convert)
 
     def _receive(self, out: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work | Deferred:
         if self._is_sender:

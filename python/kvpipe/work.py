@@ -49,11 +49,11 @@ class Work(Generic[T]):
         return self.result()
 
     def settled(self, timeout: float | None = None) -> None:
-        """Waits until nothing of the operation is under way: no read of it can write into its blocks any more.
+        """Waits until nothing of the operation is under way: no read uses its memory any more.
 
-        An operation that has ended well is settled. A read or write of blocks that failed at its deadline may be
-        settled later, because a remote read that has begun cannot be taken back. Until then its blocks are busy, and
-        new operations on them are refused.
+        An operation that has ended well is settled. One that failed at its deadline may be settled later, because a
+        remote read that has begun cannot be taken back. Until then, blocks of an agent are busy, and new operations on
+        them are refused; a tensor of a pipe must not be changed or used.
 
         Args:
             timeout: Seconds; `None` waits until the operation is settled.
@@ -62,7 +62,7 @@ class Work(Generic[T]):
             TransferTimeoutError: It is not settled in time; wait again.
         """
         if not self._native.wait_settled(timeout):
-            message = f"not settled within {timeout} s; its blocks are still busy"
+            message = f"not settled within {timeout} s; its memory is still in use"
             raise TransferTimeoutError(message)
 
     def result(self) -> T:

@@ -278,6 +278,50 @@ def test_a_late_insert_over_a_thin_cable_fails_alone_and_its_buffer_goes_on(thin
         assert healthy.result()[2].tolist() == [0, 1, 2]
 
 
+FAST = ("tbf", "rate", "200mbit", "burst", "64kb", "latency", "50ms")
+# What is on its way when a transfer is cancelled, 4 MiB, takes two seconds.
+SLOW = ("tbf", "rate", "16mbit", "burst", "64kb", "latency", "50ms")
+SIZES = [1, 100, 32 << 10, (32 << 10) + 1, MIB, 7, 3 * MIB, 64 << 10, 0, MIB // 2]
+
+
+def test_a_send_that_is_read_long_after_its_deadline_fails_alone_and_ten_more_arrive_in_order(thin, start):
+    thin.disturb(*SLOW)
+    child = start("receive_some", there(thin))
+    with Pipe.connect(child.read()) as sender:
+        late = sender.isend_tensor(np.zeros(40 * MIB, np.uint8), timeout=0.05)
+        with pytest.raises(TransferTimeoutError, match=r"may still be read until .* the pipe is usable"):
+            late.wait(20)
+        with pytest.raises(TransferTimeoutError, match="not settled"):
+            late.settled(0)
+        assert sender.stats().in_flight == 1
+        later = [sender.isend_tensor(np.full(max(size, 1), number, np.uint8)) for number, size in enumerate(SIZES, 1)]
+        late.settled(20)
+        with pytest.raises(TransferTimeoutError, match="may still be read"):
+            late.result()
+        thin.disturb(*FAST)
+        for work in later:
+            work.wait(20)
+    assert child.read() == "late 1 2 3 4 5 6 7 8 9 10"
+
+
+def test_an_insert_that_is_read_long_after_its_deadline_fails_alone_and_its_buffer_goes_on(thin, start):
+    thin.disturb(*SLOW)
+    child = start("serve_entries", 1 << 30, there(thin))
+    with LookupBuffer.connect(child.read()) as client:
+        with pytest.raises(TransferTimeoutError, match=r"may still be read until .* the buffer is usable"):
+            client.insert(np.array([1]), None, np.ones(40 * MIB, np.uint8), None, None, timeout=0.02)
+        assert client.stats().num_waiting == 1
+        later = [client.iinsert(np.array([2]), None, np.full(max(size, 1), size), None, None) for size in SIZES]
+        thin.disturb(*FAST)
+        for work in later:
+            work.wait(20)
+        assert client.stats().num_waiting == 0
+        assert client.drop_select(np.array([1]), None, timeout=0) == [None] * 5
+        for size in SIZES:
+            found = client.drop_select(np.array([2]), None, timeout=20)[2]
+            assert np.array_equal(found, np.full(max(size, 1), size))
+
+
 def send_through(cable, start):
     child = start("receive_in_order", there(cable))
     with Pipe.connect(child.read()) as sender:

@@ -136,10 +136,11 @@ impl Work {
 
     #[pyo3(signature = (timeout=None))]
     fn wait_settled(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        wait(py, timeout, |deadline| match &self.0 {
-            Kind::Bytes(work) => work.wait_settled(deadline),
-            other => each!(other, work => work.wait(deadline)),
-        })
+        wait(
+            py,
+            timeout,
+            |deadline| each!(&self.0, work => work.wait_settled(deadline)),
+        )
     }
 
     /// Confirms a selected entry; without it, dropping the work puts the entry back.

@@ -165,6 +165,19 @@ impl<T> Operation<T> {
         Ok(waited)
     }
 
+    /// See [`Work::is_settled`].
+    pub fn is_settled(&self) -> bool {
+        self.work.is_settled()
+    }
+
+    /// See [`Work::wait_settled`].
+    pub fn wait_settled(&self, deadline: Option<Instant>) -> Result<Waited> {
+        match self.wait(deadline)? {
+            Waited::Done => self.work.wait_settled(deadline),
+            waited => Ok(waited),
+        }
+    }
+
     /// Cancels the operation, unless it has met its other side; it then ends in its own way.
     pub fn withdraw(&self) {
         self.origin.withdraw(self.ticket);

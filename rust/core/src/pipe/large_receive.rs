@@ -39,7 +39,7 @@ pub(super) struct LargeReceive {
     is_pooled: bool,
     /// Whether its sender is asked after the last read.
     is_validated: bool,
-    /// When it is late; `None` once its session has failed.
+    /// `None` without a deadline, once its session has failed, and once the caller has been told that it is late.
     pub(super) grace: Option<GracePeriod>,
     pub(super) completer: Completer<Arc<Received>>,
     /// By its sender, or because its receive is late.
@@ -48,6 +48,11 @@ pub(super) struct LargeReceive {
 }
 
 impl LargeReceive {
+    /// Whether the caller has been told that it is late, and reads of it may still write.
+    fn is_unsettled(&self) -> bool {
+        self.completer.is_completed()
+    }
+
     /// Fails a tensor that no caller has yet, also one that waits for its sender's answer, and one that is complete and
     /// waits for those before it: its sender may have reported it as lost.
     pub(super) fn fail(&mut self, error: &Error) {
@@ -78,13 +83,17 @@ impl LargeReceive {
 
 impl Receiver {
     /// Whether the next tensor can be matched. A large one begins when little is left of those before it, so that the
-    /// wire is not idle between two.
+    /// wire is not idle between two. Where reads of a late one may still write, none begins: the next receive may be into
+    /// the same memory.
     pub(super) fn can_begin(&self, next: &IncomingTensor) -> bool {
         let left = self.large_receives.iter();
         let left: u64 = left.map(|each| self.engine.bytes_left(each.transfer)).sum();
         let is_large = matches!(next.content, Content::Offer(_));
         self.large_receives.is_empty()
-            || (is_large && left < BYTES_AHEAD && self.large_receives.len() < TRANSFERS_IN_FLIGHT)
+            || (is_large
+                && left < BYTES_AHEAD
+                && self.large_receives.len() < TRANSFERS_IN_FLIGHT
+                && !self.large_receives.iter().any(LargeReceive::is_unsettled))
     }
 
     pub(super) fn begin_large(
@@ -229,7 +238,7 @@ impl Receiver {
     }
 
     /// Withdraws large tensors that are late: each fails as soon as no read of it is in flight. Where that lasts for the
-    /// grace period, the session fails: the caller needs its memory back.
+    /// grace period, the receive fails unsettled. Where the sender is silent, the session fails, which ends the reads.
     pub(super) fn expire_large(&mut self, cx: &mut ReactorContext) {
         let Some(session) = self.session else { return };
         let mut late = Vec::new();
@@ -237,14 +246,24 @@ impl Receiver {
             let Some(grace) = &mut large.grace else {
                 continue;
             };
-            match grace.look(cx, &[session]) {
-                AnswerStage::Late | AnswerStage::Over if !large.is_withdrawn => {
-                    large.is_withdrawn = true;
-                    late.push((large.sequence, large.len));
-                }
+            let stage = grace.look(cx, &[session]);
+            if stage != AnswerStage::InTime && !large.is_withdrawn {
+                large.is_withdrawn = true;
+                late.push((large.sequence, large.len));
+                continue;
+            }
+            match stage {
                 AnswerStage::InTime | AnswerStage::Late => {}
-                AnswerStage::Over => {
-                    let text = "a late tensor is still being read, and its sender does not answer; the pipe is closed";
+                AnswerStage::Overdue => {
+                    large.grace = None;
+                    let late = Error::Timeout(format!(
+                        "a tensor of {} bytes was not received in time; it is lost; reads that have begun may still write into out= until the work is settled; the pipe is usable, and the next receive waits for them",
+                        large.len
+                    ));
+                    large.completer.complete_unsettled(Err(late));
+                }
+                AnswerStage::Silent => {
+                    let text = "a late tensor is still being read, and its sender is silent; the pipe is closed";
                     cx.fail(session, Error::Timeout(text.to_owned()));
                 }
             }

@@ -203,7 +203,7 @@ impl Pipe {
         Ok((Self { end, shared }, connected))
     }
 
-    /// Queues a tensor for sending; the work is done when its memory may be changed.
+    /// Queues a tensor for sending; its memory may be changed when the work is settled.
     pub fn send(
         &self,
         meta: Meta,

@@ -28,16 +28,18 @@ pub(super) struct PostedSend {
     pub(super) large: Option<LargeSend>,
 }
 
+/// A large tensor, exposed until the receiver has answered. The caller of a late one may have its error already.
 pub(super) struct LargeSend {
     pub(super) exposed: ExposedBuffer,
     pub(super) completer: Completer<()>,
+    /// `None` without a deadline, and once the caller has been told that it is late.
     pub(super) grace: Option<GracePeriod>,
     pub(super) is_withdrawn: bool,
 }
 
 impl LargeSend {
     /// Deregisters and releases the buffer before it reports the result: the caller may free the tensor at once. The
-    /// engine has withdrawn it before.
+    /// engine has withdrawn it before. A caller who was told that it is late keeps that error.
     pub(super) fn complete(self, result: Result<()>) {
         drop(self.exposed);
         self.completer.complete(result);
@@ -58,25 +60,36 @@ impl PostedSend {
         Some(grace.next(cx, &[session]))
     }
 
-    /// Withdraws an offer whose deadline has passed. Without an answer within the grace period the session fails: the
-    /// receiver may still be reading, and the caller needs its memory back.
-    pub(super) fn expire(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        let Some(large) = &mut self.large else { return };
-        let Some(grace) = &mut large.grace else {
-            return;
+    /// Withdraws an offer whose deadline has passed; whether it did. Without an answer within the grace period the send fails
+    /// unsettled: the receiver may still be reading. Where the receiver is silent, the session fails.
+    pub(super) fn expire(&mut self, cx: &mut ReactorContext, session: SessionKey) -> bool {
+        let Some(large) = &mut self.large else {
+            return false;
         };
-        match grace.look(cx, &[session]) {
-            AnswerStage::Late | AnswerStage::Over if !large.is_withdrawn => {
-                large.is_withdrawn = true;
-                grace.due_from(cx.now());
-                SenderMessage::Withdraw.send(cx, session, self.sequence, false);
-            }
+        let Some(grace) = &mut large.grace else {
+            return false;
+        };
+        let stage = grace.look(cx, &[session]);
+        if stage != AnswerStage::InTime && !large.is_withdrawn {
+            large.is_withdrawn = true;
+            grace.due_from(cx.now());
+            SenderMessage::Withdraw.send(cx, session, self.sequence, false);
+            return true;
+        }
+        match stage {
             AnswerStage::InTime | AnswerStage::Late => {}
-            AnswerStage::Over => {
-                let text = "the tensor was not received in time, and the receiver does not say that it will not read it any more; the pipe is closed";
+            AnswerStage::Overdue => {
+                large.grace = None;
+                let text = "the tensor was not received in time, and whether it will be is not known; its memory may still be read until the work is settled or the pipe is closed, and must not change before (dropping the tensor is safe); the pipe is usable";
+                let late = Err(Error::Timeout(text.to_owned()));
+                large.completer.complete_unsettled(late);
+            }
+            AnswerStage::Silent => {
+                let text = "the tensor was not received in time, and the receiver is silent; the pipe is closed";
                 cx.fail(session, Error::Timeout(text.to_owned()));
             }
         }
+        false
     }
 }
 
@@ -107,7 +120,7 @@ mod tests {
         };
         assert!(posted.is_offered_as(3));
         assert!(!posted.is_offered_as(2));
-        posted.expire(&mut cx, 20); // it is late
+        assert!(posted.expire(&mut cx, 20), "it is late");
         assert!(!posted.is_offered_as(3));
         posted.large = None;
         assert!(!posted.is_offered_as(3), "its bytes were in its message");

@@ -171,8 +171,7 @@ impl Sender {
             Handled::Done => {}
             Handled::Request(request) => {
                 let sequence = request.source;
-                let is_it = |posted: &&PostedSend| posted.sequence == sequence;
-                let posted = self.posted.iter().find(is_it);
+                let posted = self.posted.iter().find(|it| it.is_offered_as(sequence));
                 let source = match posted.and_then(|posted| posted.large.as_ref()) {
                     Some(large) => large.exposed.requested(&request),
                     None => Err(Error::Config(format!(
@@ -373,7 +372,10 @@ impl Service for Sender {
         let (session, now) = (self.session?, cx.now());
         self.expire_queued(now);
         for posted in &mut self.posted {
-            posted.expire(cx, session);
+            if posted.expire(cx, session) {
+                // What is sent after WITHDRAW would be dropped, and its caller may change the memory.
+                self.engine.withdraw_source(session, posted.sequence);
+            }
         }
         let is_late = |caller: &ClosingCaller| caller.deadline.is_some_and(|at| at <= now);
         if self.closing.iter().any(is_late) {
@@ -382,8 +384,7 @@ impl Service for Sender {
             // The receiver may be reading: only the end of the session stops it.
             cx.fail(session, Error::Timeout(text));
         }
-        let posted = self.posted.iter();
-        let posted = posted.filter_map(|posted| posted.next(cx, session));
+        let posted = (self.posted.iter()).filter_map(|it| it.next(cx, session));
         let closing = self.closing.iter().filter_map(|caller| caller.deadline);
         posted.chain(closing).chain(self.deadlines.at()).min()
     }
@@ -394,3 +395,6 @@ impl Service for Sender {
         self.fail(&closed);
     }
 }
+
+#[cfg(test)]
+mod tests;

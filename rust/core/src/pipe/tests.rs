@@ -1,5 +1,7 @@
 //! The two ends of a pipe whose tensors are validated, run step by step.
 
+mod late;
+
 use super::*;
 use crate::checksum;
 use crate::reactor::manual::{Round, without_threads};

@@ -19,6 +19,7 @@ use crate::work::Completer;
 pub(super) struct SentInsert {
     num_tokens: usize,
     completer: Completer<()>,
+    /// `None` without a deadline, and once the caller has been told that it is late.
     grace: Option<GracePeriod>,
     /// The deadline has passed, and the server was asked to cancel it.
     is_cancelled: bool,
@@ -133,8 +134,9 @@ impl LookupClient {
         next_deadline.into_iter().chain(next_answer).min()
     }
 
-    /// Cancels inserts whose tensors are still transferred well after the deadline. Fails the session of a server that is
-    /// silent, or does not answer that, because it may still read what was inserted. Returns when to look again.
+    /// Cancels inserts whose tensors are still transferred well after the deadline. Where the server does not answer that
+    /// within the grace period, the insert fails unsettled: the server may still be reading. Where it is silent, the session
+    /// fails. Returns when to look again.
     fn check_answers(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let session = *self.sessions.first()?;
         let mut next: Option<Instant> = None;
@@ -147,13 +149,18 @@ impl LookupClient {
             match stage {
                 _ if is_late && !sent.is_cancelled => {
                     sent.is_cancelled = true;
-                    if stage == AnswerStage::Over {
+                    if stage != AnswerStage::Late {
                         grace.due_from(cx.now());
                     }
                     LookupMessage::Cancel.send(cx, session, *operation);
                 }
-                AnswerStage::Over if !cx.has_failed(session) => cx.fail(session, unanswered()),
-                AnswerStage::InTime | AnswerStage::Late | AnswerStage::Over => {}
+                AnswerStage::Overdue => {
+                    sent.grace = None;
+                    sent.completer.complete_unsettled(Err(unanswered()));
+                    continue;
+                }
+                AnswerStage::Silent if !cx.has_failed(session) => cx.fail(session, silent()),
+                AnswerStage::InTime | AnswerStage::Late | AnswerStage::Silent => {}
             }
             let at = grace.next(cx, &[session]);
             next = Some(next.map_or(at, |next| next.min(at)));
@@ -197,6 +204,11 @@ fn late() -> Error {
 }
 
 fn unanswered() -> Error {
+    let text = "the insert was not done in time, and whether it will be is not known; the tensors may still be read until the work is settled or the buffer is closed, and must not change before (dropping them is safe); the buffer is usable";
+    Error::Timeout(text.to_owned())
+}
+
+fn silent() -> Error {
     Error::Timeout(
         "the server did not answer an insert in time; whether it was inserted is not known; the buffer is closed, connect again".to_owned(),
     )

@@ -244,7 +244,7 @@ impl LookupClient {
                 continue;
             };
             match grace.look(cx, &sessions) {
-                AnswerStage::Over => ended.push(operation),
+                AnswerStage::Overdue | AnswerStage::Silent => ended.push(operation),
                 AnswerStage::InTime | AnswerStage::Late => {
                     self.next_looks.add(Some(grace.next(cx, &sessions)));
                 }

@@ -1,8 +1,11 @@
 //! A client whose servers disagree, and how its operations end. All reactors are manual.
 
+use std::time::Duration;
+
 use super::super::command_queue::{QueuedInsert, QueuedSelect};
 use super::super::{LookupBuffer, LookupQuery, Operation, Selected};
 use super::*;
+use crate::clock;
 use crate::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
 use crate::tensor::Meta;
 use crate::work::{Then, Work, work};
@@ -86,6 +89,70 @@ fn an_entry_that_is_offered_after_another_server_refused_goes_back() {
         run_until(&remote, &servers, || held(first) == (Some(1), Some(0)));
         assert_eq!(remote.info().state, "open");
     }
+}
+
+/// An insert whose tensors the server reads for longer than the grace period, with PINGs answered meanwhile. Its caller
+/// knows that it is late.
+fn unsettled_insert(remote: &LookupBuffer, server: &LookupBuffer) -> Operation<()> {
+    const LONG: usize = 16 << 20;
+    let (timeout, read_time) = (Duration::from_millis(100), Duration::from_millis(200));
+    let entry = entry(Meta::default(), LONG);
+    let inserted = remote.insert(vec![1], entry, Some(timeout), Then::GoOn);
+    let inserted = inserted.unwrap();
+    rest(|| remote.manual_round());
+    while !inserted.is_completed() {
+        server.manual_round();
+        clock::advance(read_time);
+        rest(|| remote.manual_round());
+    }
+    let Some(Err(Error::Timeout(text))) = inserted.result() else {
+        panic!("{:?}", inserted.result())
+    };
+    for part in ["may still be read until", "the buffer is usable"] {
+        assert!(text.contains(part), "{text}");
+    }
+    assert!(!inserted.is_settled(), "reads are under way");
+    inserted
+}
+
+#[test]
+fn an_insert_that_is_read_long_after_its_deadline_fails_alone_and_its_buffer_goes_on() {
+    let server = serve(vec![]);
+    let remote = connect(&[&server]);
+    let late = unsettled_insert(&remote, &server);
+    assert_eq!(remote.info().num_waiting, 1);
+    let insert = |token, num_bytes| {
+        let entry = entry(Meta::default(), num_bytes);
+        let inserted = remote.insert(vec![token], entry, None, Then::GoOn);
+        inserted.unwrap()
+    };
+    let later = LENS.map(|len| insert(2, len));
+    let servers = [server];
+    run_until(&remote, &servers, || {
+        late.is_settled() && later.iter().all(Operation::is_completed)
+    });
+    assert!(matches!(late.result(), Some(Err(Error::Timeout(_)))));
+    assert!(later.iter().all(|it| it.result() == Some(Ok(()))));
+    assert_eq!(held(&servers[0]), (Some(2), Some(0)));
+    let num_bytes = servers[0].info().num_bytes;
+    assert!(num_bytes < Some(2 << 20), "{num_bytes:?} are reserved");
+    let info = remote.info();
+    assert_eq!((info.state, info.num_waiting), ("open", 0));
+    assert_eq!(info.num_inserted, 2);
+}
+
+#[test]
+fn a_server_that_falls_silent_after_a_late_insert_is_lost_which_settles_the_insert() {
+    let server = serve(vec![]);
+    let remote = connect(&[&server]);
+    let late = unsettled_insert(&remote, &server);
+    for _ in 0..20 {
+        clock::advance(Duration::from_secs(1));
+        rest(|| remote.manual_round());
+    }
+    assert!(late.is_settled());
+    assert!(matches!(late.result(), Some(Err(Error::Timeout(_)))));
+    assert_eq!(remote.info().state, "closed");
 }
 
 fn client() -> (LookupClient, Arc<CommandQueue>) {

@@ -1,0 +1,101 @@
+use std::net::Ipv4Addr;
+
+use kvpipe_ucx::Buffer;
+
+use super::*;
+use crate::net::codec::Writer;
+use crate::transport::{MemoryPath, Transport};
+use crate::work::{Work, work};
+
+const SESSION: SessionKey = 20;
+const SEQUENCE: u64 = 3;
+// Kinds of messages.
+const ACK: u8 = 6;
+const WITHDRAWN: u8 = 8;
+const READ: u8 = 32;
+
+/// A sender that has one tensor posted, with its deadline passing now.
+fn posted() -> (ReactorContext, Sender, Work<()>) {
+    let transport = Transport::Memory(MemoryPath::RemoteRead);
+    let opened = transport.open(Ipv4Addr::LOCALHOST.into());
+    let cx = ReactorContext::manual(Some(opened.unwrap()));
+    let mut sender = Sender::new(SharedInfo::connecting(String::new()), Integrity::Checksum);
+    let buffer = Buffer::zeroed(8);
+    let (exposed, _) = ExposedBuffer::new(&cx, SESSION, buffer, sender.integrity).unwrap();
+    let (sent, completer) = work();
+    let large = Some(LargeSend {
+        exposed,
+        completer,
+        grace: Some(GracePeriod::new(cx.now(), cx.now())),
+        is_withdrawn: false,
+    });
+    let sequence = SEQUENCE;
+    sender.posted.push_back(PostedSend { sequence, large });
+    sender.session = Some(SESSION);
+    sender.engine.session_up(SESSION);
+    (cx, sender, sent)
+}
+
+/// As [`posted`]: its caller knows that it is late, and its receiver has not answered WITHDRAW.
+fn unsettled() -> (ReactorContext, Sender, Work<()>) {
+    let (cx, mut sender, sent) = posted();
+    let large = sender.posted[0].large.as_mut().unwrap();
+    (large.grace, large.is_withdrawn) = (None, true);
+    let late = Err(Error::Timeout("late".to_owned()));
+    large.completer.complete_unsettled(late);
+    (cx, sender, sent)
+}
+
+fn receive(cx: &mut ReactorContext, sender: &mut Sender, kind: u8) -> Result<()> {
+    let header = Writer::default().u8(kind).u64(SEQUENCE).finish();
+    let others = Writer::default().list::<u64>(&[], |w, _| w).finish();
+    let payload = if kind == ACK { others } else { Vec::new() };
+    sender.message(cx, SESSION, &header, AmData::Bytes(payload))
+}
+
+#[test]
+fn a_late_send_is_settled_by_any_answer_and_keeps_its_error() {
+    for (answer, num_sent) in [(ACK, 1), (WITHDRAWN, 0)] {
+        let (mut cx, mut sender, sent) = unsettled();
+        assert!(!sent.is_settled());
+        assert_eq!(receive(&mut cx, &mut sender, answer), Ok(()));
+        assert!(sent.is_settled());
+        let late = sent.result().unwrap();
+        assert!(matches!(late, Err(Error::Timeout(_))), "{late:?}");
+        let info = sender.shared.get().clone();
+        assert_eq!((info.num_tensors, info.in_flight), (num_sent, 0));
+    }
+}
+
+#[test]
+fn a_tensor_is_acknowledged_once_although_its_send_is_late() {
+    let (mut cx, mut sender, _sent) = unsettled();
+    assert_eq!(receive(&mut cx, &mut sender, ACK), Ok(()));
+    let again = receive(&mut cx, &mut sender, ACK);
+    assert!(matches!(again, Err(Error::Protocol(_))), "{again:?}");
+}
+
+fn num_streams(sender: &Sender) -> usize {
+    let sizes = sender.engine.sizes();
+    let streams = sizes.iter().find(|(name, _)| *name == "outgoing streams");
+    streams.unwrap().1
+}
+
+#[test]
+fn nothing_more_is_sent_of_a_tensor_that_is_withdrawn() {
+    let (mut cx, mut sender, sent) = posted();
+    let read = |cx: &mut _, sender: &mut Sender, transfer| {
+        let as_bytes = 0;
+        let header = Writer::default().u8(READ).u64(transfer).u64(SEQUENCE);
+        let header = header.u8(as_bytes).finish();
+        let ids = Writer::default().list(&[0], |w, id| w.u32(*id)).finish();
+        sender.message(cx, SESSION, &header, AmData::Bytes(ids))
+    };
+    assert_eq!(read(&mut cx, &mut sender, 1), Ok(()));
+    assert_eq!(num_streams(&sender), 1);
+    sender.timer(&mut cx); // it is late
+    assert_eq!(num_streams(&sender), 0);
+    assert_eq!(read(&mut cx, &mut sender, 2), Ok(()));
+    assert_eq!(num_streams(&sender), 0);
+    assert!(!sent.is_completed(), "its receiver has time to answer");
+}
