@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -182,14 +184,16 @@ class Producing(Validated):
         self.invalid_block_ids: set[int] = set()
         self.num_requests = 0
 
-    def produce(self, length: int) -> tuple[Request, list[int]]:
-        """Adds a request and computes its first step; the blocks that are announced then."""
-        handoff = new_id()
-        self.handoff = bytes.fromhex(handoff)
-        # No prompt begins as one before, so that nothing is in the prefix cache.
+    def add(self, length: int) -> Request:
+        """Adds a request of this handoff. No prompt begins as one before, so that nothing is in the prefix cache."""
         self.num_requests += 1
         tokens = [self.num_requests] * length
-        request = self.engine.add(tokens, max_tokens=1, handoff=handoff, role="produce")
+        return self.engine.add(tokens, max_tokens=1, handoff=self.handoff.hex(), role="produce")
+
+    def produce(self, length: int) -> tuple[Request, list[int]]:
+        """Adds a request of a new handoff and computes its first step; the blocks that are announced then."""
+        self.handoff = bytes.fromhex(new_id())
+        request = self.add(length)
         [(_, _, block_ids)] = self.run(self.schedule()).ready
         return request, block_ids
 
@@ -297,9 +301,10 @@ def test_a_block_that_is_freed_after_another_consumers_load_is_invalid_to_a_slow
     _, block_ids = pair.produce(100)
     slow, target = pair.role("slow"), caches()
     slow.register(target)
-    rank = pair.producer.handshake()
+    there = pair.producer.handshake()
+    ranks = [(there.address, there.incarnation)]
     # It waits for one block more than there is, with all the others read.
-    load = Load("slow", pair.handoff, 0, list(range(len(block_ids) + 1)), [(rank.address, rank.incarnation)], True)
+    load = Load("slow", pair.handoff, 0, list(range(len(block_ids) + 1)), ranks, is_committed=True)
     slow.begin_step(StepMetadata(loads=[load]))
     until(lambda: all(torch.equal(target[name][: len(block_ids)], pair.source[name][block_ids]) for name in target))
     pair.load(list(range(len(block_ids))))
@@ -312,6 +317,43 @@ def test_a_block_that_is_freed_after_another_consumers_load_is_invalid_to_a_slow
     facts = slow.take_outcomes().outcomes["slow"]
     assert (facts["num_received"], facts["num_validated"]) == (0, 0)
     slow.close()
+    pair.close()
+
+
+def test_of_the_children_of_one_request_the_first_has_the_handoff(tiny_model: str) -> None:
+    pair = Producing(Engine(engine_config(tiny_model), BLOCKS))
+    first, block_ids = pair.produce(100)
+    extra = {"kv_transfer_params": first.kv_transfer_params}
+    sampling = SamplingParams(n=2, max_tokens=1, extra_args=extra)
+    parent = ParentRequest(SimpleNamespace(request_id="parent", external_req_id="parent", params=sampling))
+    assert parent.get_child_info(1)[1].extra_args == extra, "vLLM gives each child the same handoff"
+    child = pair.add(150)
+    assert pair.run(pair.schedule()).ready == [], "the blocks of another child are nobody's"
+    assert child.is_finished()
+    target = list(range(len(block_ids)))
+    pair.load([*target, len(block_ids)])
+    until(lambda: pair.arrived(block_ids, target))
+    released(pair, first, block_ids)
+    pair.run(pair.schedule_end())
+    assert outcome(pair)["reason"] == "it was released"
+    assert pair.consumer.take_invalid_block_ids() == {*target, len(block_ids)}
+    pair.close()
+
+
+def test_a_handoff_id_that_is_used_again_grants_nothing(tiny_model: str) -> None:
+    pair = Producing(Engine(engine_config(tiny_model), BLOCKS))
+    _, block_ids = pair.produce(100)
+    target = list(range(len(block_ids)))
+    pair.load(target)
+    assert outcome(pair)["is_loaded"]
+    until(lambda: pair.run(pair.schedule()) and pair.engine.num_free_blocks == BLOCKS - 1)
+    pair.add(100)
+    pair.run(pair.schedule())
+    pair.load(target)
+    facts = outcome(pair)
+    assert (facts["is_loaded"], facts["reason"]) == (False, "its consumer acknowledged it")
+    assert pair.consumer.take_invalid_block_ids() == set(target)
+    pair.settle()
     pair.close()
 
 
