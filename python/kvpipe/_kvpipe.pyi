@@ -343,7 +343,7 @@ class Agent:
     ) -> None: ...
     def commit(self, handoff: bytes) -> None: ...
     def cancel(self, handoff: bytes, reason: str, is_withdrawn: bool) -> None:
-        """Ends a load. `is_withdrawn`: its producer took back what it announced, so that every block is missing."""
+        """Ends a load. `is_withdrawn`: every block is missing, because its producer took it back or nobody uses it."""
 
     def drain(self) -> list[dict[str, Any]]:
         """Events since the last call: `blocks_verified`, `load_completed`, `load_failed`, `acknowledged`, `log`."""

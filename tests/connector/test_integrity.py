@@ -1,11 +1,16 @@
 """Which integrity a worker's agent has: validation only where blocks change after their handoff is marked as ended."""
 
 import logging
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -14,14 +19,17 @@ from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.request import Request
 
 from kvpipe.connector import integrity
 from kvpipe.connector.config import ConnectorConfig
 from kvpipe.connector.integrity import choose_integrity, objection_to_validate
-from kvpipe.connector.metadata import StepMetadata
+from kvpipe.connector.metadata import Load, StepMetadata
 from kvpipe.connector.worker import WorkerRole
+from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
-from tests.connector.test_worker import Pair, received, sent, until
+from tests.connector.engine import Engine, engine_config, new_id
+from tests.connector.test_worker import BLOCKS, Pair, caches, received, sent, until
 
 pytestmark = pytest.mark.vllm
 
@@ -167,20 +175,193 @@ def test_a_consumer_that_wants_checksums_names_both_values_and_the_remedy() -> N
     pair.close()
 
 
-@pytest.mark.parametrize("reason", ["preempted", "aborted", "its lease ended", "it was released"])
-def test_a_handoff_is_marked_as_ended_before_the_step_writes_into_its_blocks(reason: str) -> None:
-    pair = Validated()
-    pair.announce([2, 3])
-    # The last block is not ready, so that the load is under way when its handoff ends.
-    pair.load([5, 4, 1])
-    until(lambda: pair.arrived([2, 3], [5, 4]))
-    pair.producer.end_handoffs(StepMetadata(ended=[(pair.handoff, reason)]))
-    for layer in pair.source.values():
-        layer[2:4] = 0
-    facts = outcome(pair)
-    assert (facts["num_received"], facts["num_missing"], facts["num_validated"]) == (0, 3, 0)
-    assert pair.consumer.take_invalid_block_ids() == {5, 4, 1}
+class Producing(Validated):
+    """A pair whose producer is an engine's worker: vLLM's real scheduler gives it what each step begins with."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+        self.invalid_block_ids: set[int] = set()
+        self.num_requests = 0
+
+    def add(self, length: int) -> Request:
+        """Adds a request of this handoff. No prompt begins as one before, so that nothing is in the prefix cache."""
+        self.num_requests += 1
+        tokens = [self.num_requests] * length
+        return self.engine.add(tokens, max_tokens=1, handoff=self.handoff.hex(), role="produce")
+
+    def produce(self, length: int) -> tuple[Request, list[int]]:
+        """Adds a request of a new handoff and computes its first step; the blocks that are announced then."""
+        self.handoff = bytes.fromhex(new_id())
+        request = self.add(length)
+        [(_, _, block_ids)] = self.run(self.schedule()).ready
+        return request, block_ids
+
+    def schedule(self) -> SchedulerOutput:
+        return self.engine.scheduler.schedule()
+
+    def run(self, output: SchedulerOutput) -> StepMetadata:
+        """A step as vLLM's worker runs it, and its report."""
+        metadata: StepMetadata = output.kv_connector_metadata
+        self.producer.end_handoffs(metadata)
+        self.producer.begin_step(metadata)
+        self.producer.end_forward()
+        sending, invalid = self.producer.finished()[0], self.invalid_block_ids
+        self.invalid_block_ids = set()
+        self.engine.end(output, finished_sending=sending or None, invalid_block_ids=invalid)
+        return metadata
+
+    def schedule_end(self) -> SchedulerOutput:
+        """The step that begins with the end of a handoff, before a worker has run it."""
+        deadline = time.monotonic() + 10
+        while not (output := self.schedule()).kv_connector_metadata.ended:
+            assert time.monotonic() < deadline, "the scheduler role has not ended the handoff"
+            self.run(output)
+        return output
+
+    def close(self) -> None:
+        super().close()
+        self.engine.close()
+
+    def settle(self) -> None:
+        """Ends what is left, so that all blocks are free for the next handoff."""
+        self.engine.finish_all()
+        client = ControlClient("")
+        client.release(self.engine.role.address, self.handoff.hex()).wait(10)
+        client.close()
+        until(lambda: self.run(self.schedule()) and self.engine.num_free_blocks == BLOCKS - 1)
+
+
+def aborted(pair: Producing, request: Request, block_ids: list[int]) -> None:
+    pair.engine.abort(request)
+
+
+def preempted(pair: Producing, request: Request, block_ids: list[int]) -> None:
+    assert pair.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+
+def released(pair: Producing, request: Request, block_ids: list[int]) -> None:
+    client = ControlClient("")
+    client.release(pair.engine.role.address, pair.handoff.hex()).wait(10)
+    client.close()
+
+
+def lease_ended(pair: Producing, request: Request, block_ids: list[int]) -> None:
+    assert request.is_finished()
+    time.sleep(2 * LEASE_S)
+
+
+def computed_again(pair: Producing, request: Request, block_ids: list[int]) -> None:
+    # Another connector of a MultiConnector has not loaded a block of this request.
+    pair.invalid_block_ids = {block_ids[0]}
+    pair.run(pair.schedule())
+
+
+LEASE_S = 0.05
+# What ends a handoff, and the length of a prompt that it ends: one of 300 tokens has two steps, one of 100 one.
+ENDS = {aborted: 300, preempted: 300, computed_again: 300, released: 100, lease_ended: 100}
+NUM_OF_EACH_OUTCOME = 10
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+def test_a_handoff_is_marked_as_ended_before_the_step_writes_into_its_blocks(
+    end: Callable[[Producing, Request, list[int]], None], tiny_model: str
+) -> None:
+    pair = Producing(Engine(engine_config(tiny_model, lease_s=LEASE_S), BLOCKS))
+    num_loaded, num_ended = 0, 0
+    # It approaches the moment at which the producer's answer and the end of the handoff cross, from both sides.
+    delay_s, deadline = 200e-6, time.monotonic() + 60
+    while min(num_loaded, num_ended) < NUM_OF_EACH_OUTCOME:
+        assert time.monotonic() < deadline, (num_loaded, num_ended, delay_s)
+        request, block_ids = pair.produce(ENDS[end])
+        announced = {name: layer[block_ids].clone() for name, layer in pair.source.items()}
+        end(pair, request, block_ids)
+        output = pair.schedule_end()
+        target = list(range(len(block_ids)))
+        pair.load(target)
+        spin(delay_s)
+        pair.producer.end_handoffs(output.kv_connector_metadata)
+        for layer in pair.source.values():
+            layer[block_ids] = torch.rand(())
+        facts = outcome(pair)
+        if facts["is_loaded"]:
+            num_loaded, delay_s = num_loaded + 1, delay_s * 0.9
+            assert all(torch.equal(announced[name], pair.target[name][target]) for name in announced)
+        else:
+            num_ended, delay_s = num_ended + 1, delay_s + 50e-6
+            assert (facts["num_received"], facts["num_validated"]) == (0, 0)
+            assert pair.consumer.take_invalid_block_ids() == set(target)
+        pair.run(output)
+        pair.settle()
     pair.close()
+
+
+def test_a_block_that_is_freed_after_another_consumers_load_is_invalid_to_a_slow_one(tiny_model: str) -> None:
+    pair = Producing(Engine(engine_config(tiny_model), BLOCKS))
+    _, block_ids = pair.produce(100)
+    slow, target = pair.role("slow"), caches()
+    slow.register(target)
+    there = pair.producer.handshake()
+    ranks = [(there.address, there.incarnation)]
+    # It waits for one block more than there is, with all the others read.
+    load = Load("slow", pair.handoff, 0, list(range(len(block_ids) + 1)), ranks, is_committed=True)
+    slow.begin_step(StepMetadata(loads=[load]))
+    until(lambda: all(torch.equal(target[name][: len(block_ids)], pair.source[name][block_ids]) for name in target))
+    pair.load(list(range(len(block_ids))))
+    assert outcome(pair)["is_loaded"]
+    until(lambda: pair.run(pair.schedule()) and pair.engine.num_free_blocks == BLOCKS - 1)
+    # Any step may write into them now, and the slow consumer knows of nothing.
+    slow.begin_step(StepMetadata(cancels=[(pair.handoff, "late", False)]))
+    assert received(slow) == {"slow"}
+    assert slow.take_invalid_block_ids() == set(load.block_ids)
+    facts = slow.take_outcomes().outcomes["slow"]
+    assert (facts["num_received"], facts["num_validated"]) == (0, 0)
+    slow.close()
+    pair.close()
+
+
+def test_of_the_children_of_one_request_the_first_has_the_handoff(tiny_model: str) -> None:
+    pair = Producing(Engine(engine_config(tiny_model), BLOCKS))
+    first, block_ids = pair.produce(100)
+    extra = {"kv_transfer_params": first.kv_transfer_params}
+    sampling = SamplingParams(n=2, max_tokens=1, extra_args=extra)
+    parent = ParentRequest(SimpleNamespace(request_id="parent", external_req_id="parent", params=sampling))
+    assert parent.get_child_info(1)[1].extra_args == extra, "vLLM gives each child the same handoff"
+    child = pair.add(150)
+    assert pair.run(pair.schedule()).ready == [], "the blocks of another child are nobody's"
+    assert child.is_finished()
+    target = list(range(len(block_ids)))
+    pair.load([*target, len(block_ids)])
+    until(lambda: pair.arrived(block_ids, target))
+    released(pair, first, block_ids)
+    pair.run(pair.schedule_end())
+    assert outcome(pair)["reason"] == "it was released"
+    assert pair.consumer.take_invalid_block_ids() == {*target, len(block_ids)}
+    pair.close()
+
+
+def test_a_handoff_id_that_is_used_again_grants_nothing(tiny_model: str) -> None:
+    pair = Producing(Engine(engine_config(tiny_model), BLOCKS))
+    _, block_ids = pair.produce(100)
+    target = list(range(len(block_ids)))
+    pair.load(target)
+    assert outcome(pair)["is_loaded"]
+    until(lambda: pair.run(pair.schedule()) and pair.engine.num_free_blocks == BLOCKS - 1)
+    pair.add(100)
+    pair.run(pair.schedule())
+    pair.load(target)
+    facts = outcome(pair)
+    assert (facts["is_loaded"], facts["reason"]) == (False, "its consumer acknowledged it")
+    assert pair.consumer.take_invalid_block_ids() == set(target)
+    pair.settle()
+    pair.close()
+
+
+def spin(seconds: float) -> None:
+    """Waits for less than a thread sleeps."""
+    until_s = time.perf_counter() + seconds
+    while time.perf_counter() < until_s:
+        pass
 
 
 def test_leased_blocks_are_sent_after_their_handoff_has_ended() -> None:

@@ -217,7 +217,7 @@ def test_an_abort_during_a_load_frees_its_blocks_only_when_the_worker_has_ended_
     loading(engine, request)
     engine.abort(request)
     _, metadata = engine.step()
-    assert metadata.cancels == [(handoff, "the request was aborted", False)]
+    assert metadata.cancels == [(handoff, "the request was aborted", True)]
     assert engine.num_free_blocks == FREE - 4
     engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request, is_loaded=False))
     assert engine.num_free_blocks == FREE

@@ -172,11 +172,12 @@ class World:
                 by_handoff[handoff].is_committed = True
         for handoff, _, is_withdrawn in step.cancels:
             if (transfer := by_handoff.get(handoff)) is not None:
+                is_aborted = self.engine.scheduler.requests[transfer.load.request_id].is_finished()
                 transfer.is_cancelled = True
-                transfer.is_withdrawn = is_withdrawn and transfer.ending is None
+                transfer.is_withdrawn |= is_withdrawn and transfer.ending is None
                 if transfer.is_withdrawn:
                     self.cache.spoil(transfer.load.block_ids)
-                    self.seen["load withdrawn by its producer"] += 1
+                    self.seen["load withdrawn by its producer"] += not is_aborted
         for handoff, request_id in step.leased:
             assert handoff not in self.leased, "a request is leased once"
             self.leased[handoff] = request_id

@@ -228,8 +228,9 @@ class Consuming:
         consumed.ending = "failed" if request.status == RequestStatus.FINISHED_ERROR else "aborted"
         if consumed.phase == "loading":
             self._commits.is_over(request.request_id)
-            # The worker role still writes into the blocks; vLLM frees them when it reports the end of the load.
-            self._out.step.cancels.append((consumed.handoff, "the request was aborted", False))
+            # The worker role still writes into the blocks; vLLM frees them when it reports the end of the load. Nobody
+            # uses them, so that the producer is not asked whether they count.
+            self._out.step.cancels.append((consumed.handoff, "the request was aborted", True))
             return
         if consumed.phase in ("waiting", "opened"):
             self._give_up(consumed, "the request was aborted")

@@ -49,8 +49,8 @@ class StepMetadata(KVConnectorMetadata):
             reports their end.
         committed: Consumer: handoffs whose blocks are verified and whose sequence state has arrived. The worker role
             acknowledges them to the producer; the scheduler role reports them to vLLM.
-        cancels: Consumer: `(handoff, reason, is_withdrawn)` of loads to cancel. Blocks of a handoff that its producer
-            has withdrawn count as missing.
+        cancels: Consumer: `(handoff, reason, is_withdrawn)` of loads to cancel. With `is_withdrawn` all blocks count as
+            missing: the producer has withdrawn them, or their request was aborted.
         ended: Producer: `(handoff, reason)` of handoffs whose blocks may change from this step on.
         cached: Producer: as `ready`, for blocks that are ready before this step's forward pass.
         ready: Producer: `(handoff, first, block_ids)` of blocks that this step's forward pass completes.

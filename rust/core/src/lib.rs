@@ -24,6 +24,8 @@ pub mod fuzzing;
 pub mod handoff;
 pub mod ids;
 mod integrity;
+#[cfg(test)]
+mod logged;
 pub mod lookup;
 mod multimap;
 pub mod net;

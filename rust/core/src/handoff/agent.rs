@@ -205,8 +205,8 @@ impl HandoffAgent {
         self.send(HandoffCommandKind::Commit { handoff })
     }
 
-    /// Consumer: ends a load; `LoadFailed` follows once nothing writes into its blocks any more. With `is_withdrawn` the
-    /// producer has withdrawn its blocks, and every block counts as missing.
+    /// Consumer: ends a load; `LoadFailed` follows once nothing writes into its blocks any more. With `is_withdrawn`
+    /// every block counts as missing, because the producer has withdrawn it or nobody uses it, and the producer is not asked.
     pub fn cancel(&self, handoff: HandoffId, reason: &str, is_withdrawn: bool) -> Result<()> {
         self.send(HandoffCommandKind::Cancel {
             handoff,

@@ -139,12 +139,22 @@ impl ReactorContext {
             return;
         };
         let peer = peer.clone();
-        let is_same_host = peer.host == self.identity().host;
         let Some((data, endpoint)) = self.data_of(key) else {
             return;
         };
         let Some(id) = endpoint.id else { return };
-        let lanes = match data.worker.lanes(id) {
+        let lanes = data.worker.lanes(id);
+        self.probe_lanes(key, &peer, lanes);
+    }
+
+    /// Probes the path that these lanes allow.
+    fn probe_lanes(
+        &mut self,
+        key: SessionKey,
+        peer: &Identity,
+        lanes: std::result::Result<Vec<Lane>, LanesError>,
+    ) {
+        let lanes = match lanes {
             Ok(lanes) => lanes,
             Err(LanesError::Unusable(status)) => return self.fail_endpoint(key, status),
             Err(error) => {
@@ -156,8 +166,12 @@ impl ReactorContext {
                 return self.set_data_path(key, DataPath::Stream("unknown".to_owned()));
             }
         };
+        let is_same_host = peer.host == self.identity().host;
+        let probe = Probe::of(&lanes, peer, is_same_host);
+        let Some(endpoint) = self.endpoint_mut(key) else {
+            return;
+        };
         endpoint.paths.stream_transport = DataPath::stream_transport(&lanes);
-        let probe = Probe::of(&lanes, &peer, is_same_host);
         endpoint.lanes = lanes.into_iter().filter(is_direct).collect();
         match probe {
             Probe::Stream => {

@@ -6,6 +6,8 @@
 //! no order. It is stricter than CMA: memory that is deregistered cannot be read.
 
 mod regions;
+#[cfg(test)]
+pub(crate) mod wire;
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -208,6 +210,8 @@ impl MemoryWorker {
     ) -> UcxResult<()> {
         let peer = self.peer(endpoint)?;
         let body = bytes(payload)?;
+        #[cfg(test)]
+        let body = wire::pass(&header, body);
         peer.push(PortEvent::Message { header, body });
         let result = Ok(());
         self.report(Event::Done { token, result });

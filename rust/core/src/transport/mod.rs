@@ -25,6 +25,8 @@ use crate::error::{Error, Result};
 
 pub use data_path::DataPath;
 pub(crate) use data_path::{is_direct, reads_host};
+#[cfg(test)]
+pub(crate) use memory::wire;
 pub(crate) use pool::{Pool, check_len};
 
 /// The outcome of a call of UCX.

@@ -1,6 +1,7 @@
 //! The owner ends a grant at every moment of a load: the consumer never counts a block that could have changed.
 
 mod lost_session;
+mod messages;
 
 use std::net::SocketAddr;
 use std::time::Instant;

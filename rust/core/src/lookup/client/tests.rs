@@ -1,5 +1,7 @@
 //! A client whose servers disagree, and how its operations end. All reactors are manual.
 
+mod late_selects;
+
 use std::time::Duration;
 
 use super::super::command_queue::{QueuedInsert, QueuedSelect};

@@ -3,11 +3,28 @@ use std::net::Ipv4Addr;
 use kvpipe_ucx::Event;
 
 use super::*;
+use crate::logged::logged;
 use crate::net::identity::SessionKind;
 use crate::transport::{MemoryPath, Transport, Worker};
 
 const SESSION: SessionKey = 20;
 const MEMORY: &str = "memory";
+
+impl ReactorContext {
+    /// Ends the probe of a session as one whose canary has come with other bytes.
+    pub(crate) fn end_probe_with_other_bytes(&mut self, key: SessionKey) {
+        let into = self.register(Buffer::zeroed(Canary::LEN)).unwrap();
+        let rkey = into.pack_rkey().unwrap();
+        let canary = CanaryRead {
+            checksum: !checksum_of(into.buffer()).unwrap(),
+            transport: MEMORY.to_owned(),
+            _key: self.unpack_rkey(key, &rkey, MemoryKind::Host).unwrap(),
+            into,
+        };
+        self.endpoint_mut(key).unwrap().paths.canary = Some(canary);
+        self.finish_probe(key, Ok(()));
+    }
+}
 
 /// A session that is about to be probed, with the peer's worker and canary.
 struct Fixture {
@@ -117,6 +134,66 @@ fn a_canary_with_other_bytes_makes_the_session_stream_and_no_lane_is_believed() 
     assert_eq!(it.cx.data_path(SESSION), Some(stream()));
     assert!(it.cx.endpoint(SESSION).unwrap().lanes.is_empty());
     assert!(!it.cx.has_failed(SESSION));
+}
+
+#[test]
+fn a_session_that_streams_logs_why_once_whatever_refuses_reads_afterwards() {
+    let mut it = Fixture::new();
+    it.canary().checksum ^= 1;
+    let identity = it.identity.clone();
+    let lines = logged(|| {
+        it.begin();
+        it.run();
+        for _ in 0..100 {
+            it.cx.switch_to_stream(SESSION, "another reason");
+        }
+    });
+    let reason = "its canary came with other bytes over memory";
+    let remedy = "check the network cards and UCX, or set UCX_TLS=tcp";
+    let expected = format!("WARN session.stream peer=peer transport=memory {reason}: {remedy}");
+    assert_eq!(lines, [expected]);
+    assert_eq!(it.cx.advice(SESSION, &identity), None, "the log has it");
+}
+
+#[test]
+fn a_session_whose_lanes_are_unknown_streams_and_the_error_in_the_log_shows_them() {
+    let mut it = Fixture::new();
+    let identity = it.identity.clone();
+    let printed = "lane[0]: 7:warp/drive";
+    let lines = logged(|| {
+        let error = LanesError::Unreadable(printed.to_owned());
+        it.cx.probe_lanes(SESSION, &identity, Err(error));
+    });
+    let unknown = DataPath::Stream("unknown".to_owned());
+    assert_eq!(it.cx.data_path(SESSION), Some(unknown));
+    let [line] = &lines[..] else {
+        panic!("{lines:?}");
+    };
+    for part in [
+        "ERROR session.lanes peer=peer",
+        printed,
+        "bytes are streamed",
+        "report this with the version of UCX, none",
+    ] {
+        assert!(line.contains(part), "{line} lacks {part}");
+    }
+    assert!(!it.cx.has_failed(SESSION));
+}
+
+#[test]
+fn a_session_whose_endpoint_cannot_be_used_is_lost_instead_of_streaming() {
+    let mut it = Fixture::new();
+    let identity = it.identity.clone();
+    let status = Status {
+        code: -25,
+        call: "ucp_ep_print_info",
+    };
+    let lines = logged(|| {
+        let error = LanesError::Unusable(status);
+        it.cx.probe_lanes(SESSION, &identity, Err(error));
+    });
+    assert!(it.cx.has_failed(SESSION));
+    assert_eq!((it.cx.data_path(SESSION), lines), (None, Vec::new()));
 }
 
 #[test]

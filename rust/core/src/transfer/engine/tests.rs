@@ -3,6 +3,7 @@
 mod destination;
 mod failures;
 mod source;
+mod wrong_canary;
 
 use std::borrow::Cow;
 use std::net::Ipv4Addr;
