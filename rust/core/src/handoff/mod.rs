@@ -8,6 +8,7 @@ mod agent;
 mod announcements;
 mod batches;
 mod consumer;
+mod grant_check;
 mod load_request;
 mod loads;
 pub(crate) mod messages;
@@ -16,7 +17,6 @@ mod read_batch;
 mod ready;
 mod service;
 mod validation;
-mod validations;
 
 pub use agent::{AgentConfig, Event, HandoffAgent, LoadReport};
 pub use load_request::{LoadCounts, LoadFailure, LoadRequest};
