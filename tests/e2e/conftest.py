@@ -49,7 +49,13 @@ def servers(groups: Groups) -> Servers:
     return groups.show("roomy")
 
 
+@pytest.fixture(scope="module", params=["tight", "tight, validate"])
+def tight(groups: Groups, request: pytest.FixtureRequest) -> Servers:
+    """Instances that preempt, with checksums and with `integrity=validate`."""
+    return groups.show(request.param)
+
+
 @pytest.fixture
-def tight(groups: Groups) -> Servers:
-    """Instances that preempt."""
-    return groups.show("tight")
+def is_validated(request: pytest.FixtureRequest) -> bool:
+    """Whether `tight` validates."""
+    return "validate" in request.node.callspec.params["tight"]

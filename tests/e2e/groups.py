@@ -59,7 +59,7 @@ class Groups:
         self._running.close()
 
     def show(self, name: str) -> Servers:
-        """The servers of a group: `roomy`, with large caches, or `tight`; see above."""
+        """The servers of a group: `roomy`, with large caches, `tight`, or `tight, validate`; see above."""
         if self._servers is None or name != self._name:
             self._running.close()
             self._name, self._servers = name, self._running.enter_context(self._started(name))
@@ -88,10 +88,10 @@ class Groups:
             token=TOKEN,
             block_size=32,
             connector_module="tests.e2e.faulty_connector",
-            connector_config={"lease_s": LEASE_S},
+            connector_config={"lease_s": LEASE_S} | ({"integrity": "validate"} if "validate" in name else {}),
             env={"KVPIPE_TEST_FLIP": str(self._flip), "PYTHONPATH": str(REPOSITORY), "VLLM_SERVER_DEV_MODE": "1"},
             vllm_args=COMMON + (ROOMY if name == "roomy" else ()),
-            log_dir=LOGS / name,
+            log_dir=LOGS / name.replace(", ", "-"),
         )
 
 

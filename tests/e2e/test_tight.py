@@ -39,6 +39,17 @@ def test_chunks_and_a_prefix_cache_on_one_side_change_no_answer(
         assert (result["computed_tokens"], result["first_token"]) == (1, "exact")
 
 
+def test_blocks_count_by_checksums_or_by_the_answer_of_prefill_as_it_was_set(
+    tight: Servers, *, is_validated: bool
+) -> None:
+    body = completion(prompt(5 * BLOCK, seed=70))
+    text, handoff = tight.answer(tight.url, COMPLETIONS, body)
+    assert text == tight.expected(COMPLETIONS, body)
+    result = tight.result(handoff)
+    assert (result["result"], result["blocks_validated"] > 0) == ("full", is_validated)
+    assert (result["checksums_compared"] > 0) is not is_validated
+
+
 @pytest.mark.parametrize("is_reversed", [False, True], ids=["without chunks", "with chunks"])
 def test_requests_that_decode_preempts_are_answered_as_by_one_instance(tight: Servers, *, is_reversed: bool) -> None:
     decode = tight.prefill if is_reversed else tight.decode

@@ -82,14 +82,19 @@ def _pipe_subjects(data_path: str, _: argparse.Namespace) -> list[Subject]:
 
 def _blocks_subjects(data_path: str, args: argparse.Namespace) -> list[Subject]:
     sizes = _sizes(args)
-    return [*of.kvpipe_blocks(data_path, sizes), *of.kvpipe_handoffs(data_path, sizes), *of.bare(data_path)]
+    return [
+        *of.kvpipe_blocks(data_path, sizes),
+        *of.kvpipe_handoffs(data_path, sizes),
+        *of.process_vm(data_path),
+        *of.bare(data_path),
+    ]
 
 
 def _peers_subjects(data_path: str, args: argparse.Namespace) -> list[Subject]:
     sizes = _sizes(args)
     tensors = [*of.kvpipe_pipe(data_path), *of.kvpipe_polling(data_path)]
     ours = [*tensors, *of.kvpipe_blocks(data_path, sizes), *of.kvpipe_handoffs(data_path, sizes)]
-    return [*ours, *of.bare(data_path), *of.peers(data_path)]
+    return [*ours, *of.process_vm(data_path), *of.bare(data_path), *of.peers(data_path)]
 
 
 def _gpu_subjects(data_path: str, args: argparse.Namespace) -> list[Subject]:

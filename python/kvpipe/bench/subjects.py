@@ -96,6 +96,12 @@ def memcpy() -> list[Subject]:
     ]
 
 
+def process_vm(data_path: str) -> list[Subject]:
+    """The calls to the kernel of the default data path on one host, and nothing else."""
+    program = ours("process_vm_blocks", (("op", "READ"),))
+    return [Subject("process_vm_readv", data_path, program, BLOCKS)] if data_path == "default" else []
+
+
 def checksum() -> list[Subject]:
     """A Pipe's checksum alone, by one thread."""
     return [Subject(HASH, "", ours("checksum_tensors", roles=("alone",)), TENSORS, is_ours=True)]

@@ -3,8 +3,9 @@
 //! A [`reactor::Reactor`] has a thread, an event handler and what other threads ask of it. [`session`] is that handler: it
 //! owns the listener, the sessions and the UCX worker, and calls a `session::Service`: agent, pipe, lookup buffer or
 //! control. Other threads send commands, and get [`work::Work`] or [`events::Events`] back. Nothing here knows Python. The
-//! `unsafe` here makes two promises of our own code: a reactor may move between threads, and what places the payloads of
-//! streams uses no worker. So services are not public. Code that touches memory lives in `kvpipe-ucx`.
+//! `unsafe` here makes three promises of our own code: a reactor may move between threads, what places the payloads of
+//! streams uses no worker, and UCX gets addresses of authenticated peers only. So services are not public. Code that touches
+//! memory lives in `kvpipe-ucx`.
 //!
 //! ```compile_fail,E0603
 //! use kvpipe_core::session::Service;

@@ -10,6 +10,7 @@ use crate::endpoint::EndpointId;
 use crate::event::Raw;
 use crate::memory::Memory;
 use crate::request::{self, Attributes, Keep, Token};
+use crate::shared_bytes::SharedBytes;
 use crate::status::{Status, check};
 use crate::sys::{self, ucs_status_t};
 use crate::worker::{Inner, State, Worker};
@@ -108,9 +109,9 @@ impl Deref for AmData {
     }
 }
 
-/// Stores the payload of a message, given its header, out of UCX's receive buffer, which saves a copy. If it returns
-/// false, the payload is copied into the event.
-pub type Placer = Box<dyn Fn(&[u8], &[u8]) -> bool>;
+/// Stores the payload of a message, given a copy of its header, out of UCX's receive buffer, which saves a copy: over shared
+/// memory a peer may write into that. If it returns false, the payload is copied into the event.
+pub type Placer = Box<dyn Fn(&[u8], SharedBytes<'_>) -> bool>;
 
 impl Worker {
     /// Sends a message. Messages of one endpoint arrive in order over one lane, but UCX does not
@@ -229,27 +230,26 @@ unsafe extern "C" fn on_message(
         return sys::UCS_OK;
     }
     // SAFETY: UCX passes `header_len` readable bytes, valid during the callback.
-    let header = unsafe { bytes(header, header_len) };
+    let header = unsafe { bytes(header, header_len) }.to_vec();
     // SAFETY: UCX passes `len` readable bytes, valid during the callback.
     let data = unsafe { bytes(data, len) };
-    let data = if !data.is_empty() && state.place(header, data) {
+    let data = if !data.is_empty() && state.place(&header, data) {
         AmData::Placed(len)
     } else {
         AmData::Bytes(data.to_vec())
     };
-    let header = header.to_vec();
     state.events.push(Raw::Message { header, data });
     sys::UCS_OK
 }
 
 /// # Safety
 /// `start` must be valid for reading `len` bytes as long as the result is used, or be null, or `len` zero.
-unsafe fn bytes<'a>(start: *const c_void, len: usize) -> &'a [u8] {
+unsafe fn bytes<'a>(start: *const c_void, len: usize) -> SharedBytes<'a> {
     if start.is_null() || len == 0 {
-        return &[];
+        return SharedBytes::from(&[][..]);
     }
     // SAFETY: the caller's promise; null and empty were excluded above.
-    unsafe { std::slice::from_raw_parts(start.cast::<u8>(), len) }
+    unsafe { SharedBytes::new(start.cast(), len) }
 }
 
 #[cfg(test)]
@@ -303,13 +303,13 @@ mod tests {
         let state = State::default();
         let placed = Rc::new(RefCell::default());
         let place = Rc::clone(&placed);
-        state
-            .placer
-            .replace(Some(Box::new(move |header: &[u8], data: &[u8]| {
+        state.placer.replace(Some(Box::new(
+            move |header: &[u8], data: SharedBytes<'_>| {
                 assert_eq!(header, b"h");
                 place.replace(data.to_vec());
                 data.len() == 8
-            })));
+            },
+        )));
         deliver(&state, 0, &mut [7; 8]);
         assert_eq!(placed.take(), [7; 8]);
         deliver(&state, 0, &mut [8; 9]);

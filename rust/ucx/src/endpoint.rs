@@ -188,12 +188,14 @@ impl Worker {
     /// Starts a connection to the worker with this address. UCX connects when operations need it,
     /// and reports its loss by [`Event::EndpointFailed`](crate::Event::EndpointFailed).
     ///
-    /// UCX parses the address with few checks: take it from authenticated peers only.
+    /// # Safety
+    /// `address` must be what [`address`](Self::address) of a worker returned, or the beginning of that: UCX parses it with
+    /// few checks, and other bytes can crash it. Take it from authenticated peers only.
     ///
     /// # Errors
     /// `UCS_ERR_INVALID_ADDR` for bytes that cannot be an address, else the status of UCX, such as
     /// `UCS_ERR_UNREACHABLE` when no transport is in common.
-    pub fn connect(&self, address: &[u8]) -> Result<EndpointId, Status> {
+    pub unsafe fn connect(&self, address: &[u8]) -> Result<EndpointId, Status> {
         const CALL: &str = "ucp_ep_create";
         if !is_plausible(address) {
             return Err(Status::new(sys::UCS_ERR_INVALID_ADDR, CALL));
@@ -202,8 +204,8 @@ impl Worker {
         let params = self.endpoint_params(&address);
         let mut handle = null_mut();
         let api = self.inner.api();
-        // SAFETY: the worker is live and on its thread; the address, with a tail that ends any
-        // truncated list, outlives the call, which copies what it needs.
+        // SAFETY: the worker is live and on its thread; the address, which is a worker's by the caller's promise, with a
+        // tail that ends any truncated list, outlives the call, which copies what it needs.
         let code =
             unsafe { (api.ucp_ep_create)(self.inner.as_ptr(), &raw const params, &raw mut handle) };
         check(code, CALL)?;

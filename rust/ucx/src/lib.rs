@@ -1,6 +1,7 @@
 //! UCX for kvpipe: loaded at run time, one owning type per UCX object. This crate holds all of
 //! kvpipe's foreign function calls; what it exports is safe to call, but for
-//! [`Buffer::from_raw_parts`], [`Buffer::read_only`], [`Worker::place_with`], [`CudaEvent::record`] and [`AssertSend::new`].
+//! [`Buffer::from_raw_parts`], [`Buffer::read_only`], [`Worker::connect`], [`Worker::place_with`], [`CudaEvent::record`] and
+//! [`AssertSend::new`].
 //!
 //! Its use of CUDA memory follows the documentation and has not run on a GPU: docs/gpu.md.
 //!

@@ -183,7 +183,8 @@ mod tests {
     fn read_for_ever(context: &Arc<Context>, worker: &Worker, buffer: Buffer) {
         let memory = context.register(buffer).expect("register");
         let address = worker.address().expect("address");
-        let endpoint = worker.connect(&address).expect("connect");
+        // SAFETY: a worker's own address.
+        let endpoint = unsafe { worker.connect(&address) }.expect("connect");
         let packed = memory.pack_rkey().expect("pack");
         let key = worker
             .unpack_rkey(endpoint, &packed, MemoryKind::Host)

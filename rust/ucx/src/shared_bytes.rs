@@ -50,6 +50,15 @@ impl SharedBytes<'_> {
         self.start
     }
 
+    /// The first `num_bytes`, or all if they are fewer, and the rest.
+    #[must_use]
+    pub fn split_at(self, num_bytes: usize) -> (Self, Self) {
+        let num_bytes = num_bytes.min(self.len);
+        // SAFETY: the first of these bytes.
+        let first = unsafe { Self::new(self.start, num_bytes) };
+        (first, self.after(num_bytes))
+    }
+
     /// Those after the first `num_bytes`.
     fn after(self, num_bytes: usize) -> Self {
         let num_bytes = num_bytes.min(self.len);
@@ -131,6 +140,20 @@ mod tests {
                 *last ^= 1;
                 assert!(SharedBytes::from(&same[..]) != *bytes, "{len}");
             }
+        }
+    }
+
+    #[test]
+    fn bytes_are_split_within_their_length() {
+        let bytes = SharedBytes::from(&b"kvpipe"[..]);
+        for (at, first, rest) in [
+            (0, "", "kvpipe"),
+            (2, "kv", "pipe"),
+            (6, "kvpipe", ""),
+            (9, "kvpipe", ""),
+        ] {
+            let (one, other) = bytes.split_at(at);
+            assert_eq!((one.to_vec(), other.to_vec()), (first.into(), rest.into()));
         }
     }
 

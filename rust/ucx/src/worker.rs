@@ -21,6 +21,7 @@ use crate::library::Api;
 use crate::memory::Memory;
 use crate::reaper::Reaper;
 use crate::request::Attributes;
+use crate::shared_bytes::SharedBytes;
 use crate::status::{Status, check};
 use crate::sys;
 
@@ -72,7 +73,7 @@ pub(crate) struct State {
 
 impl State {
     /// Offers a payload to the placer.
-    pub(crate) fn place(&self, header: &[u8], data: &[u8]) -> bool {
+    pub(crate) fn place(&self, header: &[u8], data: SharedBytes<'_>) -> bool {
         let placer = self.placer.try_borrow();
         placer.is_ok_and(|placer| placer.as_ref().is_some_and(|place| place(header, data)))
     }

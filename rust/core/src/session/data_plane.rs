@@ -133,13 +133,15 @@ impl ReactorContext {
         }
     }
 
-    /// Both sides know the session: connects to this worker of the peer, which would not understand our hello before. False
-    /// without a data plane.
+    /// Both sides know the session, each by the other's token: connects to this worker of the peer, which would not
+    /// understand our hello before. False without a data plane.
+    #[expect(unsafe_code, reason = "UCX does not check what it parses")]
     pub(super) fn open_endpoint(&mut self, key: SessionKey, address: &[u8]) -> Result<bool> {
         let Some((data, endpoint)) = self.data_of(key) else {
             return Ok(false);
         };
-        let id = data.worker.connect(address)?;
+        // SAFETY: the peer, which has the token, has described its worker so.
+        let id = unsafe { data.worker.connect(address) }?;
         endpoint.id = Some(id);
         data.endpoints.insert(id, key);
         let hello = [&endpoint.session_id[..], &[HELLO]].concat();

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-use kvpipe_ucx::Placer;
+use kvpipe_ucx::{Placer, SharedBytes};
 
 use super::ReactorContext;
 use crate::error::Result;
@@ -23,7 +23,7 @@ pub(crate) trait StreamSink {
     /// event, which is where its error is reported.
     ///
     /// It is called by C and must not panic.
-    fn place(&mut self, header: Reader<'_>, data: &[u8]) -> Result<()>;
+    fn place(&mut self, header: Reader<'_>, data: SharedBytes<'_>) -> Result<()>;
 }
 
 type SharedSink = Rc<RefCell<dyn StreamSink>>;
@@ -45,7 +45,7 @@ impl StreamSinks {
         self.0.borrow().len()
     }
 
-    fn place(&self, header: &[u8], data: &[u8]) -> Option<bool> {
+    fn place(&self, header: &[u8], data: SharedBytes<'_>) -> Option<bool> {
         let (name, rest) = header.split_first_chunk()?;
         let sinks = self.0.try_borrow().ok()?;
         let mut sink = sinks.get(name)?.try_borrow_mut().ok()?;
@@ -91,7 +91,8 @@ impl ReactorContext {
 #[cfg(test)]
 impl ReactorContext {
     /// What UCX offers payloads to.
-    pub(crate) fn placer(&self) -> Placer {
-        self.stream_sinks().placer()
+    pub(crate) fn placer(&self) -> impl Fn(&[u8], &[u8]) -> bool {
+        let place = self.stream_sinks().placer();
+        move |header, data| place(header, data.into())
     }
 }

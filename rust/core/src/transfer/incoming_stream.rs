@@ -6,7 +6,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use kvpipe_ucx::AmData;
+use kvpipe_ucx::{AmData, SharedBytes};
 
 use super::message::DATA;
 use super::outgoing_stream::WINDOW;
@@ -33,7 +33,7 @@ struct StreamDestination {
 
 impl StreamDestination {
     /// Puts a piece where it belongs. Pieces come in order, so that any other is an error of the peer.
-    fn put(&mut self, offset: u64, checksum: u64, data: &[u8]) -> Result<()> {
+    fn put(&mut self, offset: u64, checksum: u64, data: SharedBytes<'_>) -> Result<()> {
         let (len, num_bytes) = (data.len() as u64, self.pieces.num_bytes);
         let placed_bytes = self.cursor.bytes_behind();
         if offset != placed_bytes || len == 0 || len > num_bytes - offset {
@@ -42,7 +42,7 @@ impl StreamDestination {
             )));
         }
         self.cursor = self.write(data)?;
-        if self.is_checksummed && checksum::of(data) != checksum {
+        if self.is_checksummed && checksum::of_shared(data) != checksum {
             self.corruption.get_or_insert(Corruption {
                 at: offset,
                 is_exact: false,
@@ -52,13 +52,13 @@ impl StreamDestination {
     }
 
     /// Writes a piece, and returns the position after it.
-    fn write(&self, mut data: &[u8]) -> Result<Cursor> {
+    fn write(&self, mut data: SharedBytes<'_>) -> Result<Cursor> {
         let (mut cursor, runs) = (self.cursor, &self.pieces.runs);
-        while let Some(run) = cursor.piece(runs, data.len() as u64)
-            && let Some((piece, rest)) = data.split_at_checked(run.len as usize)
-            && !piece.is_empty()
+        while !data.is_empty()
+            && let Some(run) = cursor.piece(runs, data.len() as u64)
         {
-            if !self.memory.buffer().write(run.to as usize, piece) {
+            let (piece, rest) = data.split_at(run.len as usize);
+            if !self.memory.buffer().copy_from(run.to as usize, piece) {
                 let text = "the CUDA driver could not write into the destination";
                 return Err(Error::Unavailable(text.to_owned()));
             }
@@ -70,7 +70,7 @@ impl StreamDestination {
 }
 
 impl StreamSink for StreamDestination {
-    fn place(&mut self, mut header: Reader<'_>, data: &[u8]) -> Result<()> {
+    fn place(&mut self, mut header: Reader<'_>, data: SharedBytes<'_>) -> Result<()> {
         let (offset, checksum) = (header.u64()?, header.u64()?);
         header.end()?;
         self.put(offset, checksum, data)
@@ -120,7 +120,7 @@ impl IncomingStream {
     ) -> Result<Option<u64>> {
         let mut destination = self.destination.borrow_mut();
         if let AmData::Bytes(bytes) = data {
-            destination.put(offset, checksum, bytes)?;
+            destination.put(offset, checksum, bytes[..].into())?;
         }
         let len = data.num_bytes() as u64;
         if self.received_bytes + len > destination.cursor.bytes_behind() {

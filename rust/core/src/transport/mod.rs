@@ -224,10 +224,13 @@ impl Worker {
         }
     }
 
-    pub(crate) fn connect(&self, address: &[u8]) -> Result<EndpointId> {
+    /// # Safety
+    /// The address is a worker's, as far as an authenticated peer can be trusted.
+    #[expect(unsafe_code, reason = "UCX does not check what it parses")]
+    pub(crate) unsafe fn connect(&self, address: &[u8]) -> Result<EndpointId> {
         match self {
-            Self::Ucx(worker) => worker
-                .connect(address)
+            // SAFETY: the caller's promise.
+            Self::Ucx(worker) => unsafe { worker.connect(address) }
                 .map_err(|status| Error::Connect(format!("UCX cannot reach the peer: {status}"))),
             Self::Twin(worker) => worker.connect(address),
         }

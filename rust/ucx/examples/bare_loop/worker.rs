@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvpipe_ucx::{
     AmData, Buffer, Config, Context, EndpointId, Event, Get, Library, Memory, MemoryKind, Payload,
-    RemoteKey, Search, Token, Worker,
+    RemoteKey, Search, SharedBytes, Token, Worker,
 };
 
 use crate::Result;
@@ -65,7 +65,9 @@ impl BareWorker {
 
     /// Connects to the process with this hello, and waits until both are connected.
     pub(crate) fn connect(&mut self, request: &Request) -> Result<String> {
-        let endpoint = self.worker.connect(&unhex(request.text("worker")?)?)?;
+        let address = unhex(request.text("worker")?)?;
+        // SAFETY: the worker of the other process has written it.
+        let endpoint = unsafe { self.worker.connect(&address) }?;
         let key =
             self.worker
                 .unpack_rkey(endpoint, &unhex(request.text("rkey")?)?, MemoryKind::Host)?;
@@ -151,9 +153,9 @@ impl BareWorker {
     /// Places messages at the offset in their header, from UCX's receive buffer.
     pub(crate) fn place_by_offset(&self) {
         let memory = Arc::clone(&self.region);
-        let place = move |header: &[u8], data: &[u8]| {
+        let place = move |header: &[u8], data: SharedBytes<'_>| {
             let start = header.try_into().map(u64::from_le_bytes);
-            start.is_ok_and(|start| memory.buffer().write(start as usize, data))
+            start.is_ok_and(|start| memory.buffer().copy_from(start as usize, data))
         };
         // SAFETY: it writes into a buffer, and uses no worker.
         unsafe { self.worker.place_with(Box::new(place)) };

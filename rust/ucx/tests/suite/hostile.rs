@@ -45,7 +45,8 @@ fn unpack_damaged_keys(visitor: &Visitor) {
 fn connect_to_truncated(visitor: &Visitor) {
     let (worker, valid) = (&visitor.node.worker, &visitor.card.worker);
     for len in 0..valid.len() {
-        if let Ok(endpoint) = worker.connect(&valid[..len]) {
+        // SAFETY: the beginning of a worker's address.
+        if let Ok(endpoint) = unsafe { worker.connect(&valid[..len]) } {
             let _ = worker.am_send(endpoint, b"x", Payload::None, 0);
             worker.progress();
             worker.close(endpoint);

@@ -52,7 +52,8 @@ fn visit_stopped(library: &Arc<Library>) -> (Visitor, Peer) {
 /// time.
 fn greeting(library: &Arc<Library>, worker: &[u8]) -> Node {
     let node = Node::new(context(library, Some("tcp")));
-    let endpoint = node.worker.connect(worker).expect("connect");
+    // SAFETY: a worker has written this address.
+    let endpoint = unsafe { node.worker.connect(worker) }.expect("connect");
     let hello = node.worker.am_send(endpoint, b"hello", Payload::None, 1);
     hello.expect("send");
     node

@@ -111,10 +111,12 @@ struct Reading {
 impl Service for Reading {
     type Command = ();
 
+    #[expect(unsafe_code, reason = "as the data plane connects")]
     fn command(&mut self, cx: &mut ReactorContext, _command: ()) {
         let (address, remote, packed) = &self.peer;
         let worker = &cx.data.as_ref().expect("data plane").worker;
-        let endpoint = worker.connect(address).expect("connect");
+        // SAFETY: the peer's worker has written it.
+        let endpoint = unsafe { worker.connect(address) }.expect("connect");
         let key = worker.unpack_rkey(endpoint, packed, MemoryKind::Host);
         let key = self.key.insert(key.expect("unpack"));
         let get = Get {

@@ -336,7 +336,9 @@ impl Raw {
                     peer,
                 } => {
                     let peer = peer.expect("the client is ready");
-                    let endpoint = worker.connect(&peer.ucx_address).expect("endpoint");
+                    // SAFETY: the peer's worker has written it.
+                    let endpoint = unsafe { worker.connect(&peer.ucx_address) };
+                    let endpoint = endpoint.expect("endpoint");
                     return Self {
                         stream,
                         session_id,

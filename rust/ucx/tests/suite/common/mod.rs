@@ -195,7 +195,8 @@ impl Visitor {
         let node = Node::new(context);
         node.card().send(&mut stream);
         let card = Card::receive(&mut stream);
-        let endpoint = node.worker.connect(&card.worker).expect("connect");
+        // SAFETY: a worker has written this address.
+        let endpoint = unsafe { node.worker.connect(&card.worker) }.expect("connect");
         Self {
             node,
             endpoint,
@@ -240,7 +241,8 @@ fn serve(context: Arc<Context>, mut stream: UnixStream) {
     let peer = Card::receive(&mut stream);
     node.card().send(&mut stream);
     stream.set_nonblocking(true).expect("non-blocking");
-    let endpoint = node.worker.connect(&peer.worker).expect("connect");
+    // SAFETY: a worker has written this address.
+    let endpoint = unsafe { node.worker.connect(&peer.worker) }.expect("connect");
     let is_open = |stream: &mut UnixStream| !matches!(stream.read(&mut [0]), Ok(0));
     while is_open(&mut stream) {
         node.wait(Duration::from_millis(50), |event| {
