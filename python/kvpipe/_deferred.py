@@ -143,6 +143,8 @@ class Deferred:
         try:
             if ready is not None:
                 ready.wait()
+            if self._withdraw_if_late():
+                return
             with self._lock:
                 if self._steps is None:
                     return  # withdrawn
@@ -175,8 +177,18 @@ class Deferred:
         left = max(0.0, self._until - time.monotonic())
         return left if timeout is None else min(left, timeout)
 
+    def _withdraw_if_late(self) -> bool:
+        """Withdraws an operation that has not begun by its deadline; returns whether that has passed."""
+        is_late = self._until is not None and time.monotonic() >= self._until
+        if is_late:
+            message = "the tensor's stream was not done in time; the operation was withdrawn, everything is usable"
+            self.withdraw(TransferTimeoutError(message))
+        return is_late
+
     def is_completed(self) -> bool:
         """Whether the operation has ended, with a result or an error."""
+        if not self._is_settled.is_set():
+            self._withdraw_if_late()
         return self._is_settled.is_set() and (self.begun is None or self.begun.is_completed())
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -196,10 +208,8 @@ class Deferred:
     def _wait_begun(self, timeout: float | None) -> bool:
         """Waits until the operation has begun or is withdrawn; returns false after `timeout` seconds."""
         if not self._is_settled.wait(self._left(timeout)):
-            if self._until is None or time.monotonic() < self._until:
+            if not self._withdraw_if_late():
                 return False
-            message = "the tensor's stream was not done in time; the operation was withdrawn, everything is usable"
-            self.withdraw(TransferTimeoutError(message))
             self._is_settled.wait()  # returns at once: it is withdrawn, or has just begun
         return True
 
@@ -226,7 +236,11 @@ class Deferred:
                 return
             slept = loop.create_future()
             self._sleepers.append((loop, slept))
-        await slept
+        try:
+            await asyncio.wait_for(slept, self._left(None))
+        except TimeoutError:
+            self._withdraw_if_late()
+            await self.settled()
 
 
 def _left_until(until: float | None) -> float | None:

@@ -55,7 +55,7 @@ class Pipe:
     is withdrawn. One that expires later loses its tensor, on both sides. Either way the pipe stays usable; only a peer
     that answers no probes by then closes it. Where the peer still reads or writes the tensor's memory almost a second
     after the deadline, the operation fails then, and the message says so. That memory must not be changed or used until
-    the work is settled (`Work.settled`) or the pipe is closed; it may be dropped. `stats().in_flight` counts the
+    the work is settled (`Work.settled`) or `close` has succeeded; it may be dropped. `stats().in_flight` counts the
     operation until then. Ctrl-C interrupts every wait. In a forked child process, calls raise `ClosedError`.
 
     The pipe keeps sent tensors alive until they have left; received tensors belong to the caller. Torch tensors arrive
@@ -290,7 +290,8 @@ class Pipe:
 
         Raises:
             ConfigError: `timeout` is not a number of seconds; the pipe is unchanged.
-            TransferTimeoutError: The receiver did not receive everything in time; the pipe is closed nevertheless.
+            TransferTimeoutError: The pipe is closed, but the receiver did not receive everything in time; or UCX has
+                not ended reads into the memory of late receives: do not use that until another `close` succeeds.
             PeerLostError: The receiver was lost before it received everything.
         """
         is_drained, left = self._drain(timeout)

@@ -116,9 +116,10 @@ impl PipeEnd {
         Ok(closed.map(|work| Work::new(Kind::Nothing(work))))
     }
 
-    fn stop(&self, py: Python<'_>) {
+    fn stop(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.0.stop());
         run_deferred(py);
+        self.0.check_reads_ended().map_err(to_py)
     }
 
     #[getter]

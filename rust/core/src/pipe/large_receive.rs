@@ -184,24 +184,29 @@ impl Receiver {
         has_ended
     }
 
-    /// Completes receives and begins others, as far as transfers and tensors allow. Receives complete in order; withdrawn
-    /// ones complete out of order: their sender waits.
+    /// Completes receives and begins others, as far as transfers and tensors allow. Receives complete in order: none waits
+    /// for one whose caller knows that it is late. Withdrawn ones complete out of order: their sender waits.
     pub(super) fn advance(&mut self, cx: &mut ReactorContext) {
         self.drain_completions(cx);
         loop {
-            let is_next = |(at, large): &(usize, &LargeReceive)| {
-                (*at == 0 || large.is_withdrawn) && matches!(large.progress, Progress::Ended(_))
-            };
-            while let Some((at, _)) = self.large_receives.iter().enumerate().find(is_next) {
-                if let Some(large) = self.large_receives.remove(at) {
-                    self.complete_large(cx, large);
-                }
+            while let Some(at) = self.next_completed()
+                && let Some(large) = self.large_receives.remove(at)
+            {
+                self.complete_large(cx, large);
             }
             self.match_receives(cx);
             if !self.drain_completions(cx) {
                 return;
             }
         }
+    }
+
+    fn next_completed(&self) -> Option<usize> {
+        let receives = &self.large_receives;
+        receives.iter().enumerate().position(|(at, large)| {
+            let is_first = receives.iter().take(at).all(LargeReceive::is_unsettled);
+            (is_first || large.is_withdrawn) && matches!(large.progress, Progress::Ended(_))
+        })
     }
 
     fn complete_large(&mut self, cx: &mut ReactorContext, large: LargeReceive) {
@@ -241,7 +246,7 @@ impl Receiver {
     /// grace period, the receive fails unsettled. Where the sender is silent, the session fails, which ends the reads.
     pub(super) fn expire_large(&mut self, cx: &mut ReactorContext) {
         let Some(session) = self.session else { return };
-        let mut late = Vec::new();
+        let (mut late, mut is_any_overdue) = (Vec::new(), false);
         for large in &mut self.large_receives {
             let Some(grace) = &mut large.grace else {
                 continue;
@@ -256,6 +261,7 @@ impl Receiver {
                 AnswerStage::InTime | AnswerStage::Late => {}
                 AnswerStage::Overdue => {
                     large.grace = None;
+                    is_any_overdue = true;
                     let late = Error::Timeout(format!(
                         "a tensor of {} bytes was not received in time; it is lost; reads that have begun may still write into out= until the work is settled; the pipe is usable, and the next receive waits for them",
                         large.len
@@ -268,7 +274,7 @@ impl Receiver {
                 }
             }
         }
-        if late.is_empty() {
+        if late.is_empty() && !is_any_overdue {
             return;
         }
         for (sequence, len) in late {

@@ -272,7 +272,19 @@ impl Pipe {
         Ok(Some(done))
     }
 
-    /// Stops the reactor; all operations end.
+    /// Whether nothing is read into the memory of receives of a pipe that was stopped: UCX may take longer to end reads than
+    /// [`stop`](Self::stop) waits for them.
+    ///
+    /// # Errors
+    /// `Timeout` says how many reads have not ended. Their memory is kept until they have.
+    pub fn check_reads_ended(&self) -> Result<()> {
+        match &self.end {
+            End::Sender(reactor) => reactor.pending_reads().check(),
+            End::Receiver(reactor) => reactor.pending_reads().check(),
+        }
+    }
+
+    /// Stops the reactor; all operations end. See [`check_reads_ended`](Self::check_reads_ended).
     pub fn stop(&self) {
         match &self.end {
             End::Sender(reactor) => reactor.stop(),

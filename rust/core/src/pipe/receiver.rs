@@ -285,10 +285,13 @@ impl Service for Receiver {
     fn stop(&mut self, cx: &mut ReactorContext) {
         let closed = || cx.closed("the pipe is closed");
         self.engine.stop(&closed());
-        for receive in self.receives.drain(..) {
+        let receives = std::mem::take(&mut self.receives);
+        let large_receives = std::mem::take(&mut self.large_receives);
+        self.count_waiting();
+        for receive in receives {
             receive.completer.complete(Err(closed()));
         }
-        for large in self.large_receives.drain(..) {
+        for large in large_receives {
             large.completer.complete(Err(closed()));
         }
     }

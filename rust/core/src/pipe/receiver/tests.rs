@@ -49,6 +49,24 @@ fn a_receive_says_nothing_of_its_memory_when_all_reads_have_ended() {
     );
 }
 
+#[test]
+fn a_pipe_that_has_ended_has_no_receives_in_flight() {
+    let (mut cx, mut receiver) = (
+        ReactorContext::manual(None),
+        Receiver::new(SharedInfo::connecting(String::new())),
+    );
+    let (_received, completer) = work();
+    receiver.receives.push_back(PendingReceive {
+        out: None,
+        deadline: Deadline::default(),
+        completer,
+    });
+    receiver.count_waiting();
+    assert_eq!(receiver.shared.get().in_flight, 1);
+    receiver.stop(&mut cx);
+    assert_eq!(receiver.shared.get().in_flight, 0);
+}
+
 /// Two large tensors that are being received: of the first nothing is here, the second is complete and waits for it.
 fn receiving(cx: &mut ReactorContext) -> (Receiver, [Work<Arc<Received>>; 2]) {
     let mut receiver = Receiver::new(SharedInfo::connecting(String::new()));
@@ -85,6 +103,21 @@ fn a_tensor_that_is_withdrawn_while_it_waits_is_not_delivered_although_it_is_com
         0,
         "nothing was acknowledged"
     );
+}
+
+#[test]
+fn a_complete_tensor_does_not_wait_for_one_whose_caller_knows_that_it_is_late() {
+    let mut cx = with_memory();
+    let (mut receiver, [late, complete]) = receiving(&mut cx);
+    receiver.advance(&mut cx);
+    assert!(!complete.is_completed(), "tensors come in order");
+    let error = Error::Timeout("late".to_owned());
+    let first = &receiver.large_receives[0].completer;
+    first.complete_unsettled(Err(error.clone()));
+    receiver.advance(&mut cx);
+    assert_eq!(late.result().unwrap().unwrap_err(), error);
+    assert!(!late.is_settled());
+    assert!(complete.result().unwrap().is_ok());
 }
 
 #[test]
