@@ -23,6 +23,7 @@ mod lookup_tokens;
 mod peer_loss;
 mod pipe;
 mod pipe_misuse;
+mod pipe_validate;
 mod refused_reads;
 mod security;
 mod sessions;

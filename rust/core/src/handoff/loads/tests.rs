@@ -1,4 +1,5 @@
 use std::net::SocketAddr;
+use std::ops::Range;
 
 use kvpipe_ucx::Buffer;
 
@@ -17,8 +18,10 @@ pub(in crate::handoff) const ID: [u8; 16] = [7; 16];
 
 pub(in crate::handoff) struct Side {
     pub(in crate::handoff) agent: HandoffAgent,
-    region: Region,
-    pub(in crate::handoff) memory: Buffer,
+    regions: Vec<Region>,
+    /// Of each region.
+    pub(in crate::handoff) memories: Vec<Buffer>,
+    num_blocks: usize,
 }
 
 impl Side {
@@ -38,37 +41,73 @@ impl Side {
         content: u8,
         change: impl FnOnce(&mut LocalRegion),
     ) -> Self {
+        let mut side = Self::without_regions(path, integrity, 1);
+        side.add_region("kv", content, change);
+        side
+    }
+
+    /// One that validates, with two regions of two blocks.
+    pub(in crate::handoff) fn with_two_regions(path: MemoryPath, content: u8) -> Self {
+        let mut side = Self::without_regions(path, Integrity::Validate, 2);
+        for name in ["first", "second"] {
+            side.add_region(name, content, |_| {});
+        }
+        side
+    }
+
+    fn without_regions(path: MemoryPath, integrity: Integrity, num_blocks: usize) -> Self {
         let config = AgentConfig {
             integrity,
             ..AgentConfig::new("127.0.0.1:0", b"token", Transport::Memory(path))
         };
         let agent = without_threads(|| HandoffAgent::new(config)).expect("agent");
-        let memory = Buffer::from_vec(vec![content; BLOCK]);
-        let size = BLOCK as u64;
-        let layout = Layout::new(size, size, size).expect("layout");
-        let registered = agent.reactor.register(memory.clone()).expect("register");
-        let mut region = LocalRegion::new("kv", layout, false, registered).expect("region");
-        change(&mut region);
-        let registered = agent.register_region(region).expect("it runs");
-        settle(&[&agent]);
-        let region = registered.result().expect("registered").expect("a region");
         Self {
             agent,
-            region,
-            memory,
+            regions: Vec::new(),
+            memories: Vec::new(),
+            num_blocks,
         }
     }
 
-    /// Its only block is ready for each of these.
+    fn add_region(&mut self, name: &str, content: u8, change: impl FnOnce(&mut LocalRegion)) {
+        let len = self.num_blocks * BLOCK;
+        let memory = Buffer::from_vec(vec![content; len]);
+        let layout = Layout::new(len as u64, BLOCK as u64, BLOCK as u64).expect("layout");
+        let registered = self.agent.reactor.register(memory.clone());
+        let registered = registered.expect("register");
+        let mut region = LocalRegion::new(name, layout, false, registered).expect("region");
+        change(&mut region);
+        let registered = self.agent.register_region(region).expect("it runs");
+        settle(&[&self.agent]);
+        let region = registered.result().expect("registered").expect("a region");
+        self.regions.push(region);
+        self.memories.push(memory);
+    }
+
+    fn block_ids(&self) -> Vec<u32> {
+        (0..self.num_blocks as u32).collect()
+    }
+
+    /// Its blocks are ready for each of these.
     pub(in crate::handoff) fn mark_ready(&self, handoffs: impl Iterator<Item = [u8; 16]>) {
+        self.mark_ready_in(0..self.regions.len(), 0, handoffs);
+    }
+
+    /// Its blocks are ready in some regions, from this position on.
+    pub(in crate::handoff) fn mark_ready_in(
+        &self,
+        regions: Range<usize>,
+        first: u32,
+        handoffs: impl Iterator<Item = [u8; 16]>,
+    ) {
         let part = |handoff| ReadyRange {
             handoff,
-            first: 0,
-            block_ids: vec![0],
+            first,
+            block_ids: self.block_ids(),
         };
         let ready = ReadyBlocks::new(handoffs.map(part).collect()).expect("ready");
-        let regions = [self.region.clone()];
-        self.agent.mark_ready(&ready, &regions).expect("mark_ready");
+        let regions = &self.regions[regions];
+        self.agent.mark_ready(&ready, regions).expect("mark_ready");
         settle(&[&self.agent]);
     }
 
@@ -92,14 +131,23 @@ impl Side {
             producer: address.to_string(),
             incarnation: producer.agent.incarnation(),
             first: 0,
-            block_ids: vec![0],
+            block_ids: self.block_ids(),
             is_committed: true,
         };
         self.agent.load(request).expect("load");
     }
 
+    /// All that its regions hold.
     pub(in crate::handoff) fn content(&self) -> Vec<u8> {
-        self.memory.bytes(0, BLOCK).expect("its bytes").to_vec()
+        let bytes = |memory: &Buffer| memory.bytes(0, memory.len()).expect("its bytes").to_vec();
+        self.memories.iter().flat_map(bytes).collect()
+    }
+
+    /// Writes into all its blocks.
+    pub(in crate::handoff) fn fill(&self, content: u8) {
+        for memory in &self.memories {
+            assert!(memory.write(0, &vec![content; memory.len()]));
+        }
     }
 
     pub(in crate::handoff) fn ended(&self) -> Option<Event> {
@@ -118,7 +166,7 @@ pub(in crate::handoff) fn settle(agents: &[&HandoffAgent]) {
 fn a_block_whose_get_has_failed_is_read_again_by_messages() {
     let (producer, consumer) = (Side::new(1), Side::new(0));
     producer.mark_ready([ID].into_iter());
-    assert!(producer.memory.write(17, &[9]));
+    assert!(producer.memories[0].write(17, &[9]));
     consumer.load(ID, &producer);
     while consumer.content() != producer.content() {
         producer.agent.round();
@@ -126,7 +174,7 @@ fn a_block_whose_get_has_failed_is_read_again_by_messages() {
     }
     // It has been read without the producer's help, and differs. The second time the producer has to send it.
     assert_eq!(consumer.ended(), None);
-    assert!(producer.memory.write(17, &[1]));
+    assert!(producer.memories[0].write(17, &[1]));
     settle(&[&producer.agent, &consumer.agent]);
     let ended = consumer.ended();
     let Some(Event::LoadCompleted(LoadReport { counts, .. })) = ended else {

@@ -49,25 +49,32 @@ fn clone(stream: &TcpStream) -> TcpStream {
     stream.try_clone().expect("clone")
 }
 
-/// What becomes of a load whose session is lost while it waits for the answer, when its way leads to `next` afterwards.
-fn lost_while_validating(producer: &Side, next: &Side) -> Event {
-    let consumer = side(MemoryPath::RemoteRead, 0);
-    let cable = Cable::to(producer);
-    read(producer, &consumer, cable.address);
-    cable.cut(next);
+/// How the consumer's load ends. `round` runs others meanwhile, and knows since when.
+fn until_ended(consumer: &Side, round: impl Fn(Duration)) -> Event {
     let began = Instant::now();
     loop {
         settle(&[&consumer.agent]);
         if let Some(ended) = consumer.ended() {
             return ended;
         }
-        // The producer's answer to the question of the lost session is not to arrive by it.
-        if began.elapsed() > Duration::from_millis(100) {
-            settle(&[&next.agent]);
-        }
+        round(began.elapsed());
         assert!(began.elapsed() < Duration::from_secs(60));
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// What becomes of a load whose session is lost while it waits for the answer, when its way leads to `next` afterwards.
+fn lost_while_validating(producer: &Side, next: &Side) -> Event {
+    let consumer = side(MemoryPath::RemoteRead, 0);
+    let cable = Cable::to(producer);
+    read(producer, &consumer, cable.address);
+    cable.cut(next);
+    until_ended(&consumer, |after| {
+        // The producer's answer to the question of the lost session is not to arrive by it.
+        if after > Duration::from_millis(100) {
+            settle(&[&next.agent]);
+        }
+    })
 }
 
 #[test]
@@ -86,4 +93,37 @@ fn another_life_of_the_producer_is_not_asked_although_it_has_the_handoff_and_the
     let ended = lost_while_validating(&producer, &another);
     let reason = assert_nothing_counts(Some(ended));
     assert!(reason.contains("restarted"), "{reason}");
+}
+
+#[test]
+fn a_handoff_id_that_is_used_again_while_the_session_is_lost_leaves_nothing_of_its_first_epoch() {
+    // In how many regions the first grant is ready, and from which position on the second one is. The load selects none
+    // of what is ready from the last position on: only the answer can tell it of another epoch.
+    let (again, ended) = ("began it again", "before its blocks were validated");
+    for (num_regions, first, expected) in [(1, 0, again), (2, 0, again), (2, 2, ended)] {
+        let path = MemoryPath::RemoteRead;
+        let [producer, consumer] = [1, 0].map(|content| Side::with_two_regions(path, content));
+        producer.mark_ready_in(0..num_regions, 0, [ID].into_iter());
+        let cable = Cable::to(&producer);
+        consumer.load_from(ID, &producer, cable.address);
+        let num_bytes = num_regions * 2 * BLOCK;
+        while consumer.content()[..num_bytes] != vec![1; num_bytes] {
+            producer.agent.round();
+            settle(&[&consumer.agent]);
+        }
+        let peer = consumer.agent.peers().remove(0);
+        cable.cut(&producer);
+        while peer.lost().is_none() {
+            settle(&[&consumer.agent]);
+        }
+        end_and_forget(&producer);
+        producer.fill(9);
+        producer.mark_ready_in(0..2, first, [ID].into_iter());
+        let event = until_ended(&consumer, |_| settle(&[&producer.agent]));
+        let Event::LoadFailed(_, failure) = event else {
+            panic!("{num_regions} {first}: {event:?}");
+        };
+        assert_eq!(failure.missing, [0, 1]);
+        assert!(failure.reason.contains(expected), "{}", failure.reason);
+    }
 }

@@ -8,9 +8,6 @@ use crate::handoff::LoadRequest;
 use crate::transfer::message::DATA;
 use crate::transport::wire;
 
-/// Where a header has the kind of its message, after the session's id.
-const KIND_AT: usize = 16;
-
 /// Counts the messages of this thread that ask whether a grant holds.
 fn count_questions() -> Rc<Cell<usize>> {
     let question = HandoffMessage::Validate {
