@@ -227,8 +227,11 @@ impl AgentCore {
     #[cfg(test)]
     pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let of_peers = |size: fn(&PeerState) -> usize| self.peers.values().map(size).sum();
+        let closing = self.closing.iter().map(Closing::region);
+        let regions = self.regions.values().chain(closing);
         let mut sizes = vec![
             ("regions", self.regions.len()),
+            ("busy blocks", regions.map(LocalRegion::num_busy).sum()),
             ("closing regions", self.closing.len()),
             ("releasing regions", self.releasing_regions.len()),
             ("agent peers", self.peers.len()),
@@ -244,6 +247,7 @@ impl AgentCore {
             ("shared peers", self.shared.peers().len()),
             ("inbox", self.shared.inbox.len()),
             ("queued for peers", of_peers(PeerState::num_queued)),
+            ("offers of peers", of_peers(|peer| peer.offers_here.len())),
             ("outboxes", of_peers(|peer| peer.outbox.len())),
             ("arrivals", of_peers(|peer| peer.arrivals.len())),
         ];

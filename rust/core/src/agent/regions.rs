@@ -102,6 +102,11 @@ impl LocalRegion {
         }
     }
 
+    #[cfg(test)]
+    pub(super) fn num_busy(&self) -> usize {
+        self.busy.len()
+    }
+
     fn describe(&self, id: RegionId) -> RemoteRegion {
         let buffer = self.memory.buffer();
         RemoteRegion {
@@ -125,6 +130,13 @@ pub(super) struct Closing {
     waiting_for: HashSet<SessionKey>,
     /// Who waits for its end, and until when.
     waiting: Vec<(Option<Instant>, Completer<()>)>,
+}
+
+#[cfg(test)]
+impl Closing {
+    pub(super) fn region(&self) -> &LocalRegion {
+        &self.region
+    }
 }
 
 /// Ours.

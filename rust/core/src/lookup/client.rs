@@ -266,6 +266,20 @@ impl Service for LookupClient {
         self.tensors.stop(&closed);
         self.fail(&closed);
     }
+
+    #[cfg(test)]
+    fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let mut sizes = vec![
+            ("servers", self.servers.len()),
+            ("lookup commands", self.command_queue.len()),
+            ("queued inserts", self.inserts.queue.len()),
+            ("sent inserts", self.inserts.sent.len()),
+            ("pending selects", self.selects.len()),
+            ("delivered entries", self.delivered.len()),
+        ];
+        sizes.extend(self.tensors.sizes());
+        sizes
+    }
 }
 
 /// Runs when the reactor panics too, without [`stop`](Service::stop): later commands would wait for ever.

@@ -116,6 +116,11 @@ impl CommandQueue {
             .unwrap_or_default()
     }
 
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        lock(&self.state).commands.len()
+    }
+
     /// Refuses commands from now on; operations in the queue end as closed.
     pub(super) fn close(&self) {
         let Ok(mut state) = self.lock() else { return };

@@ -302,6 +302,15 @@ impl Pipe {
         }
     }
 
+    /// What the maps and queues of a reactor without a thread hold.
+    #[cfg(test)]
+    pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        match &self.end {
+            End::Sender(reactor) => reactor.sizes(),
+            End::Receiver(reactor) => reactor.sizes(),
+        }
+    }
+
     /// The address a sender connects to; `None` at the sending end.
     pub fn address(&self) -> Option<SocketAddr> {
         match &self.end {

@@ -1,10 +1,12 @@
 //! Tensors of the sender: queued, then posted until the receiver has acknowledged them.
 
+use std::collections::VecDeque;
 use std::time::Instant;
 
 use kvpipe_ucx::Buffer;
 
 use super::messages::SenderMessage;
+use super::sender::Sender;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
@@ -20,6 +22,26 @@ pub(super) struct QueuedSend {
     pub(super) buffer: Buffer,
     pub(super) meet_by: Option<Instant>,
     pub(super) completer: Completer<()>,
+}
+
+impl Sender {
+    /// Withdraws what has not been posted in time.
+    pub(super) fn expire_queued(&mut self, now: Instant) {
+        if !self.deadlines.take_if_past(now) {
+            return;
+        }
+        let late = |queued: &QueuedSend| queued.meet_by.is_some_and(|at| at <= now);
+        let (expired, kept): (VecDeque<_>, VecDeque<_>) = self.queue.drain(..).partition(late);
+        for queued in expired {
+            let text = "the tensor was not sent in time; it was withdrawn, the pipe is usable";
+            let error = Error::Timeout(text.to_owned());
+            queued.completer.complete(Err(error));
+        }
+        for queued in &kept {
+            self.deadlines.add(queued.meet_by);
+        }
+        self.queue = kept;
+    }
 }
 
 /// A posted tensor. The send of a small one has completed already; only its place in the window is still occupied.

@@ -295,6 +295,18 @@ impl Service for Receiver {
             large.completer.complete(Err(closed()));
         }
     }
+
+    #[cfg(test)]
+    fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let mut sizes = vec![
+            ("incoming tensors", self.incoming.len()),
+            ("receives", self.receives.len()),
+            ("large receives", self.large_receives.len()),
+            ("unacknowledged tensors", self.unacknowledged.len()),
+        ];
+        sizes.extend(self.engine.sizes());
+        sizes
+    }
 }
 
 #[cfg(test)]

@@ -44,8 +44,8 @@ pub(super) struct Sender {
     integrity: Integrity,
     session: Option<SessionKey>,
     connecting: Option<Completer<()>>,
-    queue: VecDeque<QueuedSend>,
-    deadlines: Earliest,
+    pub(super) queue: VecDeque<QueuedSend>,
+    pub(super) deadlines: Earliest,
     /// In the order of their sequence numbers.
     posted: VecDeque<PostedSend>,
     next_sequence: u64,
@@ -235,23 +235,6 @@ impl Sender {
         info.num_bytes += len as u64;
         info.in_flight = self.num_in_flight();
     }
-
-    fn expire_queued(&mut self, now: Instant) {
-        if !self.deadlines.take_if_past(now) {
-            return;
-        }
-        let late = |queued: &QueuedSend| queued.meet_by.is_some_and(|at| at <= now);
-        let (expired, kept): (VecDeque<_>, VecDeque<_>) = self.queue.drain(..).partition(late);
-        for queued in expired {
-            let text = "the tensor was not sent in time; it was withdrawn, the pipe is usable";
-            let error = Error::Timeout(text.to_owned());
-            queued.completer.complete(Err(error));
-        }
-        for queued in &kept {
-            self.deadlines.add(queued.meet_by);
-        }
-        self.queue = kept;
-    }
 }
 
 impl Service for Sender {
@@ -393,6 +376,16 @@ impl Service for Sender {
         let closed = Error::Closed("the pipe is closed".to_owned());
         self.engine.stop(&closed);
         self.fail(&closed);
+    }
+
+    #[cfg(test)]
+    fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let mut sizes = vec![
+            ("queued sends", self.queue.len()),
+            ("posted sends", self.posted.len()),
+        ];
+        sizes.extend(self.engine.sizes());
+        sizes
     }
 }
 

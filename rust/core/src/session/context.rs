@@ -273,6 +273,7 @@ impl ReactorContext {
             ("handshakes", self.places.len()),
             ("timers", self.timers.len()),
             ("failed sessions", self.failed.len()),
+            ("changed data paths", self.changed_paths.len()),
             ("ended peers", self.ended_peers.len()),
         ];
         if let Some(data) = &self.data {

@@ -1,20 +1,22 @@
-//! A prefill's and a decode's agent, which stay: handoffs between them, blocks both ways, notifications, regions.
+//! A prefill's and a decode's agent, which stay: handoffs between them, blocks both ways, notifications, regions. Some
+//! transfers are cancelled or late before they are done.
 
 use std::time::Duration;
 
 use kvpipe_ucx::Buffer;
 
-use super::{Rng, TIMEOUTS, TOKEN, is_busy, transport};
+use super::{LATE, MANY_BYTES, Rng, TIMEOUTS, TOKEN, is_busy};
+use crate::Integrity;
 use crate::agent::{Options, Peer, Region};
 use crate::handoff::{AgentConfig, Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange};
 use crate::ids::{HandoffId, Incarnation};
 use crate::reactor::manual::{Sizes, without_threads};
-use crate::transport::Transport;
+use crate::transport::{MemoryPath, Transport};
 
 pub(super) const BLOCK: usize = 1 << 10;
 /// With one more, a read waits.
 const TRANSFERS_IN_FLIGHT: usize = 4;
-pub(super) const NUM_BLOCKS: usize = 16;
+pub(super) const NUM_BLOCKS: usize = MANY_BYTES / BLOCK;
 
 /// An agent with a region.
 pub(super) struct Node {
@@ -23,9 +25,10 @@ pub(super) struct Node {
 }
 
 impl Node {
-    pub(super) fn new(transport: Transport, token: &[u8]) -> Self {
+    pub(super) fn new(transport: Transport, token: &[u8], integrity: Integrity) -> Self {
         let config = AgentConfig {
             timeouts: TIMEOUTS,
+            integrity,
             ..AgentConfig::new("127.0.0.1:0", token, transport)
         };
         let agent = without_threads(|| HandoffAgent::new(config)).expect("agent");
@@ -84,21 +87,42 @@ fn register(agent: &HandoffAgent, name: &str) -> Region {
 }
 
 pub(super) struct Agents {
+    /// Of the prefill's and of the decode's agent.
+    names: [&'static str; 2],
     pub(super) prefill: Node,
     pub(super) decode: Node,
     /// Handoffs whose owners have not ended them.
     open: Vec<HandoffId>,
+    /// The handoff of [`begin_large`](Self::begin_large).
+    large: Option<HandoffId>,
     num_loads: usize,
     num_ended: usize,
 }
 
 impl Agents {
-    pub(super) fn new(rng: &mut Rng) -> Self {
-        let transport = transport(rng);
+    /// Of the data path with checksums.
+    pub(super) fn streams() -> Self {
+        let names = ["prefill's agent of streams", "decode's agent of streams"];
+        Self::new(names, MemoryPath::Stream, Integrity::Checksum)
+    }
+
+    /// Of the data path without checksums.
+    pub(super) fn remote_reads() -> Self {
+        let names = [
+            "prefill's agent of remote reads",
+            "decode's agent of remote reads",
+        ];
+        Self::new(names, MemoryPath::RemoteRead, Integrity::Validate)
+    }
+
+    fn new(names: [&'static str; 2], path: MemoryPath, integrity: Integrity) -> Self {
+        let node = || Node::new(Transport::Memory(path), TOKEN, integrity);
         Self {
-            prefill: Node::new(transport.clone(), TOKEN),
-            decode: Node::new(transport, TOKEN),
+            names,
+            prefill: node(),
+            decode: node(),
             open: Vec::new(),
+            large: None,
             num_loads: 0,
             num_ended: 0,
         }
@@ -187,6 +211,49 @@ impl Agents {
         }
     }
 
+    /// Begins to move many blocks, all of which takes longer than its deadline, or than it is wanted.
+    pub(super) fn begin_large(&mut self, rng: &mut Rng) {
+        let (there, count) = (self.prefill.address(), NUM_BLOCKS as u32);
+        if rng.one_of(2) == 0 {
+            let handoff = rng.id();
+            self.prefill.mark_ready(handoff, 0, count);
+            self.load(handoff, there, count, true);
+            self.large = Some(handoff);
+            return;
+        }
+        let decode = &self.decode;
+        let peers = decode.agent.peers();
+        let Some(peer) = peers.iter().find(|peer| peer.address() == there) else {
+            return drop(decode.agent.connect(&there).expect("it runs"));
+        };
+        let ids: Vec<u32> = (0..count).collect();
+        let (local, remote) = ((&decode.region, ids.clone()), ("kv", ids));
+        let Ok(plan) = decode.agent.prepare(peer, local, remote) else {
+            return;
+        };
+        let options = Options {
+            timeout: Some(LATE),
+            ..Options::default()
+        };
+        if rng.one_of(2) == 0 {
+            drop(decode.agent.read(&plan, options));
+        } else {
+            drop(decode.agent.write(&plan, options));
+        }
+    }
+
+    /// Cancels the load that [`begin_large`](Self::begin_large) has begun, and its producer ends the handoff.
+    pub(super) fn cancel_large(&mut self, rng: &mut Rng) {
+        let Some(handoff) = self.large.take() else {
+            return;
+        };
+        let is_withdrawn = rng.one_of(2) == 0;
+        let cancelled = self.decode.agent.cancel(handoff, "aborted", is_withdrawn);
+        cancelled.expect("it runs");
+        let ended = self.prefill.agent.end(handoff, "aborted");
+        ended.expect("it runs");
+    }
+
     /// Their owners decide about some of the handoffs that are open.
     pub(super) fn go_on(&mut self, rng: &mut Rng) {
         let Some(handoff) = (rng.one_of(3) == 0).then(|| self.open.pop()).flatten() else {
@@ -230,9 +297,10 @@ impl Agents {
     }
 
     pub(super) fn sizes(&self) -> Vec<(&'static str, Sizes)> {
+        let [prefill, decode] = self.names;
         vec![
-            ("prefill's agent", self.prefill.agent.sizes()),
-            ("decode's agent", self.decode.agent.sizes()),
+            (prefill, self.prefill.agent.sizes()),
+            (decode, self.decode.agent.sizes()),
         ]
     }
 

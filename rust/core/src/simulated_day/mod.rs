@@ -3,6 +3,7 @@
 
 mod agents;
 mod control;
+mod pipes;
 mod visitors;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,6 +11,7 @@ use std::time::Duration;
 
 use agents::Agents;
 use control::Ports;
+use pipes::Pipes;
 use visitors::Visitors;
 
 use crate::clock::advance;
@@ -30,11 +32,16 @@ const TIMEOUTS: SessionTimeouts = SessionTimeouts {
     heartbeat: Duration::from_secs(10),
     silence: Duration::from_secs(40),
 };
+/// Of so many steps about one is slow.
+const STEPS_BETWEEN_SLOW: u64 = 40;
+/// More than is on its way at once: it is not there when [`LATE`] has passed.
+const MANY_BYTES: usize = 5 << 20;
+const LATE: Duration = Duration::from_secs(2);
 /// More rounds than anything takes.
 const ROUNDS: usize = 100_000;
 
 /// What may be left when nothing is under way: of sessions that stay, and what is kept up to a bound. Of all else nothing is.
-const LEFT: [(&str, usize); 16] = [
+const LEFT: [(&str, usize); 19] = [
     ("sessions", 1),
     ("timers", 66),
     ("ended peers", 256),
@@ -51,13 +58,16 @@ const LEFT: [(&str, usize); 16] = [
     ("results", 4096),
     ("control addresses", 1),
     ("addresses of control sessions", 1),
+    ("clients", 1),
+    ("tensor sessions", 1),
+    ("servers", 1),
 ];
 
 /// What no count between two rounds has found anything in: a round empties it, or more bytes are needed to fill it.
-const EMPTY_BETWEEN_ROUNDS: [&str; 17] = [
+const EMPTY_BETWEEN_ROUNDS: [&str; 16] = [
     "agent logs",
     "arrived entries",
-    "cancelled transfers",
+    "changed data paths",
     "changed handoffs",
     "completions",
     "control messages",
@@ -65,13 +75,12 @@ const EMPTY_BETWEEN_ROUNDS: [&str; 17] = [
     "failed sessions",
     "handoffs ended by callers",
     "late transfers",
-    "outgoing streams",
+    "lookup commands",
     "peers to note",
     "releasing regions",
     "scheduled transfers",
     "store actions",
     "undelivered peers",
-    "waiting selects",
 ];
 
 fn transport(rng: &mut Rng) -> Transport {
@@ -102,23 +111,29 @@ impl Rng {
 
 struct Day {
     rng: Rng,
-    agents: Agents,
+    pairs: [Agents; 2],
     ports: Ports,
+    pipes: Pipes,
     visitors: Visitors,
-    /// What has held something at any time.
-    used: BTreeSet<&'static str>,
+    /// What has held nothing so far.
+    unused: BTreeSet<&'static str>,
 }
 
 impl Day {
     fn new() -> Self {
-        let mut rng = Rng(0x9e37_79b9_7f4a_7c15);
         let mut day = Self {
-            agents: Agents::new(&mut rng),
+            rng: Rng(0x9e37_79b9_7f4a_7c15),
+            pairs: [Agents::streams(), Agents::remote_reads()],
             ports: Ports::new(),
+            pipes: Pipes::new(),
             visitors: Visitors::new(),
-            used: BTreeSet::new(),
-            rng,
+            unused: BTreeSet::new(),
         };
+        let sizes = day.sizes().into_iter().flat_map(|(_, sizes)| sizes);
+        let names = sizes.map(|(name, _)| name);
+        day.unused = names
+            .filter(|name| !EMPTY_BETWEEN_ROUNDS.contains(name))
+            .collect();
         day.settle();
         day
     }
@@ -138,9 +153,12 @@ impl Day {
 
     /// One round of each; whether any has more to do.
     fn round(&self) -> bool {
+        let [streams, remote_reads] = &self.pairs;
         let rounds = [
-            self.agents.round(),
+            streams.round(),
+            remote_reads.round(),
             self.ports.round(),
+            self.pipes.round(),
             self.visitors.round(),
         ];
         rounds.contains(&true)
@@ -148,28 +166,56 @@ impl Day {
 
     /// Something happens, and a few seconds pass.
     fn step(&mut self) {
-        match self.rng.one_of(4) {
-            0 => self.agents.act(&mut self.rng),
-            1 => self.ports.act(&mut self.rng),
-            2 => self
-                .visitors
-                .come(&mut self.rng, &mut self.agents, &self.ports),
+        let rng = &mut self.rng;
+        let agents = &mut self.pairs[rng.one_of(2) as usize];
+        match rng.one_of(5) {
+            0 => agents.act(rng),
+            1 => self.ports.act(rng),
+            2 => self.visitors.come(rng, agents, &self.ports),
+            3 => self.pipes.act(rng),
             _ => {
-                self.agents.act(&mut self.rng);
-                self.ports.act(&mut self.rng);
+                agents.act(rng);
+                self.ports.act(rng);
             }
         }
         self.settle();
-        self.agents.go_on(&mut self.rng);
+        for agents in &mut self.pairs {
+            agents.go_on(&mut self.rng);
+        }
         self.visitors.go_on(&mut self.rng);
         self.settle();
+        if self.rng.one_of(STEPS_BETWEEN_SLOW) == 0 {
+            self.slow_step();
+        }
         self.visitors.leave(&mut self.rng);
         self.pass();
     }
 
+    /// Much is under way while time passes: some of it is late, or cancelled.
+    fn slow_step(&mut self) {
+        let rng = &mut self.rng;
+        let agents = &mut self.pairs[rng.one_of(2) as usize];
+        agents.begin_large(rng);
+        match rng.one_of(2) {
+            0 => self.pipes.begin_large(),
+            _ => self.visitors.begin_large(rng),
+        }
+        for _ in 0..self.rng.one_of(12) {
+            self.round();
+            self.note_used();
+            advance(LATE / 2);
+        }
+        for agents in &mut self.pairs {
+            agents.cancel_large(&mut self.rng);
+        }
+        self.settle();
+    }
+
     fn pass(&mut self) {
         self.settle();
-        self.agents.drain();
+        for agents in &mut self.pairs {
+            agents.drain();
+        }
         self.ports.drain();
         advance(STEP);
         self.settle();
@@ -177,35 +223,34 @@ impl Day {
 
     /// Owners end what they own; the rest has its deadlines.
     fn rest(&mut self) {
-        self.agents.end_all();
+        for agents in &mut self.pairs {
+            agents.end_all();
+        }
         self.ports.end_all();
-        self.visitors.leave_all();
+        self.pipes.end_all();
         for _ in 0..STEPS_OF_REST {
+            self.visitors.leave_all();
             self.pass();
         }
     }
 
     fn sizes(&self) -> Vec<(&'static str, Sizes)> {
-        let mut sizes = self.agents.sizes();
+        let mut sizes: Vec<_> = self.pairs.iter().flat_map(Agents::sizes).collect();
         sizes.extend(self.ports.sizes());
+        sizes.extend(self.pipes.sizes());
         sizes.extend(self.visitors.sizes());
         sizes
     }
 
     fn note_used(&mut self) {
-        let sizes = self.sizes().into_iter().flat_map(|(_, sizes)| sizes);
-        let used = sizes.filter(|(_, size)| *size > 0).map(|(name, _)| name);
-        self.used.extend(used);
-    }
-
-    fn check_used(&self) {
-        let sizes = self.sizes().into_iter().flat_map(|(_, sizes)| sizes);
-        let names: BTreeSet<_> = sizes.map(|(name, _)| name).collect();
-        let unused = names.difference(&self.used);
-        let left_out: Vec<_> = unused
-            .filter(|name| !EMPTY_BETWEEN_ROUNDS.contains(*name))
-            .collect();
-        assert!(left_out.is_empty(), "the day leaves out {left_out:?}");
+        if self.unused.is_empty() {
+            return;
+        }
+        for (name, size) in self.sizes().into_iter().flat_map(|(_, sizes)| sizes) {
+            if size > 0 {
+                self.unused.remove(name);
+            }
+        }
     }
 
     fn check(&self, hour: u32) {
@@ -230,9 +275,10 @@ fn no_map_or_queue_grows_in_a_day_of_sessions_that_come_and_go() {
         day.rest();
         day.check(hour);
     }
-    day.agents.check();
+    day.pairs.iter().for_each(Agents::check);
     day.ports.check();
-    day.check_used();
+    day.pipes.check();
+    assert!(day.unused.is_empty(), "the day leaves out {:?}", day.unused);
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! Actors that connect and leave: agents, control ports, clients of a lookup buffer, pipes, and strangers.
+//! Actors that connect and leave: agents, control ports, clients of a lookup buffer, pipes, and strangers. One client of the
+//! buffer stays.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -9,7 +10,8 @@ use kvpipe_ucx::Buffer;
 
 use super::agents::{Agents, Node};
 use super::control::{Ports, port};
-use super::{Rng, TOKEN, is_busy, transport};
+use super::{LATE, MANY_BYTES, Rng, TOKEN, is_busy, transport};
+use crate::Integrity;
 use crate::control::{Control, ControlQuery};
 use crate::lookup::{Items, LookupBuffer, LookupQuery, Operation, Selected};
 use crate::pipe::{Deadline, Pipe};
@@ -18,10 +20,12 @@ use crate::tensor::{Meta, Received};
 use crate::transport::{MemoryPath, Transport};
 use crate::work::{Then, Work};
 
+/// More inserts than the server lets wait.
+const BURST: usize = 70;
 const TRANSPORT: Transport = Transport::Memory(MemoryPath::RemoteRead);
-const TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes of a tensor or entry, of which the larger are read by the other side.
-const SIZES: [usize; 2] = [100, 100 << 10];
+pub(super) const SIZES: [usize; 2] = [100, 100 << 10];
 
 #[expect(dead_code, reason = "what a visitor keeps open, or waits for")]
 enum Visitor {
@@ -71,34 +75,52 @@ impl Visitor {
                 drop(node.agent.drain());
             }
             Self::Control(control) => drop(control.drain()),
-            Self::Client(client, selects) => {
-                for selected in selects.drain(..) {
-                    if let Some(Ok(Some(delivery))) = selected.result()
-                        && rng.one_of(2) == 0
-                    {
-                        delivery.consume();
-                    }
-                }
-                let len = SIZES[rng.one_of(2) as usize];
-                let tokens = vec![i64::from(rng.one_of(1000) as u16)];
-                let inserted = client.insert(tokens, entry(len), Some(TIMEOUT), Then::GoOn);
-                drop(inserted);
-                for _ in 0..rng.one_of(4) {
-                    selects.extend(client.select(LookupQuery::Any, Some(TIMEOUT), Then::GoOn));
-                }
-            }
+            Self::Client(client, selects) => use_buffer(client, selects, rng),
             Self::Pipe(..) | Self::Stranger(_) | Self::Silent(_) => {}
         }
     }
 }
 
+/// A client decides about its entries, and goes on; nobody waits for its inserts.
+fn use_buffer(client: &LookupBuffer, selects: &mut Vec<Operation<Selected>>, rng: &mut Rng) {
+    selects.retain(|selected| {
+        if let Some(Ok(Some(delivery))) = selected.result()
+            && rng.one_of(2) == 0
+        {
+            delivery.consume();
+        }
+        !selected.is_completed()
+    });
+    let len = SIZES[rng.one_of(2) as usize];
+    insert(client, rng, len, TIMEOUT);
+    for _ in 0..rng.one_of(4) {
+        selects.extend(client.select(LookupQuery::Any, Some(TIMEOUT), Then::GoOn));
+    }
+}
+
+fn insert(buffer: &LookupBuffer, rng: &mut Rng, len: usize, timeout: Duration) {
+    let tokens = vec![i64::from(rng.one_of(1000) as u16)];
+    drop(buffer.insert(tokens, entry(len), Some(timeout), Then::GoOn));
+}
+
+fn connect_client(buffer: &LookupBuffer) -> LookupBuffer {
+    let addresses = vec![buffer.address()];
+    let connect = || LookupBuffer::connect(addresses, TOKEN, TRANSPORT, true, TIMEOUT);
+    let (client, connected) = without_threads(connect).expect("a client");
+    drop(connected);
+    client
+}
+
 pub(super) struct Visitors {
     buffer: LookupBuffer,
+    /// A client, which stays, and its selects.
+    client: LookupBuffer,
+    selects: Vec<Operation<Selected>>,
     /// With whether they are silent from now on: their reactors are not run.
     here: Vec<(Visitor, bool)>,
 }
 
-fn meta(len: usize) -> Meta {
+pub(super) fn meta(len: usize) -> Meta {
     Meta {
         family: 2,
         dtype: "u1".to_owned(),
@@ -122,6 +144,8 @@ impl Visitors {
         let serve = || buffer.serve("127.0.0.1:0", TOKEN, TRANSPORT, true);
         without_threads(serve).expect("served");
         Self {
+            client: connect_client(&buffer),
+            selects: Vec::new(),
             buffer,
             here: Vec::new(),
         }
@@ -130,6 +154,7 @@ impl Visitors {
     pub(super) fn round(&self) -> bool {
         let responsive = self.here.iter().filter(|(_, is_silent)| !is_silent);
         let mut is_any_busy = is_busy(self.buffer.manual_round());
+        is_any_busy |= is_busy(self.client.manual_round());
         for (visitor, _) in responsive {
             is_any_busy |= visitor.round();
         }
@@ -140,7 +165,7 @@ impl Visitors {
         let visitor = match rng.one_of(7) {
             0 | 1 => Self::agent(rng, agents),
             2 => Self::port(rng, ports),
-            3 => self.client(),
+            3 => Visitor::Client(connect_client(&self.buffer), Vec::new()),
             4 => Self::pipe(rng),
             5 => {
                 let address = agents.prefill.address();
@@ -163,7 +188,7 @@ impl Visitors {
     /// One of another token is refused, one with another transport cannot be reached.
     fn agent(rng: &mut Rng, agents: &mut Agents) -> Visitor {
         let token: &[u8] = if rng.one_of(6) == 0 { b"other" } else { TOKEN };
-        let node = Node::new(transport(rng), token);
+        let node = Node::new(transport(rng), token, Integrity::Auto);
         if rng.one_of(2) == 0 {
             drop(node.agent.connect(&agents.prefill.address()));
             drop(node.agent.connect(&agents.decode.address()));
@@ -187,14 +212,6 @@ impl Visitors {
         Visitor::Control(control)
     }
 
-    fn client(&self) -> Visitor {
-        let addresses = vec![self.buffer.address()];
-        let connect = || LookupBuffer::connect(addresses, TOKEN, TRANSPORT, true, TIMEOUT);
-        let (client, connected) = without_threads(connect).expect("a client");
-        drop(connected);
-        Visitor::Client(client, Vec::new())
-    }
-
     fn pipe(rng: &mut Rng) -> Visitor {
         let listen = || Pipe::listen("127.0.0.1:0", TOKEN, TRANSPORT, Duration::ZERO);
         let listening = without_threads(listen).expect("a pipe");
@@ -204,7 +221,7 @@ impl Visitors {
                 &address,
                 TOKEN,
                 TRANSPORT,
-                crate::Integrity::Auto,
+                Integrity::Auto,
                 Duration::ZERO,
                 TIMEOUT,
             )
@@ -224,12 +241,37 @@ impl Visitors {
             visitor.go_on(rng);
         }
         // The process that serves the buffer uses it too.
-        let tokens = vec![i64::from(rng.one_of(1000) as u16)];
         let len = SIZES[rng.one_of(2) as usize];
-        let inserted = self
-            .buffer
-            .insert(tokens, entry(len), Some(TIMEOUT), Then::GoOn);
-        drop(inserted);
+        insert(&self.buffer, rng, len, TIMEOUT);
+        use_buffer(&self.client, &mut self.selects, rng);
+        match rng.one_of(20) {
+            // Nobody inserts such an entry.
+            0 => {
+                let query = LookupQuery::Tokens(vec![-1]);
+                let selected = self.client.select(query, Some(TIMEOUT), Then::GoOn);
+                self.selects.extend(selected);
+            }
+            // More than a client may have under way.
+            1 => {
+                for _ in 0..BURST {
+                    insert(&self.client, rng, 0, TIMEOUT);
+                }
+                for _ in 0..BURST {
+                    let selected = self
+                        .client
+                        .select(LookupQuery::Any, Some(TIMEOUT), Then::GoOn);
+                    self.selects.extend(selected);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// The client inserts and selects large entries, which are late when a part of them is there.
+    pub(super) fn begin_large(&mut self, rng: &mut Rng) {
+        insert(&self.client, rng, MANY_BYTES, LATE);
+        let selected = self.client.select(LookupQuery::Any, Some(LATE), Then::GoOn);
+        self.selects.extend(selected);
     }
 
     /// Some fall silent, some leave: in order, or all at once as if they were killed.
@@ -249,6 +291,11 @@ impl Visitors {
     /// The entries that are left are consumed.
     pub(super) fn leave_all(&mut self) {
         self.here.clear();
+        for selected in self.selects.drain(..) {
+            if let Some(Ok(Some(delivery))) = selected.result() {
+                delivery.consume();
+            }
+        }
         let next = || {
             self.buffer
                 .select(LookupQuery::Any, Some(Duration::ZERO), Then::GoOn)
@@ -259,6 +306,9 @@ impl Visitors {
     }
 
     pub(super) fn sizes(&self) -> Vec<(&'static str, Sizes)> {
-        vec![("lookup buffer", self.buffer.sizes())]
+        vec![
+            ("lookup buffer", self.buffer.sizes()),
+            ("client of the lookup buffer", self.client.sizes()),
+        ]
     }
 }
