@@ -15,7 +15,6 @@ use kvpipe_ucx::{Buffer, Lane, LanesError, MemoryKind, ProcessVmError, ProcessVm
 
 use super::ReactorContext;
 use super::data_plane::DataPlane;
-use super::session::SessionState;
 use crate::checksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -135,10 +134,9 @@ impl ReactorContext {
         let Some(session) = self.sessions.get(&key) else {
             return;
         };
-        let SessionState::Establishing(peer) = &session.state else {
+        let Some(peer) = session.establishing().cloned() else {
             return;
         };
-        let peer = peer.clone();
         let Some((data, endpoint)) = self.data_of(key) else {
             return;
         };

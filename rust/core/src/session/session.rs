@@ -155,6 +155,14 @@ impl Session {
         matches!(self.state, SessionState::Establishing(_)) || self.is_up()
     }
 
+    /// The peer, while the session's data path is probed.
+    pub(super) fn establishing(&self) -> Option<&Identity> {
+        match &self.state {
+            SessionState::Establishing(peer) => Some(peer),
+            _ => None,
+        }
+    }
+
     /// The session is established: the identity of its peer, the first time only.
     pub(super) fn finish(&mut self) -> Option<Box<Identity>> {
         if !matches!(self.state, SessionState::Establishing(_)) {

@@ -5,10 +5,12 @@ mod late_selects;
 use std::time::Duration;
 
 use super::super::command_queue::{QueuedInsert, QueuedSelect};
+use super::super::transfer::{NOTHING, OFFERED};
 use super::super::{LookupBuffer, LookupQuery, Operation, Selected};
 use super::*;
 use crate::clock;
 use crate::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
+use crate::net::codec::Writer;
 use crate::tensor::Meta;
 use crate::work::{Then, Work, work};
 
@@ -176,6 +178,38 @@ fn insert(client: &mut LookupClient) -> Work<()> {
         completer,
     });
     inserted
+}
+
+#[test]
+fn an_entry_larger_than_the_machine_is_refused_by_its_size_before_anything_is_allocated() {
+    let (mut cx, (mut client, _command_queue)) = (ReactorContext::manual(None), client());
+    let (server, operation) = (SESSIONS[0], 7);
+    cx.add_manual(server, [0; 16], None);
+    client.sessions.push(server);
+    client.servers.insert(server);
+    client.tensors.session_up(server);
+    let (selected, completer) = work();
+    let asked = QueuedSelect {
+        operation,
+        query: LookupQuery::Any,
+        timeout: None,
+        completer,
+    };
+    client.select(&mut cx, asked);
+    let (num_bytes, address, in_host, on_request, rkey) = (1 << 60, 4096, 0, 0, [1]);
+    let key = Meta::default().write(Writer::default().u8(OFFERED));
+    let key = key.u64(num_bytes).u64(address).u8(in_host);
+    let key = key.u8(on_request).bytes(&rkey);
+    let entry = key.u8(NOTHING).u8(NOTHING).u8(NOTHING).u8(NOTHING);
+    let offered = client.offer(&mut cx, server, operation, Ok(&entry.finish()));
+    assert_eq!(offered, Ok(()));
+    client.advance(&mut cx);
+    let Some(Err(Error::Exhausted(text))) = selected.result() else {
+        panic!("{:?}", selected.result().map(Result::err))
+    };
+    let size = "a tensor of 1152921504606846976 bytes is larger than the memory of the machine";
+    assert!(text.contains(size), "{text}");
+    assert!(!cx.has_failed(server), "the buffer is usable");
 }
 
 #[test]

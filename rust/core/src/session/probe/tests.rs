@@ -2,6 +2,7 @@ use std::net::Ipv4Addr;
 
 use kvpipe_ucx::Event;
 
+use super::super::session::SessionState;
 use super::*;
 use crate::logged::logged;
 use crate::net::identity::SessionKind;
