@@ -368,15 +368,6 @@ def test_without_place_in_time_an_insert_is_a_capacity_error_and_nothing_is_inse
     insert(buffer, [2], MOST, timeout=0)
 
 
-def test_an_insert_that_has_its_space_may_be_transferred_longer_than_its_timeout():
-    large = np.ones(64 * MIB, np.uint8)  # takes tens of milliseconds
-    with LookupBuffer(1 << 30) as server:
-        server.serve()
-        with LookupBuffer.connect(server.address) as client:
-            insert(client, [1], large, timeout=0)
-            assert select(client, [1]) == [1]
-
-
 def test_an_entry_larger_than_the_capacity_is_an_error_with_both_numbers(buffer):
     with pytest.raises(ConfigError, match=r"an entry of 105\d{4} bytes can never be inserted: .* is 1048576 bytes"):
         insert(buffer, [1], np.ones(MIB, np.uint8))

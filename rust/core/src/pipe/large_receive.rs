@@ -39,7 +39,7 @@ pub(super) struct LargeReceive {
     is_pooled: bool,
     /// Whether its sender is asked after the last read.
     is_validated: bool,
-    /// `None` without a deadline, once its session has failed, and once the caller has been told that it is late.
+    /// `None` without a deadline, once its session has failed, and once the caller knows that it is late.
     pub(super) grace: Option<GracePeriod>,
     pub(super) completer: Completer<Arc<Received>>,
     /// By its sender, or because its receive is late.
@@ -48,7 +48,7 @@ pub(super) struct LargeReceive {
 }
 
 impl LargeReceive {
-    /// Whether the caller has been told that it is late, and reads of it may still write.
+    /// Whether the caller knows that it is late, and reads of it may still write.
     fn is_unsettled(&self) -> bool {
         self.completer.is_completed()
     }

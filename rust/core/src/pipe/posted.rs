@@ -54,14 +54,14 @@ pub(super) struct PostedSend {
 pub(super) struct LargeSend {
     pub(super) exposed: ExposedBuffer,
     pub(super) completer: Completer<()>,
-    /// `None` without a deadline, and once the caller has been told that it is late.
+    /// `None` without a deadline, and once the caller knows that it is late.
     pub(super) grace: Option<GracePeriod>,
     pub(super) is_withdrawn: bool,
 }
 
 impl LargeSend {
     /// Deregisters and releases the buffer before it reports the result: the caller may free the tensor at once. The
-    /// engine has withdrawn it before. A caller who was told that it is late keeps that error.
+    /// engine has withdrawn it before. A caller that knows of the deadline by then keeps that error.
     pub(super) fn complete(self, result: Result<()>) {
         drop(self.exposed);
         self.completer.complete(result);

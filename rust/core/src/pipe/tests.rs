@@ -11,6 +11,24 @@ const PATHS: [MemoryPath; 2] = [MemoryPath::RemoteRead, MemoryPath::Stream];
 const LEN: usize = 1 << 20; // less than is credited, so that all of it is sent at once
 const LATE: Duration = Duration::from_millis(900);
 
+#[test]
+fn a_pipe_that_was_stopped_says_that_reads_have_not_ended_as_long_as_that_is_so() {
+    let ends = Ends::open(MemoryPath::RemoteRead);
+    let End::Receiver(reactor) = &ends.receiver.end else {
+        panic!("the receiving end")
+    };
+    ends.receiver.stop();
+    assert_eq!(ends.receiver.check_reads_ended(), Ok(()));
+    reactor.pending_reads().pretend(2);
+    let told = ends.receiver.check_reads_ended();
+    assert!(
+        matches!(&told, Err(Error::Timeout(text)) if text.contains("2 reads have not ended")),
+        "{told:?}"
+    );
+    reactor.pending_reads().pretend(0);
+    assert_eq!(ends.receiver.check_reads_ended(), Ok(()));
+}
+
 struct Ends {
     sender: Pipe,
     receiver: Pipe,

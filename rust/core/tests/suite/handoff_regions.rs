@@ -18,7 +18,8 @@ fn selected_then_closed(producer: &Worker, consumer: &Worker) {
     closed.expect("close").wait_for(PATIENCE).expect("closed");
 }
 
-/// The load fails by the name of the region that was closed. Each layer of the consumer has what it had before, or what the producer has in the layer of the same name.
+/// The load fails, and names the region that was closed. Each layer of the consumer has its old bytes, or the producer's
+/// of the same name.
 fn assert_not_redirected(consumer: &Worker, before: &[Vec<u8>], producer: &Worker) {
     let (missing, reason) = consumer.failed();
     assert_eq!(missing, [0, 1]);

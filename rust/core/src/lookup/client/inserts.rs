@@ -19,7 +19,7 @@ use crate::work::Completer;
 pub(super) struct SentInsert {
     num_tokens: usize,
     completer: Completer<()>,
-    /// `None` without a deadline, and once the caller has been told that it is late.
+    /// `None` without a deadline, and once the caller knows that it is late.
     grace: Option<GracePeriod>,
     /// The deadline has passed, and the server was asked to cancel it.
     is_cancelled: bool,
@@ -103,7 +103,7 @@ impl LookupClient {
             self.command_queue
                 .update_info(|info| info.num_inserted += u64::from(result.is_ok()));
             let result = match result {
-                // Refused for a reason of its own it may be all the same.
+                // Other errors are the server's own reasons.
                 Err(Error::Unavailable(_)) if sent.is_cancelled => Err(late()),
                 result => result,
             };

@@ -1,5 +1,6 @@
 //! What the tests share: where UCX is, every data path, other processes, and a peer that keeps to no rules.
 
+mod log_lines;
 pub mod pipes;
 pub mod refusals;
 pub mod relay;

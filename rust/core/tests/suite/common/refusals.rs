@@ -1,11 +1,8 @@
 //! What the kernel refuses a process of a test, and the lines that the process logs meanwhile.
 
-use std::fmt::{Debug, Write};
-use std::sync::{Mutex, PoisonError};
+use std::sync::LazyLock;
 
-use tracing::field::{Field, Visit};
-use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Level, Metadata, Subscriber};
+use super::log_lines::LogLines;
 
 #[cfg(target_arch = "x86_64")]
 const ARCHITECTURE: u32 = 0xc000_003e;
@@ -72,46 +69,15 @@ pub fn become_nobody() {
     assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// The lines that this process has logged, but for those of debugging.
-static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+/// The lines that this process has logged.
+static LINES: LazyLock<LogLines> = LazyLock::new(LogLines::default);
 
 /// Notes what this process logs from now on.
 pub fn note_log() {
-    tracing::subscriber::set_global_default(Log).expect("the first one");
+    tracing::subscriber::set_global_default(LINES.clone()).expect("the first one");
 }
 
 /// What has been logged.
 pub fn logged() -> Vec<String> {
-    LINES.lock().unwrap_or_else(PoisonError::into_inner).clone()
-}
-
-struct Log;
-
-impl Subscriber for Log {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() <= Level::WARN
-    }
-
-    fn event(&self, event: &Event<'_>) {
-        let mut line = Line(event.metadata().level().to_string());
-        event.record(&mut line);
-        let mut lines = LINES.lock().unwrap_or_else(PoisonError::into_inner);
-        lines.push(line.0);
-    }
-
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
-    }
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-    fn enter(&self, _: &Id) {}
-    fn exit(&self, _: &Id) {}
-}
-
-struct Line(String);
-
-impl Visit for Line {
-    fn record_debug(&mut self, _: &Field, value: &dyn Debug) {
-        let _ = write!(self.0, " {value:?}");
-    }
+    LINES.get()
 }
