@@ -1,17 +1,25 @@
 """The token is in no repr, log line or command line."""
 
+import logging
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
+
+import pytest
 
 import kvpipe
+from kvpipe import _kvpipe
 from kvpipe.bench.remote import RemoteProgram
 from kvpipe.bench.runner import Program
+from kvpipe.control import ControlClient
 from kvpipe.launch.spec import DeploymentSpec
 from kvpipe.proxy.config import Instance, ProxyConfig
 from kvpipe.testing import memory_transport
 
 TOKEN = "kept-from-every-log"
+ANOTHER_TOKEN = "kept-from-every-log-too"
+HANDOFF = "00" * 16
 
 
 def test_no_configuration_shows_the_token():
@@ -28,10 +36,66 @@ def test_no_configuration_shows_the_token():
     assert TOKEN not in shown
 
 
+def show(*objects):
+    """All that the objects show of themselves, and of what they hold."""
+    return "".join(f"{each!r}{each!s}{getattr(each, '__dict__', None)!r}" for each in objects)
+
+
 def test_no_object_with_sessions_shows_the_token():
-    with memory_transport(), kvpipe.Agent(token=TOKEN) as agent, kvpipe.Pipe.listen(token=TOKEN) as pipe:
-        shown = "".join(f"{each!r}{each!s}{vars(each)!r}" for each in (agent, pipe))
+    with memory_transport(), ExitStack() as stack:
+        agent, receiver = kvpipe.Agent(token=TOKEN), kvpipe.Pipe.listen(token=TOKEN)
+        sender = kvpipe.Pipe.connect(receiver.address, TOKEN)
+        control, port = ControlClient(TOKEN), open_port()
+        server = kvpipe.LookupBuffer(1 << 20)
+        server.serve(token=TOKEN)
+        client = kvpipe.LookupBuffer.connect(server.address, token=TOKEN)
+        for each in (agent, receiver, sender, server, control, port, client):
+            stack.callback(each.close)
+        peer = stack.enter_context(kvpipe.Agent(token=TOKEN)).connect(agent.address)
+        shown = show(agent, receiver, sender, server, client, control, port, peer)
+        shown += str((agent.stats(), sender.stats(), server.stats(), client.stats()))
     assert TOKEN not in shown
+
+
+def open_port():
+    """The control port of an engine."""
+    return _kvpipe.Control("127.0.0.1:0", TOKEN.encode(), "engine")
+
+
+def operate(token, serving):
+    """All that asks another process for something, with its errors."""
+    agent, receiver, buffer, port = serving
+    client = ControlClient(token)
+    attempts = (
+        lambda: kvpipe.Agent(token=token).connect(agent.address),
+        lambda: kvpipe.Pipe.connect(receiver.address, token, timeout=1),
+        lambda: kvpipe.LookupBuffer.connect(buffer.address, token=token, timeout=1).drop_select(None, None, timeout=0),
+        lambda: client.describe(port.address).wait(20),
+        lambda: client.release(port.address, HANDOFF).wait(20),
+    )
+    for attempt in attempts:
+        try:
+            attempt()
+        except kvpipe.KVPipeError as error:
+            yield error
+    client.close()
+
+
+@pytest.mark.parametrize("token", [TOKEN, ANOTHER_TOKEN])
+def test_neither_a_log_nor_an_error_of_a_session_shows_its_token_also_where_the_other_side_has_another(token, caplog):
+    caplog.set_level(logging.DEBUG)
+    with memory_transport(), ExitStack() as stack:
+        agent, receiver = kvpipe.Agent(token=TOKEN), kvpipe.Pipe.listen(token=TOKEN)
+        buffer, port = kvpipe.LookupBuffer(1 << 20), open_port()
+        buffer.serve(token=TOKEN)
+        for each in (agent, receiver, buffer, port):
+            stack.callback(each.close)
+        errors = list(operate(token, (agent, receiver, buffer, port)))
+    refused = [error for error in errors if isinstance(error, kvpipe.AuthenticationError)]
+    assert len(refused) == (0 if token == TOKEN else 5)
+    shown = caplog.text + "".join(f"{error!r}{error}{error.__cause__!r}" for error in errors)
+    assert TOKEN not in shown
+    assert ANOTHER_TOKEN not in shown
 
 
 def test_the_log_of_a_proxy_that_starts_and_ends_has_no_token():

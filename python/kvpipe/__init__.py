@@ -3,7 +3,7 @@
 import sys
 import typing
 
-from kvpipe import _kvpipe, config, exceptions
+from kvpipe import _kvpipe, _log, config, exceptions  # noqa: F401 - _log: its exit handler is registered first
 from kvpipe.agent import Agent, AgentStats
 from kvpipe.exceptions import (
     AuthenticationError,

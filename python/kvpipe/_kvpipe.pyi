@@ -25,15 +25,28 @@ __all__ = [
     "Trace",
     "Transport",
     "Work",
+    "begin_log",
     "checksums",
     "cuda_device_of",
     "cuda_is_exportable",
-    "forward_log",
+    "drain_log",
     "ucx_info",
 ]
 
 _TensorMeta: TypeAlias = tuple[int, str, Sequence[int]]
 """`(family, dtype, shape)`: family 0 is `None`, 1 torch, 2 numpy."""
+
+def begin_log(level: int) -> int | None:
+    """Gives the first caller in a process a descriptor that is readable after something has been queued for the log.
+
+    The native part keeps it open. Others get `None`.
+
+    Args:
+        level: Of the logger `kvpipe`. Less is not queued, except warnings.
+
+    Raises:
+        OSError: The process may open no more descriptors.
+    """
 
 def checksums(memory: object, starts: Sequence[int], num_bytes: int) -> list[int]:
     """The checksums (CRC-64/NVME) that pipes prove tensors by, of `num_bytes` bytes from each start. Releases the GIL.
@@ -52,8 +65,15 @@ def cuda_device_of(address: int) -> int:
 def cuda_is_exportable(address: int) -> bool:
     """Whether other processes can open this CUDA memory by IPC handles, as that of cudaMalloc."""
 
-def forward_log() -> int:
-    """Hands what the native part has to log to the loggers `kvpipe.*`, and counts it. Waits and sends do the same."""
+def drain_log(level: int) -> tuple[list[tuple[int, str, str]], int]:
+    """Takes what is queued for the log.
+
+    Returns:
+        Level, logger and text of each record; and how many records were lost because too many waited.
+
+    Args:
+        level: Of the logger `kvpipe`, from now on.
+    """
 
 def ucx_info(wheel_dir: str | Path | None = None) -> dict[str, Any]:
     """Loads UCX and tells `version`, `path`, `has_cuda`, `has_rdma_devices`.

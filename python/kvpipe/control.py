@@ -12,6 +12,8 @@ from kvpipe.exceptions import ConfigError
 from kvpipe.work import Work
 
 _HANDOFF_BYTES = 16
+# Characters of a wrong id that a message shows.
+_SHOWN = 64
 
 
 def parse_handoff(handoff: object) -> bytes:
@@ -25,7 +27,8 @@ def parse_handoff(handoff: object) -> bytes:
     except ValueError:
         parsed = b""
     if len(parsed) != _HANDOFF_BYTES:
-        message = f"handoff={handoff!r}: expected 32 hex digits"
+        shown = repr(handoff[:_SHOWN]) if isinstance(handoff, str) else type(handoff).__name__
+        message = f"handoff={shown}: expected 32 hex digits"
         raise ConfigError(message)
     return parsed
 

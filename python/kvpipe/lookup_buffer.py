@@ -167,10 +167,9 @@ class LookupBuffer(Closing):
             TransportUnavailableError: A tensor is in memory that cannot be read; the buffer is usable.
             PeerLostError: A server was lost; the entry may have been inserted.
             TransferTimeoutError: The transfer took longer: nothing was inserted, and the buffer is usable. Or the
-                server has not answered that almost a second after the deadline: the tensors may still be read, and the
-                entry may have been inserted. They may be dropped, and must not be changed until `stats().num_waiting`
-                does not count the insert any more. Or the server did not answer probes by the deadline: the entry may
-                have been inserted, and the buffer is closed. The message says which.
+                server has not answered that almost a second after the deadline, or says nothing at the deadline: the
+                tensors may still be read, and the entry may have been inserted. They may be dropped, and must not be
+                changed until `stats().num_waiting` does not count the insert any more. The message says which.
             ClosedError: The buffer was closed here.
         """
         _wait(self._insert(input_tokens, roi, (key, value, hidden), timeout, is_waited=True))

@@ -52,11 +52,12 @@ class Pipe:
 
     Any thread may call any method at any time. Operations are ordered by their calls. `timeout=None` waits until the
     operation is done or the peer is lost; 0 does not wait. An operation that expires before a send has met its receive
-    is withdrawn. One that expires later loses its tensor, on both sides. Either way the pipe stays usable; only a peer
-    that answers no probes by then closes it. Where the peer still reads or writes the tensor's memory almost a second
-    after the deadline, the operation fails then, and the message says so. That memory must not be changed or used until
-    the work is settled (`Work.settled`) or `close` has succeeded; it may be dropped. `stats().in_flight` counts the
-    operation until then. Ctrl-C interrupts every wait. In a forked child process, calls raise `ClosedError`.
+    is withdrawn. One that expires later loses its tensor, on both sides. Either way the pipe stays usable. Where the
+    peer still reads or writes the tensor's memory almost a second after the deadline, or says nothing at the deadline,
+    the operation fails then, and the message says so. That memory must not be changed or used until the work is settled
+    (`Work.settled`) or `close` has succeeded; it may be dropped. `stats().in_flight` counts the operation until then,
+    and after a late receive later ones wait for it. A peer that stays silent for 10 s is lost. Ctrl-C interrupts every
+    wait. In a forked child process, calls raise `ClosedError`.
 
     The pipe keeps sent tensors alive until they have left; received tensors belong to the caller. Torch tensors arrive
     as torch tensors and `None` as `None`. Numpy arrays, DLPack objects and buffers arrive as numpy arrays (`bytes` as a
@@ -285,8 +286,8 @@ class Pipe:
     def close(self, timeout: float | None = 10) -> None:
         """Closes the pipe. Several threads may call, also repeatedly.
 
-        The sender returns once everything has been received. The receiver discards unreceived tensors, and the sender's
-        operations fail.
+        The sender returns once everything has been received, and nothing reads the memory of a late tensor any more.
+        The receiver discards unreceived tensors, and the sender's operations fail.
 
         Raises:
             ConfigError: `timeout` is not a number of seconds; the pipe is unchanged.

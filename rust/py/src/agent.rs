@@ -12,10 +12,10 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::blocks::{Counts, Peer, Plan, ReadyBlocks, Region, counts};
-use crate::buffer::{from_python, run_deferred};
+use crate::buffer::{from_python, release_dropped};
 use crate::error::{bad, to_py};
 use crate::ids::ids;
-use crate::log::{forward_log, read_level};
+use crate::log;
 use crate::trace::Trace;
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration};
@@ -61,7 +61,7 @@ impl Agent {
         silence: Option<f64>,
         integrity: &str,
     ) -> PyResult<Self> {
-        read_level(py)?;
+        log::begin(py)?;
         let integrity = integrity.parse().map_err(to_py)?;
         let (timeouts, transport) = (timeouts(silence)?, transport.core());
         let agent = py.detach(|| {
@@ -266,7 +266,6 @@ impl Agent {
     }
 
     fn drain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
-        forward_log(py);
         self.0
             .drain()
             .iter()
@@ -276,7 +275,7 @@ impl Agent {
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.0.close());
-        run_deferred(py);
+        release_dropped(py);
         self.0.check_reads_ended().map_err(to_py)
     }
 }
@@ -334,7 +333,7 @@ impl Drop for Agent {
     fn drop(&mut self) {
         Python::try_attach(|py| {
             py.detach(|| self.0.close());
-            run_deferred(py);
+            release_dropped(py);
         });
     }
 }

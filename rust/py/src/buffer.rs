@@ -12,7 +12,6 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::error::{bad, to_py};
-use crate::log::forward_log;
 
 /// The owner of a Python object's memory.
 #[allow(dead_code, reason = "held for what their drop does")]
@@ -39,10 +38,8 @@ impl Drop for Owner {
     }
 }
 
-/// Does the work that our threads defer to Python's: releases the owners that they have dropped, and forwards the log.
-/// Called with the GIL, after waits and before sends.
-pub(crate) fn run_deferred(py: Python<'_>) {
-    forward_log(py);
+/// Releases the owners that our threads have dropped, which needs the GIL. Called after waits and before sends.
+pub(crate) fn release_dropped(_py: Python<'_>) {
     let kept = std::mem::take(&mut *LET_GO.lock().unwrap_or_else(PoisonError::into_inner));
     drop(kept);
 }

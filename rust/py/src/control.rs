@@ -11,7 +11,7 @@ use pyo3::types::PyDict;
 
 use crate::agent::{id, timeouts};
 use crate::error::{bad, to_py};
-use crate::log::{forward_log, read_level};
+use crate::log;
 use crate::trace::Trace;
 use crate::work::{Kind, Work, duration};
 
@@ -37,7 +37,7 @@ impl Control {
         open_timeout: f64,
         handoff_timeout: f64,
     ) -> PyResult<Self> {
-        read_level(py)?;
+        log::begin(py)?;
         let bounded =
             |seconds: f64| duration(Some(seconds)).map(|duration| duration.unwrap_or(FOREVER));
         let timeouts = ControlTimeouts {
@@ -176,7 +176,6 @@ impl Control {
     }
 
     fn drain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
-        forward_log(py);
         self.0
             .drain()
             .iter()
@@ -186,7 +185,6 @@ impl Control {
 
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.0.close());
-        forward_log(py);
     }
 }
 

@@ -1,5 +1,5 @@
 //! The extension `kvpipe._kvpipe`: a thin layer between Python and `kvpipe-core`. Its documentation for users is
-//! `python/kvpipe/_kvpipe.pyi`. Calls that may wait release the GIL; kvpipe's own threads never take it.
+//! `python/kvpipe/_kvpipe.pyi`. Calls that may wait release the GIL; kvpipe's native threads never take it.
 #![deny(unsafe_code)]
 // The stub documents the functions; pyo3 takes arguments by value.
 #![allow(
@@ -53,7 +53,7 @@ mod _kvpipe {
     #[pymodule_export]
     use super::control::Control;
     #[pymodule_export]
-    use super::log::forward_log;
+    use super::log::{begin_log, drain_log};
     #[pymodule_export]
     use super::lookup::LookupBuffer;
     #[pymodule_export]
@@ -87,7 +87,7 @@ mod _kvpipe {
         let sums = py.detach(|| starts.iter().map(sum).collect::<Result<Vec<u64>, usize>>());
         let len = buffer.len();
         drop(buffer);
-        super::buffer::run_deferred(py);
+        super::buffer::release_dropped(py);
         sums.map_err(|start| {
             super::error::bad(format!(
                 "{num_bytes} bytes at {start} are not in a buffer of {len}"
@@ -101,7 +101,7 @@ mod _kvpipe {
         py: Python<'_>,
         wheel_dir: Option<std::path::PathBuf>,
     ) -> PyResult<Bound<'_, PyDict>> {
-        super::log::read_level(py)?;
+        super::log::begin(py)?;
         let library = kvpipe_ucx::Library::load(&super::search(wheel_dir))
             .map_err(|error| super::error::to_py(kvpipe_core::Error::from(error)))?;
         let context =

@@ -1,15 +1,16 @@
-//! Events of `tracing` as records of Python's `logging`. An event is formatted where it happens and queued, without the GIL
-//! and whatever locks that thread holds: it waits for no thread of Python's. Python's threads forward the queue, in the
-//! calls that also release memory, and when the interpreter exits.
+//! Events of `tracing` for Python's `logging`. An event is formatted where it happens and queued, without the GIL and whatever
+//! locks that thread holds: it waits for no thread of Python's. The thread of `kvpipe._log` logs what is queued.
 
 use std::collections::VecDeque;
 use std::fmt::{Debug, Write};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use rustix::event::{EventfdFlags, eventfd};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -31,8 +32,6 @@ static QUEUE: AtomicPtr<Queue> = AtomicPtr::new(null_mut());
 
 #[derive(Default)]
 struct Queue {
-    /// Whether there may be records. Forwarding reads this before it locks the queue.
-    has_records: AtomicBool,
     queued: Mutex<Queued>,
 }
 
@@ -40,6 +39,8 @@ struct Queue {
 struct Queued {
     records: VecDeque<LogRecord>,
     num_lost: usize,
+    /// Wakes the thread that forwards; none yet.
+    wake: Option<OwnedFd>,
 }
 
 struct LogRecord {
@@ -63,22 +64,26 @@ impl Queue {
     }
 
     fn push(&self, record: LogRecord) {
-        let mut queued = self.queued.lock().unwrap_or_else(PoisonError::into_inner);
-        self.has_records.store(true, Ordering::Relaxed);
+        let mut queued = self.lock();
         if queued.records.len() < RECORDS_CAP {
             queued.records.push_back(record);
         } else {
             queued.num_lost += 1;
         }
+        queued.wake_forwarding();
     }
 
-    fn drain(&self) -> Option<Queued> {
-        if !self.has_records.load(Ordering::Relaxed) {
-            return None;
+    fn lock(&self) -> MutexGuard<'_, Queued> {
+        self.queued.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Queued {
+    fn wake_forwarding(&self) {
+        if let Some(wake) = &self.wake {
+            // Fails only when the counter is full, and then the thread wakes in any case.
+            let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
         }
-        let mut queued = self.queued.lock().unwrap_or_else(PoisonError::into_inner);
-        self.has_records.store(false, Ordering::Relaxed);
-        Some(std::mem::take(&mut *queued))
     }
 }
 
@@ -148,43 +153,57 @@ impl Visit for Text {
     }
 }
 
-/// Hands queued events to Python's `logging`; how many. Without any it reads one flag.
+/// Begins to forward events, if this process does not yet.
+pub(crate) fn begin(py: Python<'_>) -> PyResult<()> {
+    py.import("kvpipe._log")?.call_method0("begin")?;
+    Ok(())
+}
+
+/// The descriptor that is readable after a record has been queued, for the first caller in a process: the thread that
+/// forwards waits for it. This queue keeps it open.
 #[pyfunction]
-pub(crate) fn forward_log(py: Python<'_>) -> usize {
-    let Some(queued) = Queue::of_process().and_then(Queue::drain) else {
-        return 0;
+pub(crate) fn begin_log(level: i64) -> PyResult<Option<RawFd>> {
+    set_level(level);
+    let Some(queue) = Queue::of_process() else {
+        return Ok(None);
     };
-    let num_records = queued.records.len();
-    if let Err(error) = log(py, queued) {
-        error.write_unraisable(py, None);
+    let mut queued = queue.lock();
+    if queued.wake.is_some() {
+        return Ok(None);
     }
-    num_records
+    let wake = eventfd(0, EventfdFlags::CLOEXEC).map_err(std::io::Error::from)?;
+    let descriptor = wake.as_raw_fd();
+    queued.wake = Some(wake);
+    if !queued.records.is_empty() {
+        queued.wake_forwarding();
+    }
+    Ok(Some(descriptor))
 }
 
-fn log(py: Python<'_>, Queued { records, num_lost }: Queued) -> PyResult<()> {
-    let get_logger = py.import("logging")?.getattr("getLogger")?;
-    for record in records {
-        let logger = get_logger.call1((record.logger,))?;
-        logger.call_method1("log", (record.level, "%s", record.text))?;
-    }
-    if num_lost > 0 {
-        let logger = get_logger.call1(("kvpipe",))?;
-        logger.call_method1("warning", ("log.overflow num_lost=%s", num_lost))?;
-    }
-    read_level(py)
+/// Takes what is queued: `(level, logger, text)` of each record, and how many records were lost. Calls nothing of Python's:
+/// a daemon thread that waits for the GIL when the interpreter ends must not be in here.
+#[pyfunction]
+pub(crate) fn drain_log(level: i64) -> (Vec<(u8, String, String)>, usize) {
+    set_level(level);
+    let Some(queue) = Queue::of_process() else {
+        return (Vec::new(), 0);
+    };
+    let (records, num_lost) = {
+        let mut queued = queue.lock();
+        let records = std::mem::take(&mut queued.records);
+        (records, std::mem::take(&mut queued.num_lost))
+    };
+    let records = records.into_iter();
+    let records = records.map(|record| (record.level, record.logger, record.text));
+    (records.collect(), num_lost)
 }
 
-/// Reads the level of the logger `kvpipe`.
-pub(crate) fn read_level(py: Python<'_>) -> PyResult<()> {
-    let logger = py
-        .import("logging")?
-        .call_method1("getLogger", ("kvpipe",))?;
-    let level: i64 = logger.call_method0("getEffectiveLevel")?.extract()?;
+/// Takes over the level of the logger `kvpipe`.
+fn set_level(level: i64) {
     let level = u8::try_from(level.max(0)).unwrap_or(u8::MAX);
     if LEVEL.swap(level, Ordering::Relaxed) != level {
         tracing::callsite::rebuild_interest_cache();
     }
-    Ok(())
 }
 
 #[pyfunction]
@@ -192,19 +211,15 @@ fn renew_log() {
     Queue::renew();
 }
 
-/// Begins to forward events; once for each process that imports the extension.
+/// Begins to queue events; once for each process that imports the extension.
 pub(crate) fn install(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
     if Queue::of_process().is_some() {
         return Ok(());
     }
     Queue::renew();
-    read_level(py)?;
     // Refused only if this extension has set one before.
     let _ = tracing::subscriber::set_global_default(PythonLogging);
-    // After the import of `logging` above, whose own handler then runs later.
-    let forward = pyo3::wrap_pyfunction!(forward_log, py)?;
-    py.import("atexit")?.call_method1("register", (forward,))?;
     let hooks = PyDict::new(py);
     hooks.set_item("after_in_child", pyo3::wrap_pyfunction!(renew_log, py)?)?;
     py.import("os")?

@@ -9,9 +9,9 @@ use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::buffer::{from_python, run_deferred};
+use crate::buffer::{from_python, release_dropped};
 use crate::error::{bad, to_py};
-use crate::log::read_level;
+use crate::log;
 use crate::pipe::{MetaTuple, meta};
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration, then, wait_for_route};
@@ -54,7 +54,7 @@ impl LookupBuffer {
         is_checksummed: bool,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
-        read_level(py)?;
+        log::begin(py)?;
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
         let transport = transport.core();
         let route = wait_for_route(py, || lookup::LookupBuffer::route(addresses, timeout))?;
@@ -73,7 +73,7 @@ impl LookupBuffer {
         transport: &Transport,
         is_checksummed: bool,
     ) -> PyResult<()> {
-        read_level(py)?;
+        log::begin(py)?;
         let transport = transport.core();
         py.detach(|| self.0.serve(address, token, transport, is_checksummed))
             .map_err(to_py)
@@ -94,7 +94,7 @@ impl LookupBuffer {
     ) -> PyResult<Work> {
         let (tokens, items, timeout) = (tokens.to_vec(py)?, items(tensors)?, duration(timeout)?);
         let inserted = py.detach(|| self.0.insert(tokens, items, timeout, then(is_waited)));
-        run_deferred(py);
+        release_dropped(py);
         Ok(Work::new(Kind::Inserted(inserted.map_err(to_py)?)))
     }
 
@@ -133,7 +133,7 @@ impl LookupBuffer {
 
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.0.close());
-        run_deferred(py);
+        release_dropped(py);
     }
 }
 
@@ -142,7 +142,7 @@ impl Drop for LookupBuffer {
     fn drop(&mut self) {
         Python::try_attach(|py| {
             py.detach(|| self.0.close());
-            run_deferred(py);
+            release_dropped(py);
         });
     }
 }

@@ -7,9 +7,9 @@ use kvpipe_core::reactor::default_busy_poll;
 use kvpipe_core::tensor::Meta;
 use pyo3::prelude::*;
 
-use crate::buffer::{from_python, run_deferred};
+use crate::buffer::{from_python, release_dropped};
 use crate::error::{bad, to_py};
-use crate::log::read_level;
+use crate::log;
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration, then, wait_for_route};
 
@@ -36,7 +36,7 @@ impl PipeEnd {
         transport: &Transport,
         busy_poll_us: Option<u64>,
     ) -> PyResult<Self> {
-        read_level(py)?;
+        log::begin(py)?;
         let (transport, busy_poll) = (transport.core(), busy_poll(busy_poll_us));
         py.detach(|| Pipe::listen(address, token, transport, busy_poll))
             .map(Self)
@@ -53,7 +53,7 @@ impl PipeEnd {
         busy_poll_us: Option<u64>,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
-        read_level(py)?;
+        log::begin(py)?;
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
         let integrity = integrity.parse().map_err(to_py)?;
         let (transport, busy_poll) = (transport.core(), busy_poll(busy_poll_us));
@@ -72,7 +72,7 @@ impl PipeEnd {
         timeout: Option<f64>,
         is_waited: bool,
     ) -> PyResult<Work> {
-        run_deferred(py);
+        release_dropped(py);
         let (buffer, deadline) = (
             from_python(data, false)?,
             Deadline::after(duration(timeout)?),
@@ -90,7 +90,7 @@ impl PipeEnd {
         timeout: Option<f64>,
         is_waited: bool,
     ) -> PyResult<Work> {
-        run_deferred(py);
+        release_dropped(py);
         let out = match out {
             Some((tensor, data)) => Some((meta(tensor), from_python(&data, true)?)),
             None => None,
@@ -112,13 +112,13 @@ impl PipeEnd {
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Work>> {
         let deadline = Deadline::after(duration(timeout)?);
         let closed = py.detach(|| self.0.close(deadline)).map_err(to_py)?;
-        run_deferred(py);
+        release_dropped(py);
         Ok(closed.map(|work| Work::new(Kind::Nothing(work))))
     }
 
     fn stop(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.0.stop());
-        run_deferred(py);
+        release_dropped(py);
         self.0.check_reads_ended().map_err(to_py)
     }
 
@@ -152,7 +152,7 @@ impl Drop for PipeEnd {
     fn drop(&mut self) {
         Python::try_attach(|py| {
             py.detach(|| self.0.stop());
-            run_deferred(py);
+            release_dropped(py);
         });
     }
 }

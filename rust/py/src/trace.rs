@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 
 use crate::agent::id;
 use crate::error::{bad, to_py};
+use crate::log;
 
 #[pyclass(frozen)]
 pub(crate) struct Trace(trace::Trace);
@@ -23,10 +24,11 @@ impl Trace {
 impl Trace {
     #[new]
     #[pyo3(signature = (path="", process=""))]
-    fn new(path: &str, process: &str) -> PyResult<Self> {
+    fn new(py: Python<'_>, path: &str, process: &str) -> PyResult<Self> {
         if path.is_empty() {
             return Ok(Self(trace::Trace::default()));
         }
+        log::begin(py)?;
         trace::Trace::to_file(Path::new(path), process)
             .map(Self)
             .map_err(to_py)

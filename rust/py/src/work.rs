@@ -14,7 +14,7 @@ use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 
 use crate::blocks::{Peer, Region};
-use crate::buffer::{ReceivedBuffer, run_deferred};
+use crate::buffer::{ReceivedBuffer, release_dropped};
 use crate::error::{bad, to_py};
 
 /// The results that an operation can have.
@@ -162,7 +162,7 @@ impl Work {
     }
 
     fn result<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        run_deferred(py);
+        release_dropped(py);
         match &self.0 {
             Kind::Nothing(work) => {
                 finished(work.result()).and_then(|()| py.None().into_bound_py_any(py))
@@ -192,7 +192,7 @@ fn wait(
         py.check_signals()?;
         match waited {
             Waited::Done => {
-                run_deferred(py);
+                release_dropped(py);
                 return Ok(true);
             }
             Waited::TimedOut => return Ok(false),
