@@ -143,11 +143,11 @@ def wait_for_the_end():
     sys.stdin.read()
 
 
-def echo(address=LOOPBACK):
+def echo(address=LOOPBACK, integrity=None):
     """Sends back whatever it receives."""
     receiver = Pipe.listen(address)
     say(receiver.address)
-    sender = Pipe.connect(sys.stdin.readline().strip())
+    sender = Pipe.connect(sys.stdin.readline().strip(), integrity=integrity)
     with contextlib.suppress(EndOfPipeError):
         while True:
             sender.send_tensor(receiver.recv_tensor())

@@ -55,6 +55,37 @@ def test_an_insert_at_a_stopped_server_ends_in_time_with_an_unknown_fate(start, 
         assert time.monotonic() - begun < DEADLINE_S + LATEST_S
 
 
+def test_a_receiver_that_is_stopped_past_a_deadline_loses_no_other_tensor(start):
+    child = start("receive_some")
+    with Pipe.connect(child.read()) as sender:
+        child.stop()
+        late, *others = [
+            sender.isend_tensor(np.full(LARGE, number, np.uint8), timeout)
+            for number, timeout in enumerate((DEADLINE_S, None, None))
+        ]
+        begun = time.monotonic()
+        with pytest.raises(TransferTimeoutError, match="the pipe is usable"):
+            late.wait()
+        assert time.monotonic() - begun < DEADLINE_S + LATEST_S
+        child.process.send_signal(signal.SIGCONT)
+        for other in others:
+            other.wait(20)
+        late.settled(20)
+    assert child.read() in ("0 1 2", "late 1 2", "1 2")
+
+
+def test_a_server_that_is_stopped_past_the_deadline_of_an_insert_loses_no_other_insert(start):
+    child = start("serve_entries", MIB)
+    with LookupBuffer.connect(child.read()) as client:
+        child.stop()
+        other = client.iinsert(np.array([2]), None, np.ones(MIB // 4, np.uint8), None, None)
+        with pytest.raises(TransferTimeoutError, match="the buffer is usable"):
+            client.insert(np.array([1]), None, np.ones(MIB // 4, np.uint8), None, None, timeout=DEADLINE_S)
+        child.process.send_signal(signal.SIGCONT)
+        other.wait(20)
+        assert client.drop_select(np.array([2]), None, timeout=20)[0].tolist() == [2]
+
+
 def test_an_insert_that_has_its_space_may_be_transferred_longer_than_its_timeout(start):
     child = start("serve_entries", 1 << 30)
     large = np.ones(64 * MIB, np.uint8)  # takes tens of milliseconds

@@ -14,7 +14,7 @@ import pytest
 
 from kvpipe import ConnectError, PeerLostError, Pipe, TransportUnavailableError
 from tests.conftest import is_tcp
-from tests.peers import LARGE, MIB, resident_bytes
+from tests.peers import LARGE, MIB, resident_bytes, wait_until
 
 pytestmark = pytest.mark.ucx
 
@@ -227,9 +227,14 @@ def test_the_transport_of_the_tensors_is_logged_once_and_tcp_on_one_machine_is_w
             sender.send_tensor(None)
             receiver.recv_tensor()
         transport = sender.transport
-    opened = [each.getMessage() for each in caplog.records if "pipe.open" in each.getMessage()]
-    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert len(opened) == 2  # one at each end
-    assert all(f"transport={transport}" in each for each in opened)
-    assert len(warned) == (2 if is_tcp(data_path) else 0)
-    assert all("CMA" in each for each in warned)
+
+    def opened():
+        return [each.getMessage() for each in caplog.records if "pipe.open" in each.getMessage()]
+
+    def warned():
+        return [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+
+    num_warned = 2 if is_tcp(data_path) else 0
+    wait_until(lambda: len(opened()) == 2 and len(warned()) == num_warned)  # one at each end
+    assert all(f"transport={transport}" in each for each in opened())
+    assert all("CMA" in each for each in warned())

@@ -84,7 +84,7 @@ pub enum ProcessVmError {
 fn classify(pid: libc::pid_t, error: Error) -> ProcessVmError {
     match error.raw_os_error() {
         Some(libc::ESRCH | libc::EFAULT) | None => ProcessVmError::Lost(error),
-        Some(_) => ProcessVmError::Refused(explain(pid, &error)),
+        Some(_) => ProcessVmError::Refused(Circumstances::of(pid).explain(pid, &error)),
     }
 }
 
@@ -201,34 +201,54 @@ const SAME_PID_NAMESPACE: &str =
     "run both sides in one pid namespace (shareProcessNamespace, hostPID, --pid=host)";
 const PTRACE: &str = "give this process CAP_SYS_PTRACE";
 
-/// Why this process may not read another one, and the remedy. A process may always read itself: where even that is refused,
-/// the call is what is refused, else the permission for the other process.
-fn explain(pid: libc::pid_t, error: &Error) -> String {
-    if let Err(refused) = read_self() {
-        let seccomp = status_field("self", "Seccomp:").is_some_and(|mode| mode != "0");
-        let cause = if seccomp {
-            "the seccomp profile of this process does not allow it: allow process_vm_readv in it"
-        } else {
-            "the kernel or a security module does not allow it: CONFIG_CROSS_MEMORY_ATTACH is needed"
-        };
-        return format!("process_vm_readv is refused ({refused}); {cause}");
+/// What the kernel says about a read of another process that it has refused.
+#[derive(Debug, Default)]
+struct Circumstances {
+    /// How a read of this process itself fails, which is always permitted.
+    self_refused: Option<Error>,
+    /// The seccomp mode of this process.
+    seccomp: Option<String>,
+    our_uid: Option<String>,
+    their_uid: Option<String>,
+    /// `None` where the kernel has no Yama.
+    yama_scope: Option<String>,
+}
+
+impl Circumstances {
+    fn of(pid: libc::pid_t) -> Self {
+        Self {
+            self_refused: read_self().err(),
+            seccomp: status_field("self", "Seccomp:"),
+            our_uid: status_field("self", "Uid:"),
+            their_uid: status_field(&pid.to_string(), "Uid:"),
+            yama_scope: yama_scope(),
+        }
     }
-    let process = pid.to_string();
-    let (ours, theirs) = (status_field("self", "Uid:"), status_field(&process, "Uid:"));
-    let cause = match (ours, theirs) {
-        (Some(ours), Some(theirs)) if ours != theirs => format!(
-            "it runs as user {theirs}, this process as user {ours}: run both as one user, or {PTRACE}"
-        ),
-        _ => match yama_scope() {
-            Some(scope) if scope != "0" => {
+
+    /// Why this process may not read another one, and the remedy. Where even a read of itself is refused, the call is what
+    /// is refused, else the permission for the other process.
+    fn explain(&self, pid: libc::pid_t, error: &Error) -> String {
+        if let Some(refused) = &self.self_refused {
+            let cause = if self.seccomp.as_ref().is_some_and(|mode| mode != "0") {
+                "the seccomp profile of this process does not allow it: allow process_vm_readv in it"
+            } else {
+                "the kernel or a security module does not allow it: CONFIG_CROSS_MEMORY_ATTACH is needed"
+            };
+            return format!("process_vm_readv is refused ({refused}); {cause}");
+        }
+        let cause = match (&self.our_uid, &self.their_uid, &self.yama_scope) {
+            (Some(ours), Some(theirs), _) if ours != theirs => format!(
+                "it runs as user {theirs}, this process as user {ours}: run both as one user, or {PTRACE}"
+            ),
+            (_, _, Some(scope)) if scope != "0" => {
                 format!("kernel.yama.ptrace_scope is {scope}: set it to 0, or {PTRACE}")
             }
             _ => format!(
                 "it is not dumpable, has capabilities that this process lacks, or is in another user namespace: run both alike, or {PTRACE}"
             ),
-        },
-    };
-    format!("process_vm_readv of process {pid} is refused ({error}); {cause}")
+        };
+        format!("process_vm_readv of process {pid} is refused ({error}); {cause}")
+    }
 }
 
 /// Reads a byte of this process as if it was another one.
@@ -313,6 +333,64 @@ mod tests {
         }
         for errno in [libc::ESRCH, libc::EFAULT] {
             assert!(!is_refused(errno), "{errno}");
+        }
+    }
+
+    /// Why process 7 may not be read.
+    fn reason(circumstances: &Circumstances) -> String {
+        circumstances.explain(7, &Error::from_raw_os_error(libc::EPERM))
+    }
+
+    fn of_users(ours: &str, theirs: &str, yama_scope: Option<&str>) -> Circumstances {
+        Circumstances {
+            our_uid: Some(ours.to_owned()),
+            their_uid: Some(theirs.to_owned()),
+            yama_scope: yama_scope.map(str::to_owned),
+            ..Circumstances::default()
+        }
+    }
+
+    #[test]
+    fn a_read_that_yama_refuses_names_the_setting_and_the_remedy() {
+        assert_eq!(
+            reason(&of_users("1000", "1000", Some("1"))),
+            "process_vm_readv of process 7 is refused (Operation not permitted (os error 1)); kernel.yama.ptrace_scope is 1: set it to 0, or give this process CAP_SYS_PTRACE"
+        );
+    }
+
+    #[test]
+    fn a_read_that_neither_users_nor_yama_refuse_names_what_is_left_and_the_remedy() {
+        let sentence = "process_vm_readv of process 7 is refused (Operation not permitted (os error 1)); it is not dumpable, has capabilities that this process lacks, or is in another user namespace: run both alike, or give this process CAP_SYS_PTRACE";
+        for yama_scope in [None, Some("0")] {
+            assert_eq!(reason(&of_users("1000", "1000", yama_scope)), sentence);
+        }
+        let unreadable = Circumstances::default();
+        assert_eq!(reason(&unreadable), sentence);
+    }
+
+    #[test]
+    fn a_read_of_another_user_names_both_users_whatever_yama_says() {
+        for yama_scope in [None, Some("0"), Some("2")] {
+            let reason = reason(&of_users("1000", "0", yama_scope));
+            let users = "; it runs as user 0, this process as user 1000: run both as one user, or";
+            assert!(reason.contains(users), "{reason}");
+        }
+    }
+
+    #[test]
+    fn a_call_that_is_refused_for_this_process_too_names_seccomp_or_the_kernel() {
+        for (seccomp, cause) in [
+            (Some("2"), "allow process_vm_readv in it"),
+            (Some("0"), "CONFIG_CROSS_MEMORY_ATTACH is needed"),
+            (None, "CONFIG_CROSS_MEMORY_ATTACH is needed"),
+        ] {
+            let reason = reason(&Circumstances {
+                self_refused: Some(Error::from_raw_os_error(libc::ENOSYS)),
+                seccomp: seccomp.map(str::to_owned),
+                ..of_users("1000", "0", Some("1"))
+            });
+            assert!(reason.contains("(Function not implemented"), "{reason}");
+            assert!(reason.ends_with(cause), "{reason}");
         }
     }
 

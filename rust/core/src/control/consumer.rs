@@ -11,10 +11,23 @@ use crate::ids::{HandoffId, SessionKey};
 use crate::multimap::Multimap;
 use crate::reactor::Timers;
 
+/// How far a watch is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum WatchStage {
+    /// The session is not up.
+    Connecting,
+    /// The session is not up, and the consumer has given the handoff up. WATCH and UNWATCH are sent together when it is: a
+    /// producer frees only blocks that were watched.
+    GivenUp,
+    /// WATCH has been sent.
+    Sent,
+}
+
 /// A watched handoff. Its first `Opened` and its first `Finished` count: a peer that repeats them cannot fill the queue of
 /// events.
 struct HandoffWatch {
     session: SessionKey,
+    stage: WatchStage,
     is_opened: bool,
     is_finished: bool,
 }
@@ -46,11 +59,12 @@ impl ConsumerRole {
         ]
     }
 
-    /// Watches a handoff at its producer. The producer learns of it now, or when its session is established.
+    /// Watches a handoff at its producer, which learns of it with [`send`](Self::send).
     pub(super) fn watch(&mut self, now: Instant, handoff: HandoffId, session: SessionKey) {
         self.remove(handoff);
         let watch = HandoffWatch {
             session,
+            stage: WatchStage::Connecting,
             is_opened: false,
             is_finished: false,
         };
@@ -66,9 +80,22 @@ impl ConsumerRole {
         Some(watch)
     }
 
-    pub(super) fn session_up(&self, out: &mut ControlOutbox, session: SessionKey) {
-        for &handoff in self.of_sessions.get(&session) {
-            out.send(session, ControlMessage::Watch(handoff));
+    /// Sends a watch to its producer, whose session is up.
+    pub(super) fn send(&mut self, out: &mut ControlOutbox, handoff: HandoffId) {
+        let Some(watch) = self.watches.get_mut(&handoff) else {
+            return;
+        };
+        let stage = std::mem::replace(&mut watch.stage, WatchStage::Sent);
+        out.send(watch.session, ControlMessage::Watch(handoff));
+        if stage == WatchStage::GivenUp {
+            self.unwatch(out, handoff, false);
+        }
+    }
+
+    pub(super) fn session_up(&mut self, out: &mut ControlOutbox, session: SessionKey) {
+        let watched: Vec<_> = self.of_sessions.get(&session).copied().collect();
+        for handoff in watched {
+            self.send(out, handoff);
         }
     }
 
@@ -78,7 +105,10 @@ impl ConsumerRole {
         handoff: HandoffId,
         is_acknowledged: bool,
     ) {
-        if let Some(watch) = self.remove(handoff) {
+        let watch = self.watches.get_mut(&handoff);
+        if let Some(watch) = watch.filter(|watch| watch.stage != WatchStage::Sent) {
+            watch.stage = WatchStage::GivenUp;
+        } else if let Some(watch) = self.remove(handoff) {
             let unwatch = ControlMessage::Unwatch {
                 handoff,
                 is_acknowledged,
@@ -117,7 +147,10 @@ impl ConsumerRole {
         reason: &str,
     ) {
         for handoff in self.of_sessions.remove_key(&session) {
-            self.remove(handoff);
+            let watch = self.remove(handoff);
+            if watch.is_some_and(|watch| watch.stage == WatchStage::GivenUp) {
+                continue;
+            }
             let reason = reason.to_owned();
             out.events.push(ControlEvent::Lost { handoff, reason });
         }
@@ -127,7 +160,8 @@ impl ConsumerRole {
     pub(super) fn expire(&mut self, out: &mut ControlOutbox, now: Instant) -> Option<Instant> {
         let timeout = self.handoff_timeout;
         while let Some(handoff) = self.deadlines.pop_expired(now) {
-            let Some(watch) = self.remove(handoff) else {
+            let watch = self.remove(handoff);
+            let Some(watch) = watch.filter(|watch| watch.stage != WatchStage::GivenUp) else {
                 continue;
             };
             let unwatch = ControlMessage::Unwatch {
@@ -190,6 +224,41 @@ mod tests {
         consumer.session_down(&mut out, 21, "lost");
         assert_eq!(out.events.drain().len(), 1);
         assert_eq!(consumer.expire(&mut out, now), None);
+    }
+
+    #[test]
+    fn a_handoff_given_up_before_its_session_is_up_is_released_then() {
+        let mut consumer = ConsumerRole::new(Duration::from_secs(60));
+        let (mut out, now, handoff) = (ControlOutbox::default(), Instant::now(), ID);
+        consumer.watch(now, ID, 20);
+        consumer.unwatch(&mut out, ID, false);
+        assert_eq!(out.messages, []);
+        consumer.session_up(&mut out, 20);
+        let unwatch = ControlMessage::Unwatch {
+            handoff,
+            is_acknowledged: false,
+        };
+        let told = [(20, ControlMessage::Watch(ID)), (20, unwatch)];
+        assert_eq!(out.messages, told);
+        assert!(consumer.watches.is_empty());
+    }
+
+    #[test]
+    fn a_handoff_given_up_whose_session_never_comes_up_is_forgotten_without_an_event() {
+        let timeout = Duration::from_secs(60);
+        for is_lost in [true, false] {
+            let mut consumer = ConsumerRole::new(timeout);
+            let (mut out, now) = (ControlOutbox::default(), Instant::now());
+            consumer.watch(now, ID, 20);
+            consumer.unwatch(&mut out, ID, false);
+            if is_lost {
+                consumer.session_down(&mut out, 20, "refused");
+            } else {
+                consumer.expire(&mut out, now + timeout);
+            }
+            assert_eq!((out.messages.len(), out.events.drain().len()), (0, 0));
+            assert!(consumer.watches.is_empty());
+        }
     }
 
     #[test]

@@ -133,7 +133,7 @@ impl ControlService {
         let session = self.session_to(cx, producer);
         self.consumer.watch(cx.now(), handoff, session);
         if cx.is_up(session) {
-            self.out.send(session, ControlMessage::Watch(handoff));
+            self.consumer.send(&mut self.out, handoff);
         }
     }
 

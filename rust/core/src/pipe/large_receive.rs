@@ -243,7 +243,7 @@ impl Receiver {
     }
 
     /// Withdraws large tensors that are late: each fails as soon as no read of it is in flight. Where that lasts for the
-    /// grace period, the receive fails unsettled. Where the sender is silent, the session fails, which ends the reads.
+    /// grace period, the receive fails unsettled.
     pub(super) fn expire_large(&mut self, cx: &mut ReactorContext) {
         let Some(session) = self.session else { return };
         let (mut late, mut is_any_overdue) = (Vec::new(), false);
@@ -267,10 +267,6 @@ impl Receiver {
                         large.len
                     ));
                     large.completer.complete_unsettled(Err(late));
-                }
-                AnswerStage::Silent => {
-                    let text = "a late tensor is still being read, and its sender is silent; the pipe is closed";
-                    cx.fail(session, Error::Timeout(text.to_owned()));
                 }
             }
         }

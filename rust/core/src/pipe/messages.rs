@@ -15,7 +15,7 @@ use crate::tensor::Meta;
 use crate::transfer::exposed::BufferDescription;
 use crate::transport::Payload;
 
-const EAGER: u8 = 1;
+pub(super) const EAGER: u8 = 1;
 pub(super) const OFFER: u8 = 2;
 const ACK: u8 = 6;
 const WITHDRAW: u8 = 7;

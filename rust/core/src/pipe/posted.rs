@@ -83,7 +83,7 @@ impl PostedSend {
     }
 
     /// Withdraws an offer whose deadline has passed; whether it did. Without an answer within the grace period the send fails
-    /// unsettled: the receiver may still be reading. Where the receiver is silent, the session fails.
+    /// unsettled: the receiver may still be reading.
     pub(super) fn expire(&mut self, cx: &mut ReactorContext, session: SessionKey) -> bool {
         let Some(large) = &mut self.large else {
             return false;
@@ -105,10 +105,6 @@ impl PostedSend {
                 let text = "the tensor was not received in time, and whether it will be is not known; its memory may still be read until the work is settled or the pipe is closed, and must not change before (dropping the tensor is safe); the pipe is usable";
                 let late = Err(Error::Timeout(text.to_owned()));
                 large.completer.complete_unsettled(late);
-            }
-            AnswerStage::Silent => {
-                let text = "the tensor was not received in time, and the receiver is silent; the pipe is closed";
-                cx.fail(session, Error::Timeout(text.to_owned()));
             }
         }
         false

@@ -383,6 +383,7 @@ impl Service for Sender {
         let mut sizes = vec![
             ("queued sends", self.queue.len()),
             ("posted sends", self.posted.len()),
+            ("closing callers", self.closing.len()),
         ];
         sizes.extend(self.engine.sizes());
         sizes

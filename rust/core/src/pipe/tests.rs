@@ -5,7 +5,7 @@ mod late;
 use super::*;
 use crate::checksum;
 use crate::reactor::manual::{Round, without_threads};
-use crate::transport::MemoryPath;
+use crate::transport::{MemoryPath, wire};
 
 const PATHS: [MemoryPath; 2] = [MemoryPath::RemoteRead, MemoryPath::Stream];
 const LEN: usize = 1 << 20; // less than is credited, so that all of it is sent at once
@@ -162,6 +162,24 @@ fn a_receive_that_is_late_while_its_sender_is_asked_ends_at_its_deadline() {
         assert!(matches!(sent.result(), Some(Err(Error::Timeout(_)))));
         ends.check_usable();
     }
+}
+
+#[test]
+fn a_small_tensor_that_changes_on_its_way_is_not_delivered_and_the_pipe_goes_on() {
+    let (ends, kind_at) = (Ends::open(MemoryPath::Stream), 16);
+    let mut has_changed = false;
+    wire::tap(move |header, body| {
+        if header[kind_at] == messages::EAGER && !has_changed {
+            *body.last_mut().unwrap() ^= 1;
+            has_changed = true;
+        }
+    });
+    let (content, out) = (Buffer::from_vec(vec![1; 8]), Buffer::zeroed(8));
+    let (_sent, received) = (ends.send(&content, None), ends.receive(&out, None));
+    ends.run_until(|| received.is_completed());
+    assert!(matches!(received.result(), Some(Err(Error::Corrupt(_)))));
+    assert_eq!(out.bytes(0, 8).unwrap().to_vec(), [0; 8]);
+    ends.check_usable();
 }
 
 /// Runs a tensor whose send is late after so many rounds, and whose sender changes it as soon as the send has ended. Whether

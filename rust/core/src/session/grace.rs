@@ -26,10 +26,8 @@ pub(crate) enum AnswerStage {
     InTime,
     /// The deadline has passed; the answer may still come.
     Late,
-    /// The grace period has ended, and the peer answers PINGs.
+    /// The grace period has ended. Whether a peer that does not answer PINGs is lost, its session decides.
     Overdue,
-    /// The deadline has passed, and the peer does not answer PINGs.
-    Silent,
 }
 
 /// The wait for the answers of one or more peers to one operation.
@@ -86,7 +84,7 @@ impl GracePeriod {
     /// When to look again.
     pub(crate) fn next(&self, cx: &ReactorContext, sessions: &[SessionKey]) -> Instant {
         let over = self.over(last_rx(cx, sessions));
-        let next = over.map_or(self.ping_at, |(at, _)| at.min(self.ping_at));
+        let next = over.map_or(self.ping_at, |at| at.min(self.ping_at));
         if self.deadline > cx.now() {
             return next.min(self.deadline);
         }
@@ -113,21 +111,36 @@ impl GracePeriod {
             return AnswerStage::InTime;
         }
         match self.over(last_rx) {
-            Some((at, stage)) if at <= now => stage,
+            Some(at) if at <= now => AnswerStage::Overdue,
             _ => AnswerStage::Late,
         }
     }
 
-    /// When the grace period ends, and the stage from then on. It never ends before the peer has had time to answer a
-    /// PING, because this side may be late too.
-    fn over(&self, last_rx: Option<Instant>) -> Option<(Instant, AnswerStage)> {
+    /// When the grace period ends. It never ends before the peer has had time to answer a PING, because this side may be
+    /// late too.
+    fn over(&self, last_rx: Option<Instant>) -> Option<Instant> {
         let Probe { first, unanswered } = self.probe?;
         let responsive = self.deadline.max(first) + RESPONSIVE_GRACE;
         let silent = (self.deadline + SILENT_GRACE).max(unanswered + PING_TIMEOUT);
-        if last_rx > Some(unanswered) || responsive < silent {
-            return Some((responsive, AnswerStage::Overdue));
+        let is_responsive = last_rx > Some(unanswered);
+        Some(if is_responsive {
+            responsive
+        } else {
+            responsive.min(silent)
+        })
+    }
+}
+
+#[cfg(test)]
+impl GracePeriod {
+    /// One that ends a second after `now`, of a peer that goes on answering PINGs.
+    pub(crate) fn of_responsive_peer(now: Instant) -> Self {
+        let (first, unanswered) = (now, now + RESPONSIVE_GRACE);
+        Self {
+            deadline: now,
+            ping_at: unanswered,
+            probe: Some(Probe { first, unanswered }),
         }
-        Some((silent, AnswerStage::Silent))
     }
 }
 
@@ -150,11 +163,8 @@ mod tests {
         Duration::from_millis(count)
     }
 
-    /// How late an operation is over whose peer answers each PING after so long, as far as it answers; and its last stage.
-    fn over(
-        timeout: Duration,
-        answer: impl Fn(Duration) -> Option<Duration>,
-    ) -> (Duration, AnswerStage) {
+    /// How late an operation is over whose peer answers each PING after so long, as far as it answers.
+    fn over(timeout: Duration, answer: impl Fn(Duration) -> Option<Duration>) -> Duration {
         let begun = Instant::now();
         let mut grace = GracePeriod::new(begun, begun + timeout);
         let (mut last_rx, mut answers) = (Some(begun), Vec::new());
@@ -163,9 +173,8 @@ mod tests {
                 last_rx = last_rx.max(Some(*at).filter(|at| *at <= now));
                 *at > now
             });
-            let stage = grace.stage(now, last_rx);
-            if matches!(stage, AnswerStage::Overdue | AnswerStage::Silent) {
-                return (now.duration_since(begun + timeout), stage);
+            if grace.stage(now, last_rx) == AnswerStage::Overdue {
+                return now.duration_since(begun + timeout);
             }
             if grace.is_time_to_ping(now, last_rx) {
                 answers.extend(answer(now - begun).map(|after| now + after));
@@ -179,17 +188,15 @@ mod tests {
     #[test]
     fn a_caller_is_answered_within_100_ms_of_the_deadline_when_the_peer_is_silent() {
         for timeout in [ms(200), ms(500), TIMEOUT] {
-            let (late, stage) = over(timeout, |_| None);
+            let late = over(timeout, |_| None);
             assert!(late <= ms(100), "{late:?} after {timeout:?}");
-            assert_eq!(stage, AnswerStage::Silent);
         }
     }
 
     #[test]
     fn a_caller_with_hardly_a_deadline_waits_as_long_as_an_answer_may_take() {
         for timeout in [Duration::ZERO, ms(10), ms(100)] {
-            let (late, stage) = over(timeout, |_| None);
-            assert_eq!(stage, AnswerStage::Silent);
+            let late = over(timeout, |_| None);
             assert!(
                 late >= ms(170) && late <= ms(270),
                 "{late:?} after {timeout:?}"
@@ -201,8 +208,7 @@ mod tests {
     fn a_responsive_peer_gets_extra_time_though_not_a_second() {
         for timeout in TIMEOUTS {
             for after in [ms(1), ms(30), ms(200)] {
-                let (late, stage) = over(timeout, |_| Some(after));
-                assert_eq!(stage, AnswerStage::Overdue);
+                let late = over(timeout, |_| Some(after));
                 assert!(
                     late >= ms(800) && late < ms(1000),
                     "{late:?} after {timeout:?}"
@@ -214,16 +220,14 @@ mod tests {
     #[test]
     fn a_peer_that_stops_after_the_first_ping_is_known_at_the_next() {
         let stopped_at = TIMEOUT.checked_sub(ms(400)).unwrap();
-        let (late, stage) = over(TIMEOUT, |at| (at < stopped_at).then_some(ms(1)));
-        assert_eq!(stage, AnswerStage::Silent);
+        let late = over(TIMEOUT, |at| (at < stopped_at).then_some(ms(1)));
         assert!(late <= ms(300), "{late:?}");
     }
 
     #[test]
     fn a_peer_that_stops_when_it_is_late_is_known_at_the_next_ping() {
         let stopped_at = TIMEOUT + ms(300);
-        let (late, stage) = over(TIMEOUT, |at| (at < stopped_at).then_some(ms(1)));
-        assert_eq!(stage, AnswerStage::Silent);
+        let late = over(TIMEOUT, |at| (at < stopped_at).then_some(ms(1)));
         assert!(late >= ms(500) && late <= ms(600), "{late:?}");
     }
 
@@ -237,7 +241,7 @@ mod tests {
             assert!(!grace.is_time_to_cancel(deadline + ms(449)));
             let cancelled_at = deadline + ms(470);
             assert!(grace.is_time_to_cancel(cancelled_at));
-            let over = grace.over(Some(cancelled_at)).map(|(at, _)| at);
+            let over = grace.over(Some(cancelled_at));
             assert!(over >= Some(cancelled_at + ms(430)));
         }
     }

@@ -1,4 +1,5 @@
 //! The two ends of a pipe, which stay: tensors that meet in time, tensors that nobody receives, and receives without one.
+//! The sender of another pipe closes it, and the next one follows.
 
 use std::time::Duration;
 
@@ -16,13 +17,14 @@ const TRANSPORT: Transport = Transport::Memory(MemoryPath::RemoteRead);
 /// More tensors than may be posted.
 const BURST: usize = 70;
 
-pub(super) struct Pipes {
+/// The two ends of a pipe.
+struct Ends {
     sender: Pipe,
     receiver: Pipe,
 }
 
-impl Pipes {
-    pub(super) fn new() -> Self {
+impl Ends {
+    fn open() -> Self {
         let poll = Duration::ZERO;
         let listen = || Pipe::listen("127.0.0.1:0", TOKEN, TRANSPORT, poll);
         let receiver = without_threads(listen).expect("a pipe");
@@ -34,7 +36,7 @@ impl Pipes {
         Self { sender, receiver }
     }
 
-    pub(super) fn round(&self) -> bool {
+    fn round(&self) -> bool {
         [self.sender.round(), self.receiver.round()]
             .map(is_busy)
             .contains(&true)
@@ -54,53 +56,84 @@ impl Pipes {
         drop(received.expect("it runs"));
     }
 
-    pub(super) fn act(&self, rng: &mut Rng) {
-        let len = SIZES[rng.one_of(2) as usize];
-        match rng.one_of(12) {
+    /// Nobody waits for the end, which comes when the tensor is received, or is late.
+    fn close(&self, timeout: Duration) {
+        self.send(SIZES[1], TIMEOUT);
+        let closed = self.sender.close(Deadline::after(Some(timeout)));
+        drop(closed.expect("it runs"));
+    }
+}
+
+pub(super) struct Pipes {
+    ends: Ends,
+    closing: Ends,
+}
+
+impl Pipes {
+    pub(super) fn new() -> Self {
+        Self {
+            ends: Ends::open(),
+            closing: Ends::open(),
+        }
+    }
+
+    pub(super) fn round(&self) -> bool {
+        [self.ends.round(), self.closing.round()].contains(&true)
+    }
+
+    pub(super) fn act(&mut self, rng: &mut Rng) {
+        let (ends, len) = (&self.ends, SIZES[rng.one_of(2) as usize]);
+        match rng.one_of(14) {
             0..3 => {
-                self.send(len, TIMEOUT);
-                self.receive(TIMEOUT);
+                ends.send(len, TIMEOUT);
+                ends.receive(TIMEOUT);
             }
             3..6 => {
-                self.receive(TIMEOUT);
-                self.send(len, TIMEOUT);
+                ends.receive(TIMEOUT);
+                ends.send(len, TIMEOUT);
             }
             // They are late, or meet one of before.
-            6 | 7 => self.send(len, LATE),
-            8..11 => self.receive(LATE),
-            _ => {
+            6 | 7 => ends.send(len, LATE),
+            8..11 => ends.receive(LATE),
+            11 => {
                 for _ in 0..BURST {
-                    self.send(SIZES[0], TIMEOUT);
+                    ends.send(SIZES[0], TIMEOUT);
                 }
                 for _ in 0..BURST {
-                    self.receive(TIMEOUT);
+                    ends.receive(TIMEOUT);
                 }
             }
+            12 => {
+                self.closing = Ends::open();
+                self.closing.close(TIMEOUT);
+            }
+            _ => self.closing.receive(TIMEOUT),
         }
     }
 
     /// Both are late when a part of the tensor is there.
     pub(super) fn begin_large(&self) {
-        self.receive(LATE);
-        self.send(MANY_BYTES, LATE);
+        self.ends.receive(LATE);
+        self.ends.send(MANY_BYTES, LATE);
     }
 
     /// Receives what is left.
     pub(super) fn end_all(&self) {
         for _ in 0..BURST {
-            self.receive(Duration::ZERO);
+            self.ends.receive(Duration::ZERO);
         }
     }
 
     pub(super) fn check(&self) {
-        assert_eq!(self.sender.info().state, "open");
-        assert!(self.receiver.info().num_tensors > 1000);
+        assert_eq!(self.ends.sender.info().state, "open");
+        assert!(self.ends.receiver.info().num_tensors > 1000);
     }
 
     pub(super) fn sizes(&self) -> Vec<(&'static str, Sizes)> {
         vec![
-            ("pipe's sender", self.sender.sizes()),
-            ("pipe's receiver", self.receiver.sizes()),
+            ("pipe's sender", self.ends.sender.sizes()),
+            ("pipe's receiver", self.ends.receiver.sizes()),
+            ("closing pipe's sender", self.closing.sender.sizes()),
         ]
     }
 }

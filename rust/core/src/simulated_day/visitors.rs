@@ -103,12 +103,26 @@ fn insert(buffer: &LookupBuffer, rng: &mut Rng, len: usize, timeout: Duration) {
     drop(buffer.insert(tokens, entry(len), Some(timeout), Then::GoOn));
 }
 
-fn connect_client(buffer: &LookupBuffer) -> LookupBuffer {
-    let addresses = vec![buffer.address()];
+fn serve(capacity_bytes: u64) -> LookupBuffer {
+    let buffer = LookupBuffer::new(capacity_bytes);
+    let serve = || buffer.serve("127.0.0.1:0", TOKEN, TRANSPORT, true);
+    without_threads(serve).expect("served");
+    buffer
+}
+
+fn connect_client(buffers: &[&LookupBuffer]) -> LookupBuffer {
+    let addresses = buffers.iter().map(|buffer| buffer.address()).collect();
     let connect = || LookupBuffer::connect(addresses, TOKEN, TRANSPORT, true, TIMEOUT);
     let (client, connected) = without_threads(connect).expect("a client");
     drop(connected);
     client
+}
+
+/// A buffer, and a client of it and of one that stays.
+fn connect_leaving(staying: &LookupBuffer) -> (LookupBuffer, LookupBuffer) {
+    let buffer = serve(1 << 20);
+    let client = connect_client(&[&buffer, staying]);
+    (buffer, client)
 }
 
 pub(super) struct Visitors {
@@ -116,6 +130,8 @@ pub(super) struct Visitors {
     /// A client, which stays, and its selects.
     client: LookupBuffer,
     selects: Vec<Operation<Selected>>,
+    /// A buffer, which leaves, and a client of it and of the first one: it then loses both.
+    leaving: (LookupBuffer, LookupBuffer),
     /// With whether they are silent from now on: their reactors are not run.
     here: Vec<(Visitor, bool)>,
 }
@@ -140,12 +156,11 @@ fn entry(len: usize) -> Items {
 
 impl Visitors {
     pub(super) fn new() -> Self {
-        let buffer = LookupBuffer::new(8 << 20);
-        let serve = || buffer.serve("127.0.0.1:0", TOKEN, TRANSPORT, true);
-        without_threads(serve).expect("served");
+        let buffer = serve(8 << 20);
         Self {
-            client: connect_client(&buffer),
+            client: connect_client(&[&buffer]),
             selects: Vec::new(),
+            leaving: connect_leaving(&buffer),
             buffer,
             here: Vec::new(),
         }
@@ -154,7 +169,10 @@ impl Visitors {
     pub(super) fn round(&self) -> bool {
         let responsive = self.here.iter().filter(|(_, is_silent)| !is_silent);
         let mut is_any_busy = is_busy(self.buffer.manual_round());
-        is_any_busy |= is_busy(self.client.manual_round());
+        let (buffer, client) = &self.leaving;
+        for each in [&self.client, buffer, client] {
+            is_any_busy |= is_busy(each.manual_round());
+        }
         for (visitor, _) in responsive {
             is_any_busy |= visitor.round();
         }
@@ -165,7 +183,7 @@ impl Visitors {
         let visitor = match rng.one_of(7) {
             0 | 1 => Self::agent(rng, agents),
             2 => Self::port(rng, ports),
-            3 => Visitor::Client(connect_client(&self.buffer), Vec::new()),
+            3 => Visitor::Client(connect_client(&[&self.buffer]), Vec::new()),
             4 => Self::pipe(rng),
             5 => {
                 let address = agents.prefill.address();
@@ -244,6 +262,7 @@ impl Visitors {
         let len = SIZES[rng.one_of(2) as usize];
         insert(&self.buffer, rng, len, TIMEOUT);
         use_buffer(&self.client, &mut self.selects, rng);
+        self.leaving_goes_on(rng);
         match rng.one_of(20) {
             // Nobody inserts such an entry.
             0 => {
@@ -263,6 +282,22 @@ impl Visitors {
                     self.selects.extend(selected);
                 }
             }
+            _ => {}
+        }
+    }
+
+    /// The buffer that leaves does so while its client waits for an entry, and another one comes.
+    fn leaving_goes_on(&mut self, rng: &mut Rng) {
+        let (buffer, client) = &self.leaving;
+        match rng.one_of(20) {
+            0 => {
+                let query = LookupQuery::Tokens(vec![-1]);
+                let selected = client.select(query, Some(TIMEOUT), Then::GoOn);
+                self.selects.extend(selected);
+                insert(client, rng, SIZES[0], TIMEOUT);
+            }
+            1 => buffer.close(),
+            2 => self.leaving = connect_leaving(&self.buffer),
             _ => {}
         }
     }
@@ -291,6 +326,7 @@ impl Visitors {
     /// The entries that are left are consumed.
     pub(super) fn leave_all(&mut self) {
         self.here.clear();
+        self.leaving.0.close();
         for selected in self.selects.drain(..) {
             if let Some(Ok(Some(delivery))) = selected.result() {
                 delivery.consume();
@@ -309,6 +345,7 @@ impl Visitors {
         vec![
             ("lookup buffer", self.buffer.sizes()),
             ("client of the lookup buffer", self.client.sizes()),
+            ("client of a buffer that leaves", self.leaving.1.sizes()),
         ]
     }
 }

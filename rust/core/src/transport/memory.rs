@@ -211,7 +211,7 @@ impl MemoryWorker {
         let peer = self.peer(endpoint)?;
         let body = bytes(payload)?;
         #[cfg(test)]
-        let body = wire::pass(&header, body);
+        let (header, body) = wire::pass(header, body);
         peer.push(PortEvent::Message { header, body });
         let result = Ok(());
         self.report(Event::Done { token, result });

@@ -125,6 +125,8 @@ fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not
 mod by_messages {
     use super::*;
     use crate::reactor::manual::{Round, without_threads};
+    use crate::transfer::message::DATA;
+    use crate::transport::wire;
 
     const BLOCK: u64 = 1 << 16; // less than is credited, so that all of it is sent at once
 
@@ -141,7 +143,8 @@ mod by_messages {
             };
             let agent = without_threads(|| HandoffAgent::new(config)).expect("agent");
             let buffer = Buffer::zeroed(BLOCK as usize);
-            let registered = agent.register("kv", buffer, BLOCK, BLOCK).expect("open");
+            let registered = agent.register_writable("kv", buffer, BLOCK, BLOCK);
+            let registered = registered.expect("open");
             while !registered.is_completed() {
                 agent.round();
             }
@@ -192,6 +195,35 @@ mod by_messages {
         assert_eq!(read(Integrity::Auto), Ok(BLOCK));
         let lost = read(Integrity::None);
         assert!(matches!(lost, Err(Error::PeerLost { .. })), "{lost:?}");
+    }
+
+    #[test]
+    fn a_read_or_write_of_blocks_that_change_on_their_way_fails() {
+        for is_write in [false, true] {
+            let (near, far) = (Side::new(Integrity::Auto), Side::new(Integrity::Auto));
+            let peer = connected(&near, &far);
+            let kind_at = 16;
+            wire::tap(move |header, body| {
+                if header[kind_at] == DATA {
+                    body[17] ^= 1;
+                }
+            });
+            let ours = (&near.region, vec![0]);
+            let plan = near.agent.prepare(&peer, ours, ("kv", vec![0]));
+            let (plan, options) = (plan.expect("plan"), Options::default());
+            let moved = if is_write {
+                near.agent.write(&plan, options)
+            } else {
+                near.agent.read(&plan, options)
+            };
+            let moved = moved.expect("open");
+            while !moved.is_completed() {
+                near.rest();
+                far.rest();
+            }
+            let corrupt = moved.result().expect("moved");
+            assert!(matches!(corrupt, Err(Error::Corrupt(_))), "{corrupt:?}");
+        }
     }
 
     #[test]

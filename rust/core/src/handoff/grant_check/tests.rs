@@ -1,5 +1,6 @@
 //! Whether a load without checksums counts.
 
+mod another_producer;
 mod any_moment;
 mod lost_session;
 mod messages;
@@ -9,13 +10,11 @@ use std::time::Instant;
 
 use super::*;
 use crate::Integrity;
-use crate::handoff::loads::tests::{BLOCK, ID, Side, settle};
+use crate::clock;
+use crate::handoff::loads::tests::{BLOCK, ID, KIND_AT, Side, load_in_part, settle};
 use crate::handoff::{Event, LoadCounts};
 use crate::reactor::manual::Round;
 use crate::transport::MemoryPath;
-
-/// Where a header has the kind of its message, after the session's id.
-const KIND_AT: usize = 16;
 
 const PATHS: [MemoryPath; 2] = [MemoryPath::RemoteRead, MemoryPath::Stream];
 
@@ -102,19 +101,21 @@ fn a_load_that_was_cancelled_counts_after_the_answer_only() {
 
 #[test]
 fn a_cancelled_load_whose_producer_does_not_answer_counts_nothing_and_ends_in_time() {
-    let [_producer, consumer] = awaiting_answer();
-    let began = Instant::now();
-    consumer.agent.cancel(ID, "late", false).expect("it runs");
-    let ended = loop {
-        if let Some(ended) = consumer.ended() {
-            break ended;
-        }
-        if consumer.agent.round() != Round::Busy {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    };
-    assert!(began.elapsed() >= ANSWER_WITHIN);
-    assert_nothing_counts(Some(ended));
+    // One has asked before it is cancelled, the other one asks then.
+    let [_producer, complete] = awaiting_answer();
+    let (_another, in_part) = load_in_part(MemoryPath::RemoteRead, Integrity::Validate);
+    for (consumer, missing) in [(complete, &[0][..]), (in_part, &[0, 1])] {
+        consumer.agent.cancel(ID, "late", false).expect("it runs");
+        settle(&[&consumer.agent]);
+        assert_eq!(consumer.ended(), None);
+        clock::advance(ANSWER_WITHIN);
+        settle(&[&consumer.agent]);
+        let ended = consumer.ended();
+        let Some(Event::LoadFailed(_, failure)) = ended else {
+            panic!("{ended:?}");
+        };
+        assert_eq!(failure.missing, missing);
+    }
 }
 
 #[test]

@@ -6,15 +6,18 @@ use kvpipe_ucx::Buffer;
 use crate::Integrity;
 use crate::agent::Region;
 use crate::agent::regions::LocalRegion;
+use crate::handoff::messages::HandoffMessage;
 use crate::handoff::{
-    AgentConfig, Event, HandoffAgent, LoadReport, LoadRequest, ReadyBlocks, ReadyRange,
+    AgentConfig, Event, HandoffAgent, LoadFailure, LoadReport, LoadRequest, ReadyBlocks, ReadyRange,
 };
 use crate::reactor::manual::{Round, without_threads};
 use crate::transfer::region::Layout;
-use crate::transport::{MemoryPath, Transport};
+use crate::transport::{MemoryPath, Transport, wire};
 
 pub(in crate::handoff) const BLOCK: usize = 1 << 10;
 pub(in crate::handoff) const ID: [u8; 16] = [7; 16];
+/// Where a header has the kind of its message, after the session's id.
+pub(in crate::handoff) const KIND_AT: usize = 16;
 
 pub(in crate::handoff) struct Side {
     pub(in crate::handoff) agent: HandoffAgent,
@@ -160,6 +163,79 @@ impl Side {
 pub(in crate::handoff) fn settle(agents: &[&HandoffAgent]) {
     let is_at_rest = |agent: &&HandoffAgent| matches!(agent.round(), Round::AtRest { .. });
     while !(0..5).all(|_| agents.iter().filter(|it| is_at_rest(it)).count() == agents.len()) {}
+}
+
+/// A producer, and a consumer that loads two blocks, of which the first one is here.
+pub(in crate::handoff) fn load_in_part(path: MemoryPath, integrity: Integrity) -> (Side, Side) {
+    let [producer, consumer] = [1, 0].map(|content| Side::on(path, integrity, content, |_| {}));
+    producer.mark_ready([ID].into_iter());
+    let request = LoadRequest {
+        handoff: ID,
+        producer: producer.agent.address().expect("address").to_string(),
+        incarnation: producer.agent.incarnation(),
+        first: 0,
+        block_ids: vec![0, 0],
+        is_committed: true,
+    };
+    consumer.agent.load(request).expect("load");
+    settle(&[&producer.agent, &consumer.agent]);
+    assert_eq!(consumer.content(), [1; BLOCK]);
+    assert_eq!(consumer.ended(), None);
+    (producer, consumer)
+}
+
+/// What a load of two blocks lacks, and why.
+fn failure(ended: Option<Event>) -> LoadFailure {
+    let Some(Event::LoadFailed(_, failure)) = ended else {
+        panic!("{ended:?}");
+    };
+    failure
+}
+
+#[test]
+fn no_block_counts_of_a_handoff_that_its_producer_has_ended_although_its_checksum_matched() {
+    let (producer, consumer) = load_in_part(MemoryPath::RemoteRead, Integrity::Checksum);
+    producer.agent.end(ID, "preempted").expect("it runs");
+    settle(&[&producer.agent, &consumer.agent]);
+    let LoadFailure { missing, reason } = failure(consumer.ended());
+    assert_eq!((&missing[..], &reason[..]), (&[0, 1][..], "preempted"));
+}
+
+#[test]
+fn no_block_counts_of_a_load_that_is_announced_another_epoch() {
+    let announcement = HandoffMessage::BlocksReady {
+        epoch: 0,
+        blocks: Vec::new(),
+    };
+    let announces = announcement.to_bytes(&ID).0[0];
+    for integrity in [Integrity::Checksum, Integrity::Validate] {
+        let (producer, consumer) = load_in_part(MemoryPath::RemoteRead, integrity);
+        wire::tap(move |header, _| {
+            if header[KIND_AT] == announces {
+                // The epoch is the last of its fields.
+                *header.last_mut().expect("a header") ^= 1;
+            }
+        });
+        producer.mark_ready_in(0..1, 1, [ID].into_iter());
+        settle(&[&producer.agent, &consumer.agent]);
+        let LoadFailure { missing, reason } = failure(consumer.ended());
+        assert_eq!(missing, [0, 1]);
+        assert!(reason.contains("began it again"), "{reason}");
+        wire::tap(|_, _| {});
+    }
+}
+
+#[test]
+fn blocks_of_a_handoff_whose_end_its_owner_has_marked_are_not_announced() {
+    let (producer, consumer) = (Side::new(1), Side::new(0));
+    consumer.load(ID, &producer);
+    settle(&[&producer.agent, &consumer.agent]);
+    // The reactor processes the end later.
+    producer.agent.shared.mark_ended(ID);
+    producer.mark_ready([ID].into_iter());
+    settle(&[&producer.agent, &consumer.agent]);
+    assert_eq!((producer.agent.num_leased(), consumer.ended()), (0, None));
+    assert_eq!(consumer.content(), [0; BLOCK]);
 }
 
 #[test]

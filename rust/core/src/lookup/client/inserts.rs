@@ -135,8 +135,7 @@ impl LookupClient {
     }
 
     /// Cancels inserts whose tensors are still transferred well after the deadline. Where the server does not answer that
-    /// within the grace period, the insert fails unsettled: the server may still be reading. Where it is silent, the session
-    /// fails. Returns when to look again.
+    /// within the grace period, the insert fails unsettled: the server may still be reading. Returns when to look again.
     fn check_answers(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let session = *self.sessions.first()?;
         let mut next: Option<Instant> = None;
@@ -156,11 +155,14 @@ impl LookupClient {
                 }
                 AnswerStage::Overdue => {
                     sent.grace = None;
+                    if !sent.is_cancelled {
+                        sent.is_cancelled = true; // a silent server may go on later
+                        LookupMessage::Cancel.send(cx, session, *operation);
+                    }
                     sent.completer.complete_unsettled(Err(unanswered()));
                     continue;
                 }
-                AnswerStage::Silent if !cx.has_failed(session) => cx.fail(session, silent()),
-                AnswerStage::InTime | AnswerStage::Late | AnswerStage::Silent => {}
+                AnswerStage::InTime | AnswerStage::Late => {}
             }
             let at = grace.next(cx, &[session]);
             next = Some(next.map_or(at, |next| next.min(at)));
@@ -206,10 +208,4 @@ fn late() -> Error {
 fn unanswered() -> Error {
     let text = "the insert was not done in time, and whether it will be is not known; the tensors may still be read until the work is settled or the buffer is closed, and must not change before (dropping them is safe); the buffer is usable";
     Error::Timeout(text.to_owned())
-}
-
-fn silent() -> Error {
-    Error::Timeout(
-        "the server did not answer an insert in time; whether it was inserted is not known; the buffer is closed, connect again".to_owned(),
-    )
 }

@@ -232,7 +232,7 @@ impl LookupClient {
         Ok(())
     }
 
-    /// Ends selects whose servers are silent past the deadline. An entry on its way goes back.
+    /// Ends selects whose grace period is over. An entry on its way goes back.
     pub(super) fn expire_selects(&mut self, cx: &mut ReactorContext) {
         if !self.next_looks.take_if_past(cx.now()) {
             return;
@@ -244,7 +244,7 @@ impl LookupClient {
                 continue;
             };
             match grace.look(cx, &sessions) {
-                AnswerStage::Overdue | AnswerStage::Silent => ended.push(operation),
+                AnswerStage::Overdue => ended.push(operation),
                 AnswerStage::InTime | AnswerStage::Late => {
                     self.next_looks.add(Some(grace.next(cx, &sessions)));
                 }

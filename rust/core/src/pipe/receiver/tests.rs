@@ -7,10 +7,12 @@ use super::super::large_receive::{LargeReceive, Progress};
 use super::*;
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
+use crate::session::grace::GracePeriod;
 use crate::tensor::Meta;
 use crate::work::work;
 
 const SESSION: SessionKey = 20;
+const SECOND: Duration = Duration::from_secs(1);
 
 /// How a receive ends that is under way when the pipe ends.
 fn ended_with(cx: &mut ReactorContext) -> String {
@@ -117,6 +119,31 @@ fn a_complete_tensor_does_not_wait_for_one_whose_caller_knows_that_it_is_late() 
     receiver.advance(&mut cx);
     assert_eq!(late.result().unwrap().unwrap_err(), error);
     assert!(!late.is_settled());
+    assert!(complete.result().unwrap().is_ok());
+}
+
+/// The complete tensor does not wait for the next message either.
+#[test]
+fn a_receive_that_is_overdue_behind_another_fails_at_once_and_the_complete_one_behind_it_is_delivered()
+ {
+    let mut cx = with_memory();
+    let (mut receiver, [first, complete]) = receiving(&mut cx);
+    let known = Error::Timeout("late".to_owned());
+    let large = &receiver.large_receives[0].completer;
+    large.complete_unsettled(Err(known.clone()));
+    let (overdue, completer) = work();
+    let mut large = LargeReceive::waiting(3, completer);
+    large.grace = Some(GracePeriod::of_responsive_peer(cx.now()));
+    receiver.large_receives.insert(1, large);
+    receiver.large_receives[2].grace = Some(GracePeriod::new(cx.now(), cx.now() + 60 * SECOND));
+    cx.advance(SECOND);
+    receiver.timer(&mut cx); // withdraws it
+    assert!(!overdue.is_completed() && !complete.is_completed());
+    receiver.timer(&mut cx);
+    assert_eq!(first.result().unwrap().unwrap_err(), known);
+    let late = overdue.result().unwrap().unwrap_err();
+    assert!(matches!(&late, Error::Timeout(text) if text.contains("may still write")));
+    assert!(!overdue.is_settled());
     assert!(complete.result().unwrap().is_ok());
 }
 

@@ -1,10 +1,12 @@
+use std::cell::RefCell;
 use std::net::Ipv4Addr;
+use std::rc::Rc;
 
 use kvpipe_ucx::Buffer;
 
 use super::*;
 use crate::net::codec::Writer;
-use crate::transport::{MemoryPath, Transport};
+use crate::transport::{MemoryPath, Transport, wire};
 use crate::work::{Work, work};
 
 const SESSION: SessionKey = 20;
@@ -12,6 +14,9 @@ const SEQUENCE: u64 = 3;
 // Kinds of messages.
 const ACK: u8 = 6;
 const WITHDRAWN: u8 = 8;
+const VALIDATE: u8 = 12;
+const VALID: u8 = 13;
+const INVALID: u8 = 14;
 const READ: u8 = 32;
 
 /// A sender that has one tensor posted, with its deadline passing now.
@@ -73,6 +78,24 @@ fn a_tensor_is_acknowledged_once_although_its_send_is_late() {
     assert_eq!(receive(&mut cx, &mut sender, ACK), Ok(()));
     let again = receive(&mut cx, &mut sender, ACK);
     assert!(matches!(again, Err(Error::Protocol(_))), "{again:?}");
+}
+
+#[test]
+fn only_a_tensor_that_is_posted_is_confirmed() {
+    let (mut cx, mut sender, _sent) = posted();
+    let transport = Transport::Memory(MemoryPath::RemoteRead);
+    let receiver = transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
+    let receiver = receiver.worker().unwrap();
+    cx.add_manual(SESSION, [1; 16], Some(&receiver.address().unwrap()));
+    let (answers, kind_at) = (Rc::new(RefCell::new(Vec::new())), 16);
+    let answered = Rc::clone(&answers);
+    wire::tap(move |header, _| answered.borrow_mut().push(header[kind_at]));
+    for sequence in [SEQUENCE, SEQUENCE - 1, SEQUENCE + 1] {
+        let question = Writer::default().u8(VALIDATE).u64(sequence).finish();
+        let nothing = AmData::Bytes(Vec::new());
+        assert_eq!(sender.message(&mut cx, SESSION, &question, nothing), Ok(()));
+    }
+    assert_eq!(*answers.borrow(), [VALID, INVALID, INVALID]);
 }
 
 fn num_streams(sender: &Sender) -> usize {

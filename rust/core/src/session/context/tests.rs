@@ -29,6 +29,11 @@ impl ReactorContext {
         cx.pending_reads().pretend(reads);
         cx
     }
+
+    /// The next round is so much later.
+    pub(crate) fn advance(&mut self, by: Duration) {
+        self.now += by;
+    }
 }
 
 const PEER: &str = "127.0.0.1:9";

@@ -132,11 +132,21 @@ impl Fixture {
     }
 
     fn receive(&mut self, id: u64, message: &Message<'_>, payload: &[u8]) -> Result<Handled> {
+        self.receive_from(SESSION, id, message, payload)
+    }
+
+    fn receive_from(
+        &mut self,
+        session: SessionKey,
+        id: u64,
+        message: &Message<'_>,
+        payload: &[u8],
+    ) -> Result<Handled> {
         let (header, encoded) = message.to_bytes(id);
         let payload = [&encoded, payload].concat();
         let header = (header[0], Reader::new(&header[1..]));
         let data = AmData::Bytes(payload);
-        self.engine.message(&mut self.cx, SESSION, header, &data)
+        self.engine.message(&mut self.cx, session, header, &data)
     }
 
     fn block(&self, id: usize) -> Vec<u8> {

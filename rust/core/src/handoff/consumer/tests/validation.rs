@@ -57,6 +57,21 @@ fn no_block_counts_when_the_grant_does_not_hold() {
 }
 
 #[test]
+fn blocks_whose_grant_did_not_hold_or_is_not_known_are_not_counted_as_validated() {
+    for is_answered in [true, false] {
+        let mut load = validating(true);
+        load.validation_asked(70);
+        load.fail("late");
+        if is_answered {
+            load.validation_answered(70, false);
+        } else {
+            load.cannot_validate();
+        }
+        assert_eq!(load.outcome().unwrap().counts.num_validated, 0);
+    }
+}
+
+#[test]
 fn a_load_that_fails_in_part_asks_for_the_blocks_that_are_here() {
     for is_valid in [true, false] {
         let mut load = selected(true);

@@ -4,7 +4,6 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use super::*;
-use crate::handoff::LoadRequest;
 use crate::transfer::message::DATA;
 use crate::transport::wire;
 
@@ -25,31 +24,12 @@ fn count_questions() -> Rc<Cell<usize>> {
     count
 }
 
-/// A load of two blocks, of which the first one is here.
-fn load_in_part(path: MemoryPath) -> (Side, Side) {
-    let (producer, consumer) = (side(path, 1), side(path, 0));
-    producer.mark_ready([ID].into_iter());
-    let request = LoadRequest {
-        handoff: ID,
-        producer: producer.agent.address().expect("address").to_string(),
-        incarnation: producer.agent.incarnation(),
-        first: 0,
-        block_ids: vec![0, 0],
-        is_committed: true,
-    };
-    consumer.agent.load(request).expect("load");
-    settle(&[&producer.agent, &consumer.agent]);
-    assert_eq!(consumer.content(), [1; BLOCK]);
-    assert_eq!(consumer.ended(), None);
-    (producer, consumer)
-}
-
 #[test]
 fn a_load_that_is_cancelled_asks_once_if_its_blocks_may_count_and_else_not_at_all() {
     for path in PATHS {
         for (is_withdrawn, num_questions) in [(false, 1), (true, 0)] {
             let asked = count_questions();
-            let (producer, consumer) = load_in_part(path);
+            let (producer, consumer) = load_in_part(path, Integrity::Validate);
             let cancelled = consumer.agent.cancel(ID, "aborted", is_withdrawn);
             cancelled.expect("it runs");
             settle(&[&producer.agent, &consumer.agent]);

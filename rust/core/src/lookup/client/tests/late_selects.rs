@@ -9,7 +9,7 @@ const TIMEOUT: Duration = Duration::from_millis(300);
 const TICK: Duration = Duration::from_millis(40);
 /// Longer than a server that is silent has.
 const RESPONSIVE: Duration = Duration::from_millis(500);
-const LATEST: Duration = Duration::from_secs(1);
+const LATEST: Duration = Duration::from_secs(5);
 /// So much that it takes longer.
 const LEN: usize = 256 << 20;
 

@@ -16,6 +16,19 @@ fn a_stream_is_complete_when_all_of_it_has_come() {
 }
 
 #[test]
+fn what_another_session_sends_of_a_transfer_is_dropped() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let id = it.begin(it.request(7));
+    let data = vec![9; 3 * BLOCK];
+    let (offset, checksum) = (0, checksum::of(&data));
+    let message = Message::Data { offset, checksum };
+    it.receive_from(SESSION + 1, id, &message, &data).unwrap();
+    assert!(it.engine.next_completion().is_none());
+    it.data(id).unwrap();
+    it.assert_moved(7);
+}
+
+#[test]
 fn a_transfer_without_bytes_is_complete_when_its_turn_may_come() {
     let mut it = Fixture::new(MemoryPath::RemoteRead);
     let pieces = coalesce((&layout(), &[]), (&layout(), &[])).unwrap();
