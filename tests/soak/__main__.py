@@ -18,7 +18,7 @@ from tests.faults.__main__ import DATA_PATHS, leaked, use
 from tests.faults.rounds import Holdings
 from tests.soak.actors import ACTORS, Round, begin
 from tests.soak.clock import Clock
-from tests.soak.healthy import Pair
+from tests.soak.healthy import INTEGRITIES, Pair
 
 ROUND_S = 10.0
 # Nothing that an actor does takes as long.
@@ -43,10 +43,11 @@ def main(argv=None):
     progress.expect(num_rounds)
     for number in range(num_rounds):
         data_path = list(DATA_PATHS)[number % len(DATA_PATHS)]
+        integrity = INTEGRITIES[number // len(DATA_PATHS) % len(INTEGRITIES)]
         use(data_path)
-        failures = _round(f"{options.seed} {number}", shared, options.without)
+        failures = _round(f"{options.seed} {number}", shared, integrity, options.without)
         done = (f"{shared['counts'][what]} {what}" for what in ("tensors", "blocks", "entries", "faults", "healthy"))
-        label = f"{data_path}: {', '.join(done)}, {len(shared['hits'])} hit"
+        label = f"{data_path}, {integrity}: {', '.join(done)}, {len(shared['hits'])} hit"
         progress.step(label)
         progress.line(f"round {number + 1} of {num_rounds}, {label}, {_held().num_bytes >> 20} MiB held")
         if failures:
@@ -63,8 +64,8 @@ def _held(before=None):
     return Holdings.settled(before) if before else Holdings.now()
 
 
-def _round(seed, shared, without):
-    with Pair() as pair:
+def _round(seed, shared, integrity, without):
+    with Pair(integrity) as pair:
         actors = [actor for actor in ACTORS if actor.__name__ not in without]
         return _act(seed, Round(time.monotonic() + ROUND_S, **shared, pair=pair), actors)
 

@@ -1,6 +1,7 @@
 """Who does what in a round. Each goes on until the round is over, and raises when something is wrong."""
 
 import contextlib
+import itertools
 import random
 import signal
 import threading
@@ -14,9 +15,10 @@ from kvpipe import Agent, LookupBuffer, PeerLostError, Pipe, TransferTimeoutErro
 from tests.faults.forked import Forked
 from tests.faults.rounds import FAULTS
 from tests.faults.stages import Place
-from tests.peers import MIB
+from tests.peers import LOOPBACK, MIB
 from tests.soak.clock import Clock, Waits
-from tests.soak.healthy import DISTURBERS, HEALTHY, Pair
+from tests.soak.healthy import DISTURBERS, HEALTHY, INTEGRITIES, Pair
+from tests.soak.late import LATE
 
 DTYPES = ("uint8", "int16", "float32", "complex128")
 LARGEST_BYTES = 16 * MIB
@@ -121,16 +123,17 @@ def _with_peers(meet, shared, name):
 
 
 def tensors(rng, shared):
-    """Tensors of any size and type go to an echo and come back."""
-    _with_peers(lambda: _echo(rng, shared), shared, "tensors")
+    """Tensors of any size and type go to an echo and come back; every other echo validates them."""
+    integrities = itertools.cycle(INTEGRITIES)
+    _with_peers(lambda: _echo(rng, shared, next(integrities)), shared, "tensors")
 
 
-def _echo(rng, shared):
+def _echo(rng, shared, integrity):
     with contextlib.ExitStack() as stack:
-        child = Forked("echo")
+        child = Forked("echo", LOOPBACK, integrity)
         stack.callback(child.end)
         receiver = stack.enter_context(Pipe.listen())
-        sender = Pipe.connect(child.read(), timeout=TIMEOUT_S)
+        sender = Pipe.connect(child.read(), timeout=TIMEOUT_S, integrity=integrity)
         stack.callback(_close, sender)
         child.tell(receiver.address)
         sender.send_tensor(None, timeout=TIMEOUT_S)
@@ -142,7 +145,8 @@ def _echo(rng, shared):
                 sent = sender.isend_tensor(tensor)
                 _same(receiver.recv_tensor(timeout=TIMEOUT_S), tensor, "a tensor")
                 sent.wait(TIMEOUT_S)
-            shared.goes_on("tensors", tensors=1, bytes=2 * tensor.nbytes)
+            num_validated = 2 * (integrity == "validate")
+            shared.goes_on("tensors", tensors=1, validated_tensors=num_validated, bytes=2 * tensor.nbytes)
 
 
 def _close(pipe):
@@ -264,7 +268,7 @@ def _late(what, seconds, children, clock):
     return Late(what, seconds, clock.waits(now - seconds, now), killed and killed[1] - killed[0])
 
 
-ACTORS = (tensors, blocks, lookups, faults, *HEALTHY, *DISTURBERS)
+ACTORS = (tensors, blocks, lookups, faults, *HEALTHY, *DISTURBERS, *LATE)
 
 
 def begin(actor, seed, shared, failures):

@@ -1,7 +1,8 @@
 """Healthy operations between peers that nobody kills, beside others on the same sessions that are late or cancelled.
 
 A healthy operation has a generous deadline. It must not fail, not be later than that, and not be tried again: whatever
-else happens, happens to others. One to which it happens all the same is a hit.
+else happens, happens to others. One to which it happens all the same is a hit. Late tensors and entries, and what is
+healthy beside them: tests/soak/late.py.
 """
 
 import asyncio
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpipe import KVPipeError, Pipe, _kvpipe
+from kvpipe import KVPipeError, LookupBuffer, Pipe, _kvpipe
 from kvpipe._transport import transport
 from kvpipe.work import Work
 from tests.peers import LOOPBACK, MIB
+from tests.soak.clock import Waits
 
 DEADLINE_S = 20.0
 PAUSE_S = 0.005
@@ -25,31 +27,46 @@ PAUSE_S = 0.005
 NUM_BLOCKS = 64
 READ, LOADED, CANCELLED, LATE, WRITTEN = range(8), range(8, 12), range(12, 16), range(16, 60), range(60, 64)
 CROWD = 100
+CAPACITY_BYTES = 32 * MIB
+HEALTHY_TOKEN = 1  # the first of each healthy entry
+INTEGRITIES = ("checksum", "validate")
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A healthy operation that was hit."""
+    """A healthy operation that was hit, and what the machine let a thread wait meanwhile."""
 
     what: str
     why: str
+    waits: Waits | None = None
 
     def __str__(self):
-        return f"{self.what}: {self.why}"
+        waits = f"; a thread that only looks at the clock {self.waits}" if self.waits else ""
+        return f"{self.what}: {self.why}{waits}"
 
 
 class Pair:
-    """Two agents and a pipe of this process."""
+    """Two agents of this process, a pipe that nobody disturbs and one that has late tensors, and a lookup buffer."""
 
-    def __init__(self):
+    def __init__(self, integrity=INTEGRITIES[0]):
         self._numbers = itertools.count()
         self._ended, self._lock = {}, threading.Lock()
         (self.producer, self._leased, self.theirs), (self.consumer, self.region, self.ours) = (
             self._open() for _ in range(2)
         )
         self.theirs[:] = np.random.default_rng(0).integers(256, size=self.theirs.shape, dtype=np.uint8)
-        self.receiver = Pipe.listen()
-        self.sender = Pipe.connect(self.receiver.address)
+        self.is_validated = integrity == "validate"
+        (self.receiver, self.sender), (self.late_receiver, self.late_sender) = (
+            self._connect(integrity) for _ in range(2)
+        )
+        self.server = LookupBuffer(CAPACITY_BYTES)
+        self.server.serve()
+        self.client = LookupBuffer.connect(self.server.address)
+
+    @staticmethod
+    def _connect(integrity):
+        receiver = Pipe.listen()
+        return receiver, Pipe.connect(receiver.address, integrity=integrity)
 
     @staticmethod
     def _open():
@@ -62,7 +79,8 @@ class Pair:
         return self
 
     def __exit__(self, *_):
-        for one in (self.sender, self.receiver, self.consumer, self.producer):
+        pipes = self.sender, self.receiver, self.late_sender, self.late_receiver
+        for one in (*pipes, self.client, self.server, self.consumer, self.producer):
             with contextlib.suppress(KVPipeError):
                 one.close()
 
@@ -104,7 +122,7 @@ def _result(work, within_s=DEADLINE_S):
     return work.result()
 
 
-def _healthy(shared, what, operate):
+def healthy(shared, what, operate):
     """Counts a healthy operation, and why it was hit if it was."""
     begun = time.monotonic()
     try:
@@ -115,7 +133,8 @@ def _healthy(shared, what, operate):
     if not why and took_s > DEADLINE_S:
         why = f"it took {took_s:.1f} s"
     if why:
-        shared.hits.append(Hit(what, str(why)))
+        waits = shared.clock and shared.clock.waits(begun, begun + took_s)
+        shared.hits.append(Hit(what, str(why), waits))
     goes_on = shared.goes_on(what, healthy=1)
     time.sleep(PAUSE_S)
     return goes_on
@@ -136,7 +155,7 @@ def healthy_blocks(rng, shared):
         _result(pair.consumer.write(pair.plan(WRITTEN, WRITTEN), None, DEADLINE_S))
         assert np.array_equal(pair.ours[list(WRITTEN)], pair.theirs[list(WRITTEN)]), "wrong bytes"
 
-    while _healthy(shared, "healthy_blocks", rng.choice((read, write))):
+    while healthy(shared, "healthy_blocks", rng.choice((read, write))):
         pass
 
 
@@ -152,21 +171,61 @@ def healthy_loads(_rng, shared):
         assert np.array_equal(pair.ours[blocks], pair.theirs[blocks]), "wrong bytes"
         return end["num_retried"] and f"{end['num_retried']} blocks were read twice"
 
-    while _healthy(shared, "healthy_loads", load):
+    while healthy(shared, "healthy_loads", load):
         pass
 
 
 def healthy_tensors(rng, shared):
     """Tensors go through a pipe that nobody disturbs."""
+    pair = shared.pair
 
     def move():
         tensor = np.full(rng.randrange(1, 4 * MIB), rng.randrange(256), np.uint8)
-        sent = shared.pair.sender.isend_tensor(tensor)
-        assert np.array_equal(shared.pair.receiver.recv_tensor(timeout=DEADLINE_S), tensor), "wrong bytes"
-        sent.wait(DEADLINE_S)
+        move_tensor(pair.sender, pair.receiver, tensor)
+        shared.goes_on("healthy_tensors", validated_tensors=pair.is_validated)
 
-    while _healthy(shared, "healthy_tensors", move):
+    while healthy(shared, "healthy_tensors", move):
         pass
+
+
+def move_tensor(sender, receiver, tensor):
+    """Sends a tensor and receives it, with generous deadlines; all bytes are compared."""
+    sent = sender.isend_tensor(tensor, timeout=DEADLINE_S)
+    assert np.array_equal(receiver.recv_tensor(timeout=DEADLINE_S), tensor), "wrong bytes"
+    sent.wait(DEADLINE_S)
+
+
+def healthy_entries(rng, shared):
+    """Entries go through the lookup buffer, at its server or its client; each is delivered once, with all its bytes."""
+    numbers, buffers = itertools.count(), (shared.pair.server, shared.pair.client)
+
+    def deliver():
+        tokens = np.array([HEALTHY_TOKEN, next(numbers)])
+        key = np.full(rng.randrange(1, MIB), rng.randrange(256), np.uint8)
+        select = rng.choice(buffers).idrop_select(tokens, None) if rng.randrange(2) else None
+        rng.choice(buffers).insert(tokens, None, key, None, None, timeout=DEADLINE_S)
+        check_entry(select.wait(DEADLINE_S) if select else select_entry(buffers, rng, tokens), tokens, key)
+        check_consumed(buffers, rng, tokens)
+
+    while healthy(shared, "healthy_entries", deliver):
+        pass
+
+
+def select_entry(buffers, rng, tokens, timeout=DEADLINE_S):
+    """Selects an entry at a server or at its client."""
+    return rng.choice(buffers).drop_select(tokens, None, timeout=timeout)
+
+
+def check_entry(found, tokens, key):
+    """Whether this entry was found."""
+    assert found[0] is not None, "the entry is lost"
+    assert np.array_equal(found[0], tokens), f"entry {found[0]} instead of {tokens}"
+    assert np.array_equal(found[2], key), "wrong bytes"
+
+
+def check_consumed(buffers, rng, tokens):
+    """Whether an entry is there no more."""
+    assert select_entry(buffers, rng, tokens, timeout=0)[0] is None, "the entry was delivered twice"
 
 
 def late_reads(rng, shared):
@@ -210,7 +269,7 @@ def crowds(rng, shared):
         agents = [_kvpipe.Agent(LOOPBACK, b"", transport()) for _ in range(CROWD)]
         connects = [agent.connect(shared.pair.producer.address) for agent in agents]
         for connect in connects:
-            _healthy(shared, "crowds", lambda connect=connect: _result(connect) and None)
+            healthy(shared, "crowds", lambda connect=connect: _result(connect) and None)
         rng.shuffle(agents)
         for agent in agents:
             agent.close()
@@ -218,5 +277,5 @@ def crowds(rng, shared):
         time.sleep(rng.uniform(0.5, 2))
 
 
-HEALTHY = (healthy_blocks, healthy_loads, healthy_tensors)
+HEALTHY = (healthy_blocks, healthy_loads, healthy_tensors, healthy_entries)
 DISTURBERS = (late_reads, cancelled_loads, crowds)
