@@ -1,6 +1,6 @@
 # Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-e2e test-all test-gpu test-rdma test-ucx-1.13 fuzz asan check faults soak bench bench-peers bench-handoff wheel clean
+.PHONY: help setup demo test test-slow test-e2e test-all test-gpu test-rdma test-ucx-1.13 fuzz asan mutants check faults soak bench bench-peers bench-handoff wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,7 +21,7 @@ test-e2e: setup ## every end-to-end test with real vLLM instances
 	@scripts/test e2e
 
 test-all: setup ## all tests, those below and a short soak included, one target after the other; two hours
-	@for target in test test-slow test-e2e test-rdma test-ucx-1.13 fuzz asan faults 'soak MINUTES=10'; do \
+	@for target in test test-slow test-e2e test-rdma test-ucx-1.13 fuzz asan mutants faults 'soak MINUTES=10'; do \
 		echo "make $$target" >&2; $(MAKE) --no-print-directory $$target || exit 1; \
 	done
 
@@ -40,6 +40,9 @@ fuzz: ## what reads bytes of peers, with libFuzzer and AddressSanitizer: each ta
 
 asan: setup ## the Rust tests of the UCX wrapper, the core and the fuzz harness under AddressSanitizer
 	@scripts/asan
+
+mutants: setup ## each guard of integrity broken in a copy of the core: does a test fail? NAMES= are some of them
+	@.venv/bin/python scripts/mutants $(NAMES)
 
 check: setup ## formatting, lints, types, stubs, dependency direction
 	@scripts/check
