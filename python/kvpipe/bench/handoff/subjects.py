@@ -16,6 +16,7 @@ from kvpipe.bench.handoff.model import dtype
 from kvpipe.control import ControlClient
 from kvpipe.launch.plan import free_ports
 from kvpipe.launch.spec import LOOPBACK, VLLM_COMMAND
+from kvpipe.transfer_params import produce
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -211,7 +212,7 @@ def kvpipe(name: str, **more: str) -> Callable[[ServerPool, Setting], Group]:
 
         def once(tokens: list[int]) -> float:
             handoff = secrets.token_hex(16)
-            params = {"kvpipe": {"handoff": handoff, "role": "produce"}}
+            params = produce(handoff)
             took_s = _timed(lambda: client.prefill(servers[0].url, tokens, kv_transfer_params=params))
             control.release(controls[0], handoff).wait()
             return took_s

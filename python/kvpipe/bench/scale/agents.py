@@ -87,7 +87,8 @@ class Loads:
         return {
             "round": self._typical_of(lambda: self._agent.commit(self._handoff())),
             "message": self._message(),
-            "load": _typical(self._load() for _ in range(_OPERATIONS)),
+            "load": _typical(self._load(self._handoff()) for _ in range(_OPERATIONS)),
+            "load_same_peer": _typical(self._load(self._handoff_of_first()) for _ in range(_OPERATIONS)),
             "cancel": _typical(self._cancel() for _ in range(_OPERATIONS)),
             "connect": _typical(connect for connect, _ in connects),
             "loss": _typical(loss for _, loss in connects),
@@ -101,6 +102,10 @@ class Loads:
 
     def _handoff(self) -> bytes:
         return next(self._numbers).to_bytes(16)
+
+    def _handoff_of_first(self) -> bytes:
+        """A handoff of the first producer."""
+        return next(number for number in self._numbers if number % len(self._producers) == 0).to_bytes(16)
 
     def _producer(self, handoff: bytes) -> Node:
         return self._producers[int.from_bytes(handoff) % len(self._producers)]
@@ -121,9 +126,7 @@ class Loads:
     def _num_reads(self) -> int:
         return self._agent.stats()[2]
 
-    def _load(self) -> float:
-        handoff = self._handoff()
-
+    def _load(self, handoff: bytes) -> float:
         def act() -> None:
             self._producer(handoff).mark_ready(handoff, 0, _BLOCKS_A_LOAD)
             self._begin(handoff, self._point.num_loads)

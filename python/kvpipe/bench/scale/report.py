@@ -20,13 +20,14 @@ _NOTES = """\
 Beside so many peers and so many handoffs under way (peers x loads). Median of the rounds, with the 10th and 90th
 percentile in brackets. us: CPU of the measured reactor's thread alone, of each round's operations the lower quartile.
 round: a command that changes nothing. message: a notification of a peer. load: from the request to its last verified
-  block, of 2 blocks in 4 regions. cancel: of a load with half of its blocks. connect, loss: of a peer.
+  block, of 2 blocks in 4 regions, each from another peer. load_same_peer: all from one, whose state stays in the caches
+  of the CPU. cancel: of a load with half of its blocks. connect, loss: of a peer.
 producer, consumer: CPU of the two control ports for one handoff at the rate offered: watched, opened, finished,
   acknowledged. p50, p90, p99: from when a handoff is offered until its producer may free the blocks, seen every 0.1 ms.
 growth: to the first point, the median of the ratios of the rounds.
 idle: CPU for each second without operations. descriptors, threads: of the measured agent. awaited: descriptors that
   100 operations take while asyncio waits for them."""
-_PANELS_A_ROW, _WIDTH, _HEIGHT = 4, 3.4, 2.8
+_PANELS_A_ROW, _WIDTH, _HEIGHT = 3, 3.4, 2.8
 
 
 def text(found: Findings) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvpipe.bench.scale.point import Point
 
-_AGENT = dict.fromkeys(("round", "message", "load", "cancel", "connect", "loss"), "us")
+_AGENT = dict.fromkeys(("round", "message", "load", "load_same_peer", "cancel", "connect", "loss"), "us")
 _PORTS = dict.fromkeys(("producer", "consumer"), "us")
 # What is measured, by its unit; the costs are CPU of the measured reactor
 OPERATIONS = {**_AGENT, **_PORTS}
