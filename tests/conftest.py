@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe import Agent, KVPipeError, PeerLostError, Pipe, info
+from kvpipe import Agent, KVPipeError, PeerLostError, Pipe, _log, info
 from kvpipe.testing import memory_transport
 from tests.peers import Child
 
@@ -168,4 +168,5 @@ def over_ucx(data_path):
 @pytest.fixture
 def num_threads():
     """Tells how many threads this process has, those that Python does not know included."""
+    _log.begin()  # whose thread stays
     return lambda: len(list(Path("/proc/self/task").iterdir()))

@@ -26,6 +26,7 @@ import aiohttp
 from tiny_model import make_tiny_model
 from tokenizers import Tokenizer
 
+from kvpipe import transfer_params
 from kvpipe.bench import timeline, trace
 from kvpipe.exceptions import ConfigError, KVPipeError
 from kvpipe.launch.deployment import Deployment, DeploymentSpec
@@ -160,10 +161,12 @@ def _common() -> dict[str, Any]:
 async def ask_at_once(session: aiohttp.ClientSession, deployment: Deployment, request: Request) -> Answer:
     """Asks prefill and decode together, with what the proxy would write into their requests."""
     handoff = secrets.token_hex(16)
-    produce = {"handoff": handoff, "role": "produce"}
-    consume = {"handoff": handoff, "role": "consume", "producer": deployment.prefill[0].control}
-    parts = ((deployment.prefill[0], produce, {"max_tokens": 1}), (deployment.decode[0], consume, {}))
-    bodies = [request.body | more | {"kv_transfer_params": {"kvpipe": params}} for _, params, more in parts]
+    prefill, decode = deployment.prefill[0], deployment.decode[0]
+    parts = (
+        (prefill, transfer_params.produce(handoff), {"max_tokens": 1}),
+        (decode, transfer_params.consume(handoff, prefill.control), {}),
+    )
+    bodies = [request.body | more | {"kv_transfer_params": params} for _, params, more in parts]
     requests = [dataclasses.replace(request, body=body) for body in bodies]
     urls = [instance.url for instance, _, _ in parts]
     _, answer = await asyncio.gather(*map(ask, (session, session), urls, requests))

@@ -62,15 +62,16 @@ class Engine:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
 
-    def add(self, prompt: list[int], max_tokens: int = 4, **kvpipe: Any) -> Request:
-        """Adds a request with the proxy's parameters."""
-        extra = {"kv_transfer_params": {"kvpipe": kvpipe}} if kvpipe else None
+    def add(self, prompt: list[int], max_tokens: int = 4, params: dict[str, Any] | None = None, **more: Any) -> Request:
+        """Adds a request with a router's transfer parameters."""
+        extra = {"kv_transfer_params": params} if params else None
         request = Request(
             request_id=f"request-{next(self._numbers)}",
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(max_tokens=max_tokens, extra_args=extra, ignore_eos=True),
             pooling_params=None,
             block_hasher=self._hasher,
+            **more,
         )
         request.sampling_params.update_from_generation_config({}, 2)
         self.scheduler.add_request(request)

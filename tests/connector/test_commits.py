@@ -7,6 +7,7 @@ import pytest
 from kvpipe.connector.commits import Commits
 from kvpipe.connector.metadata import StepMetadata, WorkerOutcomes
 from kvpipe.connector.requests import prompt_hash
+from kvpipe.transfer_params import consume
 from tests.connector.engine import NUM_BLOCKS, Engine, new_id, outcome
 from tests.connector.wire import Wire
 
@@ -28,7 +29,7 @@ class Scene:
         engine.role._consuming._commits = Commits(num_ranks)
         handoff = new_id()
         self.handoff = bytes.fromhex(handoff)
-        self.request: Request = engine.add(TOKENS, handoff=handoff, role="consume", producer="127.0.0.1:1")
+        self.request: Request = engine.add(TOKENS, params=consume(handoff, "127.0.0.1:1"))
         self.wire.send_opened(self.handoff, prompt_hash(self.request), len(TOKENS))
         assert self.step()[1].loads
 
@@ -206,3 +207,15 @@ def test_a_load_that_fails_in_the_step_in_which_its_state_comes_is_not_committed
     failed = outcome(scene.request, is_loaded=False)
     scene.engine.end(output, finished_recving={scene.request.request_id}, kv_connector_worker_meta=failed)
     assert scene.step()[1].committed == []
+
+
+def test_the_notice_of_a_refusal_leaves_a_handoff_alone_whose_commit_the_workers_do_not_know_of(scene: Scene) -> None:
+    scene.blocks_verified()
+    output = scene.engine.scheduler.schedule()
+    scene.send_finished()
+    scene.end(output)
+    scene.engine.abort(scene.request)
+    assert len(scene.engine.role._consuming) == 0
+    notice = consume(scene.handoff.hex(), "127.0.0.1:1")
+    scene.engine.add([0], max_tokens=1, params=notice, abort_immediately=True)
+    assert not scene.wire.watched[scene.handoff].is_over

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor.loader import build_custom_logits_processors
 
 from kvpipe.connector.first_token import PENDING_FIRST_TOKENS, FirstToken, consumed_handoff
+from kvpipe.transfer_params import consume, produce
 from tests.connector.engine import new_id
 
 pytestmark = pytest.mark.vllm
@@ -30,8 +31,7 @@ def _nothing_due() -> Any:
 
 
 def consuming(handoff: str) -> SamplingParams:
-    kvpipe = {"handoff": handoff, "role": "consume", "producer": "127.0.0.1:1"}
-    return SamplingParams(extra_args={"kv_transfer_params": {"kvpipe": kvpipe}})
+    return SamplingParams(extra_args={"kv_transfer_params": consume(handoff, "127.0.0.1:1")})
 
 
 def v1(config: VllmConfig) -> FirstToken:
@@ -128,8 +128,8 @@ def test_v2_forces_the_first_output_and_no_other(config: VllmConfig) -> None:
 @pytest.mark.parametrize(
     "extra",
     [None, {}, {"kv_transfer_params": 1}, {"kv_transfer_params": {"kvpipe": 1}}]
-    + [{"kv_transfer_params": {"kvpipe": {"role": "consume", "handoff": bad}}} for bad in (None, "", "zz", 5)]
-    + [{"kv_transfer_params": {"kvpipe": {"role": "produce", "handoff": "0" * 32}}}],
+    + [{"kv_transfer_params": consume(bad, "127.0.0.1:1")} for bad in (None, "", "zz", 5)]
+    + [{"kv_transfer_params": produce("0" * 32)}],
 )
 def test_parameters_of_others_are_ignored(extra: Any) -> None:
     assert consumed_handoff(SamplingParams(extra_args=extra)) is None

@@ -11,8 +11,9 @@ from kvpipe import _kvpipe
 from kvpipe.connector.metadata import HandshakeMetadata
 from kvpipe.connector.requests import prompt_hash
 from kvpipe.control import ControlClient
-from tests.connector.engine import BLOCK, Engine, outcome
-from tests.connector.test_scheduler import consuming, loading, opened, prompt, reported, until
+from kvpipe.transfer_params import consume, parse, produce, resume
+from tests.connector.engine import BLOCK, Engine, new_id, outcome
+from tests.connector.test_scheduler import RANKS, consuming, loading, opened, prompt, reported, until
 
 pytestmark = pytest.mark.vllm
 
@@ -99,28 +100,40 @@ def test_a_request_whose_kv_is_all_cached_waits_for_the_producers_token(
     assert forced(engine, request, handoff) == THEIRS
 
 
-def test_a_token_given_with_the_request_is_forced_though_there_is_no_producer(engine: Engine) -> None:
-    handoff = "0a" * 16
-    request = engine.add(prompt(40), handoff=handoff, role="consume", producer="127.0.0.1:1", first_token=9)
-    assert forced(engine, request, bytes.fromhex(handoff)) == 9
+def test_a_token_given_with_a_producer_is_not_forced_for_another_prompt(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    """A router passes P's answer on, with its token. Only P itself says to which prompt the token belongs."""
+    handoff = new_id()
+    params = consume(handoff, producer.address) | {"kvpipe": {"handoff": handoff, "num_tokens": 40, "first_token": 9}}
+    request = engine.add(prompt(40), params=params)
+    producer.open(bytes.fromhex(handoff), bytes(32), 40, RANKS)
+    producer.finish(bytes.fromhex(handoff), [9], "length", 0)
+    assert forced(engine, request, bytes.fromhex(handoff)) is None
+    assert reported(engine, handoff)["first_token"] == "sampled"
 
 
 def test_a_token_without_a_producer_is_forced_and_nobody_is_waited_for(engine: Engine) -> None:
     handoff = "0b" * 16
-    request = engine.add(prompt(40), handoff=handoff, role="consume", first_token=9)
+    request = engine.add(prompt(40), params=resume(handoff, 9))
     assert engine.step()[1].first_tokens == {bytes.fromhex(handoff): 9}
     assert request.num_output_tokens == 1
 
 
 def test_the_producers_answer_names_the_token_unless_the_handoff_was_withdrawn(engine: Engine) -> None:
     for is_withdrawn in (False, True):
-        request = engine.add(prompt(40), max_tokens=1, handoff=("0c" if is_withdrawn else "0d") * 16, role="produce")
+        request = engine.add(prompt(40), max_tokens=1, params=produce(new_id()))
         request.append_output_token_ids(5)
         produced = engine.role._producing._produced.get(request.request_id)
         produced.is_open, produced.is_withdrawn = True, is_withdrawn
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        _, params = engine.role.finished(request)
-        assert (params is None) if is_withdrawn else (params["kvpipe"]["first_token"] == 5)
+        _, params = engine.role.finished(request, [3])
+        if is_withdrawn:
+            assert params is None
+        else:
+            found = parse(params)
+            assert (found.handoff, found.producer) == (produced.handoff, engine.role.address)
+            assert (params["kvpipe"]["first_token"], params["remote_block_ids"]) == (5, [[3]])
         engine.scheduler.requests.pop(request.request_id)
         engine.scheduler.waiting.remove_requests([request])
 
@@ -138,14 +151,11 @@ def test_an_engine_reports_whether_it_forces_tokens(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 31])
-def test_a_token_outside_the_vocabulary_never_reaches_the_sampler(
-    engine: Engine, producer: _kvpipe.Control, token: int
-) -> None:
-    request, handoff = consuming(engine, producer, prompt(40), first_token=token)
-    opened(producer, request, handoff)
-    loaded(engine, request, handoff)
-    assert forced(engine, request, handoff) is None
-    result = reported(engine, handoff.hex())
+def test_a_token_outside_the_vocabulary_never_reaches_the_sampler(engine: Engine, token: int) -> None:
+    handoff = new_id()
+    request = engine.add(prompt(40), params=resume(handoff, token))
+    assert forced(engine, request, bytes.fromhex(handoff)) is None
+    result = reported(engine, handoff)
     assert result["first_token"] == "sampled"
     assert "outside the vocabulary" in result["first_token_reason"]
 

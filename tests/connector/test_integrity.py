@@ -28,6 +28,7 @@ from kvpipe.connector.metadata import Load, StepMetadata
 from kvpipe.connector.worker import WorkerRole
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
+from kvpipe.transfer_params import produce
 from tests.connector.engine import Engine, engine_config, new_id
 from tests.connector.test_worker import BLOCKS, Pair, caches, received, sent, until
 
@@ -188,7 +189,7 @@ class Producing(Validated):
         """Adds a request of this handoff. No prompt begins as one before, so that nothing is in the prefix cache."""
         self.num_requests += 1
         tokens = [self.num_requests] * length
-        return self.engine.add(tokens, max_tokens=1, handoff=self.handoff.hex(), role="produce")
+        return self.engine.add(tokens, max_tokens=1, params=produce(self.handoff.hex()))
 
     def produce(self, length: int) -> tuple[Request, list[int]]:
         """Adds a request of a new handoff and computes its first step; the blocks that are announced then."""

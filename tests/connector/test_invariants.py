@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from vllm.v1.request import Request
 
 from kvpipe.connector.requests import prompt_hash
+from kvpipe.transfer_params import consume, produce, resume
 from tests.connector.engine import BLOCK, engine_config
 from tests.connector.world import THEIRS, Transfer, World
 
@@ -109,7 +110,7 @@ class Engines(RuleBasedStateMachine):
 
     @rule(tokens=prompts)
     def a_producing_request_comes(self, tokens: list[int]) -> None:
-        self.world.add(tokens, 1, handoff=self._handoff(), role="produce")
+        self.world.add(tokens, 1, params=produce(self._handoff()))
 
     @rule(
         tokens=prompts,
@@ -118,9 +119,11 @@ class Engines(RuleBasedStateMachine):
         told=st.sampled_from(["nothing", "opened", "finished"]),
     )
     def a_consuming_request_comes(self, tokens: list[int], max_tokens: int, first_token: int | None, told: str) -> None:
-        more = {} if first_token is None else {"first_token": first_token}
         handoff = self._handoff()
-        request = self.world.add(tokens, max_tokens, handoff=handoff, role="consume", producer="127.0.0.1:1", **more)
+        if first_token is not None:
+            self.world.add(tokens, max_tokens, params=resume(handoff, first_token))
+            return
+        request = self.world.add(tokens, max_tokens, params=consume(handoff, "127.0.0.1:1"))
         if told != "nothing":
             self.world.wire.send_opened(bytes.fromhex(handoff), prompt_hash(request), len(tokens))
         if told == "finished":

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
-from kvpipe import _kvpipe
+from kvpipe import _kvpipe, transfer_params
 from kvpipe.connector.metadata import Load, WorkerOutcomes
+from kvpipe.transfer_params import consume, resume
 from tests.connector.engine import BLOCK, STEP_TOKENS, Engine, new_id, outcome
 from tests.connector.test_scheduler import (
     FREE,
@@ -199,7 +200,7 @@ def test_a_request_whose_kv_cannot_arrive_fails_and_the_result_has_the_reason(
 ) -> None:
     handoff = new_id()
     address = "127.0.0.1:1" if cause == "not reached" else producer.address
-    request = strict.add(prompt(100), handoff=handoff, role="consume", producer=address)
+    request = strict.add(prompt(100), params=consume(handoff, address))
     if cause == "withdrawn":
         producer.withdraw(bytes.fromhex(handoff), "it was aborted")
     elif cause == "another prompt":
@@ -224,7 +225,7 @@ def test_a_request_that_needs_no_kv_does_not_fail(strict: Engine, producer: _kvp
 
 
 def test_a_request_that_names_no_producer_is_computed(strict: Engine) -> None:
-    request = strict.add(prompt(100), handoff=new_id(), role="consume", first_token=7)
+    request = strict.add(prompt(100), params=resume(new_id(), 7))
     assert scheduled(strict, request) == 100
 
 
@@ -318,7 +319,7 @@ def test_an_abort_after_a_failed_load_lets_the_producer_go(engine: Engine, produ
 
 def produce(engine: Engine, tokens: list[int]) -> bytes:
     handoff = new_id()
-    engine.add(tokens, max_tokens=1, handoff=handoff, role="produce")
+    engine.add(tokens, max_tokens=1, params=transfer_params.produce(handoff))
     return bytes.fromhex(handoff)
 
 

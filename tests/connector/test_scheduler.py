@@ -9,8 +9,10 @@ import pytest
 from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
+from kvpipe.connector.first_token import consumed_handoff
 from kvpipe.connector.requests import prompt_hash
 from kvpipe.control import ControlClient
+from kvpipe.transfer_params import consume, produce
 from tests.connector.engine import BLOCK, NUM_BLOCKS, Engine, new_id, outcome
 
 pytestmark = pytest.mark.vllm
@@ -31,9 +33,11 @@ def until(condition: Callable[[], Any]) -> Any:
     return value
 
 
-def consuming(engine: Engine, producer: _kvpipe.Control, tokens: list[int], **more: Any) -> tuple[Request, bytes]:
+def consuming(
+    engine: Engine, producer: _kvpipe.Control, tokens: list[int], max_tokens: int = 4
+) -> tuple[Request, bytes]:
     handoff = new_id()
-    request = engine.add(tokens, handoff=handoff, role="consume", producer=producer.address, **more)
+    request = engine.add(tokens, max_tokens, params=consume(handoff, producer.address))
     return request, bytes.fromhex(handoff)
 
 
@@ -193,7 +197,7 @@ def test_a_producer_that_withdraws_is_not_waited_for(engine: Engine, producer: _
 
 
 def test_a_producer_that_is_not_there_is_not_waited_for(engine: Engine) -> None:
-    request = engine.add(prompt(100), handoff=new_id(), role="consume", producer="127.0.0.1:1")
+    request = engine.add(prompt(100), params=consume(new_id(), "127.0.0.1:1"))
     assert scheduled(engine, request) == 100
 
 
@@ -238,18 +242,47 @@ def test_an_abort_after_a_load_frees_its_blocks(engine: Engine, producer: _kvpip
 @pytest.mark.parametrize(
     "params",
     [
-        {"handoff": "short", "role": "produce"},
-        {"handoff": "00" * 16, "role": "neither"},
-        {"handoff": "00" * 16, "role": "consume"},
-        {"handoff": "00" * 16, "role": "consume", "producer": 7},
-        {"handoff": "00" * 16, "role": "consume", "producer": "x" * 10_000},
-        {"handoff": 7},
+        {"do_remote_decode": True, "kvpipe": {"handoff": "short"}},
+        {"do_remote_decode": True, "kvpipe": [new_id()]},
+        {"do_remote_decode": True, "do_remote_prefill": True},
+        {"do_remote_prefill": True},
+        consume("short", "127.0.0.1:1"),
+        consume("cmpl-1f-0", "127.0.0.1:1"),  # another connector's request
+        consume(new_id(), "127.0.0.1:1") | {"remote_host": None},
+        consume(new_id(), "127.0.0.1:1") | {"remote_host": "x" * 10_000},
+        consume(new_id(), "127.0.0.1:1") | {"remote_port": 65536},
+        consume(new_id(), "127.0.0.1:1") | {"remote_port": "a"},
+        {"kvpipe": {"handoff": 7}},
     ],
 )
 def test_bad_parameters_are_ignored(engine: Engine, params: dict[str, Any]) -> None:
-    request = engine.add(prompt(40), **params)
+    request = engine.add(prompt(40), params=params)
     assert len(engine.role._consuming) == len(engine.role._producing) == 0
     assert scheduled(engine, request) == 40
+
+
+def test_a_producer_that_is_not_allowed_is_not_connected_to_and_its_request_is_computed(
+    new_engine: Callable[..., Engine],
+) -> None:
+    engine = new_engine(allowed_producers="10.0.0.0/8")
+    request = engine.add(prompt(40), params=consume(new_id(), "127.0.0.1:1"))
+    assert len(engine.role._consuming) == 0
+    assert scheduled(engine, request) == 40
+    engine.add(prompt(40), params=consume(new_id(), "10.1.2.3:1"))
+    assert len(engine.role._consuming) == 1
+
+
+def test_a_producer_chooses_the_handoff_where_the_router_did_not(engine: Engine) -> None:
+    """As NixlConnector's routers ask, and two requests have two handoffs."""
+    answers = []
+    for seed in range(2):
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
+        request = engine.add(prompt(100 + seed), max_tokens=1, params=params)
+        engine.step()
+        finished = [one for one in engine.role._producing._produced.values() if one.num_prompt_tokens == 100 + seed]
+        answers.append((request, finished[0].handoff))
+    assert answers[0][1] != answers[1][1]
+    assert all(len(handoff) == 16 for _, handoff in answers)
 
 
 def test_parameters_that_are_no_object_are_ignored(engine: Engine) -> None:
@@ -261,8 +294,41 @@ def test_parameters_that_are_no_object_are_ignored(engine: Engine) -> None:
 
 def test_a_handoff_belongs_to_one_request(engine: Engine, producer: _kvpipe.Control) -> None:
     first, handoff = consuming(engine, producer, prompt(100))
-    second = engine.add(prompt(100), handoff=handoff.hex(), role="consume", producer=producer.address)
+    second = engine.add(prompt(100), params=consume(handoff.hex(), producer.address))
     assert scheduled(engine, second) == 100
+    opened(producer, first, handoff)
+    assert loading(engine, first).request_id == first.request_id
+
+
+def test_a_request_that_is_ignored_gets_no_token_of_the_handoffs_own_request(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    """As do the prompts of one request, which share one handoff's parameters."""
+    first, handoff = consuming(engine, producer, prompt(100))
+    second = engine.add(prompt(40), params=consume(handoff.hex(), producer.address))
+    assert consumed_handoff(first.sampling_params) == handoff
+    assert consumed_handoff(second.sampling_params) is None
+
+
+def test_a_request_that_the_api_server_refused_releases_its_handoff_at_a_producer_never_met(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    handoff = bytes.fromhex(new_id())
+    producer.expect(handoff)
+    producer.open(handoff, bytes(32), 40, RANKS)
+    producer.finish(handoff, [7], "length", 0)
+    request = engine.add([0], max_tokens=1, params=consume(handoff.hex(), producer.address), abort_immediately=True)
+    engine.abort(request)
+    until(lambda: any(event["event"] == "released" for event in producer.drain()))
+
+
+def test_the_notice_of_a_refusal_leaves_a_request_alone_that_the_engine_has(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    """vLLM notifies of every answer that is an error, also of one that comes after the engine had the request."""
+    first, handoff = consuming(engine, producer, prompt(100))
+    notice = engine.add([0], max_tokens=1, params=consume(handoff.hex(), producer.address), abort_immediately=True)
+    engine.abort(notice)
     opened(producer, first, handoff)
     assert loading(engine, first).request_id == first.request_id
 
@@ -309,7 +375,7 @@ def test_an_aborted_request_has_a_result(engine: Engine, producer: _kvpipe.Contr
 
 def produced(engine: Engine, tokens: list[int]) -> tuple[Request, bytes]:
     handoff = new_id()
-    return engine.add(tokens, max_tokens=1, handoff=handoff, role="produce"), bytes.fromhex(handoff)
+    return engine.add(tokens, max_tokens=1, params=produce(handoff)), bytes.fromhex(handoff)
 
 
 def test_blocks_are_announced_in_the_step_that_completes_them(engine: Engine) -> None:
@@ -352,7 +418,7 @@ def test_a_release_before_the_request_is_remembered(engine: Engine) -> None:
     client = ControlClient("")
     assert client.release(engine.role.address, handoff).wait(5) is False
     client.close()
-    engine.add(prompt(300), max_tokens=1, handoff=handoff, role="produce")
+    engine.add(prompt(300), max_tokens=1, params=produce(handoff))
     ended = until(lambda: engine.step()[1].ended)
     assert ended == [(bytes.fromhex(handoff), "it was released")]
 
@@ -391,7 +457,7 @@ def test_a_preempted_prefill_is_withdrawn_before_its_blocks_change(engine: Engin
 
 
 def test_a_producing_request_that_would_decode_on_is_an_ordinary_one(engine: Engine) -> None:
-    request = engine.add(prompt(40), max_tokens=3, handoff=new_id(), role="produce")
+    request = engine.add(prompt(40), max_tokens=3, params=produce(new_id()))
     until(lambda: engine.step() and request.is_finished())
     assert engine.num_free_blocks == FREE
 
@@ -408,7 +474,7 @@ def test_a_foreign_fingerprint_is_refused_by_name_and_the_request_computed(engin
     fingerprint = [(name, "bfloat16" if name == "dtype" else value) for name, value in engine.role._fingerprint]
     foreign = _kvpipe.Control("127.0.0.1:0", b"", "foreign", fingerprint)
     handoff = new_id()
-    request = engine.add(prompt(100), handoff=handoff, role="consume", producer=foreign.address)
+    request = engine.add(prompt(100), params=consume(handoff, foreign.address))
     assert scheduled(engine, request) == 100
     reason = reported(engine, handoff)["reason"]
     assert 'dtype is "torch.float32" here and "bfloat16" there' in reason
@@ -418,7 +484,7 @@ def test_a_foreign_fingerprint_is_refused_by_name_and_the_request_computed(engin
 def test_a_wrong_token_is_refused_and_the_request_computed(engine: Engine) -> None:
     foreign = _kvpipe.Control("127.0.0.1:0", b"another token", "foreign", engine.role._fingerprint)
     handoff = new_id()
-    request = engine.add(prompt(100), handoff=handoff, role="consume", producer=foreign.address)
+    request = engine.add(prompt(100), params=consume(handoff, foreign.address))
     assert scheduled(engine, request) == 100
     assert "KVPIPE_TOKEN" in reported(engine, handoff)["reason"]
     foreign.close()

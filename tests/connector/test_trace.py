@@ -10,6 +10,7 @@ import pytest
 from kvpipe.bench.trace import Event, read
 from kvpipe.connector.config import ConnectorConfig
 from kvpipe.connector.metadata import StepMetadata
+from kvpipe.transfer_params import consume, produce
 from tests.connector import test_worker
 from tests.connector.engine import Engine, new_id, outcome
 from tests.connector.test_scheduler import loading, prompt, scheduled, until
@@ -31,8 +32,8 @@ def test_schedulers_trace_the_life_of_a_handoff(new_engine: Callable[..., Engine
     trace = tmp_path / "trace.json"
     prefill, decode = (new_engine(trace=str(trace)) for _ in range(2))
     handoff = new_id()
-    prefill.add(prompt(300), max_tokens=1, handoff=handoff, role="produce")
-    request = decode.add(prompt(300), handoff=handoff, role="consume", producer=prefill.role.address)
+    prefill.add(prompt(300), max_tokens=1, params=produce(handoff))
+    request = decode.add(prompt(300), params=consume(handoff, prefill.role.address))
     for _ in range(2):
         prefill.step()
     loading(decode, request)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvpipe.connector.metadata import WorkerOutcomes
+from kvpipe.transfer_params import ConsumeParams, parse
 from tests.connector.cache import NUM_BLOCKS, Cache
 from tests.connector.engine import BLOCK, Engine, is_unreported, outcome
 from tests.connector.wire import Wire
@@ -90,13 +91,14 @@ class World:
 
     # --- requests
 
-    def add(self, prompt: list[int], max_tokens: int, **kvpipe: Any) -> Request:
-        request = self.engine.add(prompt, max_tokens, **kvpipe)
+    def add(self, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> Request:
+        request = self.engine.add(prompt, max_tokens, params)
         self.requests.append(request)
-        if kvpipe:
-            handoff = self.handoffs[request.request_id] = bytes.fromhex(kvpipe["handoff"])
-            if "first_token" in kvpipe:
-                self.given[handoff] = kvpipe["first_token"]
+        found = parse(params)
+        if found is not None:
+            self.handoffs[request.request_id] = found.handoff
+            if isinstance(found, ConsumeParams) and found.first_token is not None:
+                self.given[found.handoff] = found.first_token
         return request
 
     def unfinished(self) -> list[Request]:
@@ -369,7 +371,9 @@ class World:
             "a handoff outlives its request"
         )
         assert all(len(results) == 1 for results in self.wire.results.values()), "a handoff has one result"
-        assert self.wire.results.keys() == self.wire.watched.keys(), "each consumed handoff has a result"
+        assert self.wire.results.keys() == self.wire.watched.keys() | self.given.keys(), (
+            "each consumed handoff has a result"
+        )
 
 
 def _scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvpipe import transfer_params
 from kvpipe.launch.deployment import DeploymentThread, Instance
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -174,9 +175,9 @@ def new_handoff() -> str:
 
 def consume(handoff: str, producer: str) -> dict[str, Any]:
     """The parameters that the proxy gives to decode."""
-    return {"kv_transfer_params": {"kvpipe": {"handoff": handoff, "role": "consume", "producer": producer}}}
+    return {"kv_transfer_params": transfer_params.consume(handoff, producer)}
 
 
 def produce(handoff: str) -> dict[str, Any]:
     """The parameters that the proxy gives to prefill."""
-    return {"max_tokens": 1, "kv_transfer_params": {"kvpipe": {"handoff": handoff, "role": "produce"}}}
+    return {"max_tokens": 1, "kv_transfer_params": transfer_params.produce(handoff)}

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from kvpipe import transfer_params
 from tests.e2e.client import (
     CHAT,
     COMPLETIONS,
     Servers,
     chat,
     completion,
-    consume,
     kinds,
     new_handoff,
     post,
@@ -110,8 +110,7 @@ def test_decode_begins_with_the_token_that_it_is_given_and_goes_on_from_it(serve
     """Any token at all, without a producer: what it would have sampled itself does not matter."""
     ids, handoff = prompt(70, seed=token), new_handoff()
     body = completion(ids, max_tokens=8, return_token_ids=True)
-    params = consume(handoff, "127.0.0.1:1")
-    params["kv_transfer_params"]["kvpipe"]["first_token"] = token
+    params = {"kv_transfer_params": transfer_params.resume(handoff, token)}
     found = answer(servers.decode.url, COMPLETIONS, body | params)[0]["choices"][0]["token_ids"]
     assert found[0] == token
     rest = body | {"prompt": [*ids, token], "max_tokens": 7}
@@ -123,8 +122,7 @@ def test_requests_of_one_batch_each_get_their_own_first_token(servers: Servers) 
     tokens = [100 + 37 * number for number in range(8)]
 
     def first(token: int) -> int:
-        params = consume(new_handoff(), "127.0.0.1:1")
-        params["kv_transfer_params"]["kvpipe"]["first_token"] = token
+        params = {"kv_transfer_params": transfer_params.resume(new_handoff(), token)}
         body = completion(prompt(40 + token % 50, seed=token), max_tokens=4, temperature=1.2, return_token_ids=True)
         return answer(servers.decode.url, COMPLETIONS, body | params)[0]["choices"][0]["token_ids"][0]
 

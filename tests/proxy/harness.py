@@ -20,6 +20,7 @@ from aiohttp import web
 from kvpipe.control import Moment
 from kvpipe.proxy import Instance, ProxyConfig
 from kvpipe.proxy.server import create_runner
+from kvpipe.transfer_params import parse
 
 LIMIT_S = 20.0
 COMPLETIONS = "/v1/completions"
@@ -103,7 +104,7 @@ class StandIn:
 
     @property
     def handoffs(self):
-        return [body["kv_transfer_params"]["kvpipe"]["handoff"] for body in self.bodies]
+        return [parse(body["kv_transfer_params"]).handoff.hex() for body in self.bodies]
 
     async def handle(self, request):
         if request.method == "POST":

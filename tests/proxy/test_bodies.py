@@ -13,7 +13,7 @@ CLIENT = {
     "stream": True,
     "stream_options": {"include_usage": True},
 }
-PRODUCE = {"kv_transfer_params": {"kvpipe": {"handoff": "ab", "role": "produce"}}}
+PRODUCE = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "kvpipe": {"handoff": "ab"}}}
 
 MIN_TOKENS_CASES = [(0, 0), (1, 1), (5, 1), ("5", "5")]
 
@@ -55,7 +55,13 @@ def test_prefill_body_has_min_tokens_of_at_most_one_when_the_client_gave_one(giv
 def test_decode_body_is_the_clients_with_the_handoff():
     assert orjson.loads(decode_body(CLIENT, "ab", "host:7100")) == {
         **CLIENT,
-        "kv_transfer_params": {"kvpipe": {"handoff": "ab", "role": "consume", "producer": "host:7100"}},
+        "kv_transfer_params": {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_request_id": "ab",
+            "remote_host": "host",
+            "remote_port": 7100,
+        },
     }
 
 

@@ -3,6 +3,8 @@ import asyncio
 import orjson
 import pytest
 
+from kvpipe.transfer_params import consume, produce
+
 from .harness import (
     CHAT,
     COMPLETIONS,
@@ -31,19 +33,18 @@ def test_prefill_and_decode_get_one_handoff_and_the_client_gets_decodes_answer(d
     async def scene():
         async with stage(decode=[answers(body=b'{"id":"d"}')], dispatch=dispatch) as s:
             status, body, headers = await s.post()
+            await s.prefill[0].asked.wait()  # decode may have answered before
             [p], [d] = s.prefill[0].bodies, s.decode[0].bodies
             handoff = headers["x-kvpipe-handoff"]
             assert (status, body) == (200, b'{"id":"d"}')
             assert len(bytes.fromhex(handoff)) == 16
-            produce = {"handoff": handoff, "role": "produce"}
-            consume = {"handoff": handoff, "role": "consume", "producer": s.prefill[0].control}
             assert p == REQUEST | {
                 "max_tokens": 1,
                 "n": 1,
                 "stream": False,
-                "kv_transfer_params": {"kvpipe": produce},
+                "kv_transfer_params": produce(handoff),
             }
-            assert d == REQUEST | {"kv_transfer_params": {"kvpipe": consume}}
+            assert d == REQUEST | {"kv_transfer_params": consume(handoff, s.prefill[0].control)}
             assert s.control.released == []
 
     run(scene)

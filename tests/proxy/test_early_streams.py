@@ -5,6 +5,8 @@ import asyncio
 import orjson
 import pytest
 
+from kvpipe.transfer_params import parse
+
 from .harness import CHAT, COMPLETIONS, REQUEST, answers, breaks_off, never_ends, run, stage, streams
 from .test_early_token import DONE, chunk, parsed, text_of
 
@@ -71,9 +73,9 @@ def test_a_decode_that_contradicts_is_replaced_by_one_that_gets_the_token(dispat
             assert text_of(shown) == "ab"
             go.set()
             assert text_of(shown + await response.content.read()) == "abcd"
-            params = s.decode[1].bodies[0]["kv_transfer_params"]["kvpipe"]
-            assert (params["role"], params["first_token"], "producer" in params) == ("consume", 7, False)
-            assert params["handoff"] != s.decode[0].handoffs[0]
+            params = parse(s.decode[1].bodies[0]["kv_transfer_params"])
+            assert (params.first_token, params.producer) == (7, "")
+            assert params.handoff.hex() != s.decode[0].handoffs[0]
 
     run(scene)
 
@@ -153,7 +155,7 @@ def test_a_decode_that_dies_before_its_stream_is_replaced_without_an_early_token
         async with stage(decode=[streams(then=breaks_off), streams(chunk("abcd"), DONE)], dispatch=dispatch) as s:
             _, body, _ = await s.post(body=STREAMED)
             assert body == chunk("abcd") + DONE
-            assert "producer" in s.decode[1].bodies[0]["kv_transfer_params"]["kvpipe"]
+            assert parse(s.decode[1].bodies[0]["kv_transfer_params"]).producer
 
     run(scene)
 

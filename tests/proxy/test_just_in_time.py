@@ -10,6 +10,7 @@ import pytest
 from kvpipe import _kvpipe
 from kvpipe.control import ControlClient
 from kvpipe.proxy.just_in_time import Leads, RollingMedian, Timing
+from kvpipe.transfer_params import parse
 
 from .harness import answers, dead_port, never_ends, run, stage
 
@@ -55,7 +56,7 @@ class Scene:
 
 async def handoff_of(request):
     body = orjson.loads(await request.read())
-    return bytes.fromhex(body["kv_transfer_params"]["kvpipe"]["handoff"])
+    return parse(body["kv_transfer_params"]).handoff
 
 
 @asynccontextmanager

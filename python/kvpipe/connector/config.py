@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from kvpipe.connector.allowed_producers import AllowedProducers
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class ConnectorConfig:
             the consumer compares), `validate` (the consumer asks the producer after its last read whether the blocks
             were kept), or `auto` (checksums in host memory, validation on a device). The producer's setting decides; a
             consumer with `checksum` refuses blocks without checksums.
+        allowed_producers: Hosts that this engine connects to as a consumer: names, addresses and networks, separated by
+            commas. Empty: any that a request names.
         lease_s: Seconds that finished blocks wait for a first consumer before they are freed.
         open_timeout_s: Seconds that a consumer waits for a handoff that its producer does not know.
         handoff_timeout_s: Seconds from a consumer's request to its KV. It limits a producer that is alive and keeps
@@ -40,6 +43,7 @@ class ConnectorConfig:
     listen: str = "127.0.0.1:0"
     on_load_failure: str = "recompute"
     integrity: str = "auto"
+    allowed_producers: str = ""
     lease_s: float = 30.0
     open_timeout_s: float = 30.0
     handoff_timeout_s: float = 300.0
@@ -73,6 +77,7 @@ class ConnectorConfig:
                 'write "integrity": "auto" into kv_connector_extra_config'
             )
             raise ConfigError(message)
+        AllowedProducers(self.allowed_producers)
         host, colon, _ = self.listen.rpartition(":")
         if not colon:
             message = f"listen={self.listen!r}: expected HOST:PORT"

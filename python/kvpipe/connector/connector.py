@@ -144,7 +144,7 @@ class KVPipeConnector(KVConnectorBase_V1):
         self._of_scheduler().set_workers(workers)
 
     def on_new_request(self, request: Request) -> None:
-        """Reads the request's kvpipe parameters."""
+        """Reads the request's transfer parameters."""
         self._of_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -165,7 +165,7 @@ class KVPipeConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether the blocks are leased to a consumer, and the parameters of the response."""
-        return self._of_scheduler().finished(request)
+        return self._of_scheduler().finished(request, block_ids)
 
     # --- both
 

@@ -68,6 +68,12 @@ class Consuming:
             # Not only when it is scheduled: a watch extends the producer's lease while the request queues here.
             self._out.control.watch(consumed.handoff, consumed.producer)
 
+    def release_unused(self, refused: Consumed) -> None:
+        """Has the producer free the blocks of a handoff that no request and no worker here uses."""
+        if self._consumed.of(refused.handoff) is None and not self._commits.is_unacknowledged(refused.handoff):
+            self._out.control.watch(refused.handoff, refused.producer)
+            self._out.control.unwatch(refused.handoff, False)  # noqa: FBT003 - a native method
+
     def _check_first_token(self, consumed: Consumed) -> None:
         token = consumed.first_token
         if token is not None and not 0 <= token < self._vocab_size:
@@ -170,7 +176,7 @@ class Consuming:
     def _report(self, consumed: Consumed) -> None:
         consumed.is_reported, consumed.is_leased = True, False
         # The workers must know of a commit before the producer ends the handoff: it would end the load they still have.
-        if not self._commits.is_unacknowledged(consumed.handoff):
+        if consumed.producer and not self._commits.is_unacknowledged(consumed.handoff):
             self._out.control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
         report = consumed.report()
         self._out.control.set_result(consumed.handoff, json.dumps(report))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor as V1LogitsProcessor
 
-from kvpipe.control import parse_handoff
 from kvpipe.exceptions import ConfigError
+from kvpipe.transfer_params import ConsumeParams, parse
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
@@ -118,11 +118,8 @@ def _consuming_row(params: SamplingParams, _: Any, output_ids: list[int]) -> tup
 
 def consumed_handoff(params: SamplingParams) -> bytes | None:
     """Returns the handoff that a request's parameters name; any client may have sent them."""
-    outer = (params.extra_args or {}).get("kv_transfer_params")
-    ours = outer.get("kvpipe") if isinstance(outer, dict) else None
-    if not isinstance(ours, dict) or ours.get("role") != "consume":
-        return None
     try:
-        return parse_handoff(ours.get("handoff"))
+        found = parse((params.extra_args or {}).get("kv_transfer_params"))
     except ConfigError:
         return None
+    return found.handoff if isinstance(found, ConsumeParams) else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from kvpipe import transfer_params
 from kvpipe.connector.prediction import PrefillClock
 from kvpipe.connector.requests import Handoffs, Produced, prompt_hash
 from kvpipe.connector.steps import written_blocks
@@ -30,6 +31,7 @@ class Producing:
 
     Args:
         outbox: Outgoing messages to consumers and workers.
+        engine_id: Name of this engine.
         block_size: Tokens of a block.
 
     Attributes:
@@ -37,10 +39,11 @@ class Producing:
         manager: Knows the blocks of each request; `None` before vLLM provides it.
     """
 
-    def __init__(self, outbox: Outbox, block_size: int) -> None:
+    def __init__(self, outbox: Outbox, engine_id: str, block_size: int) -> None:
         self.ranks: list[tuple[str, bytes]] = []
         self.manager: KVCacheManager | None = None
         self._out = outbox
+        self._engine_id = engine_id
         self._block_size = block_size
         self._produced: Handoffs[Produced] = Handoffs()
         self._num_local_tokens: dict[str, int] = {}
@@ -142,7 +145,7 @@ class Producing:
                 self._withdraw(produced, "the producer has to compute its blocks again")
                 produced.is_withdrawn = True
 
-    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether a finished request's blocks are leased to a consumer, and parameters for its response."""
         produced = self._produced.get(request.request_id)
         if produced is None:
@@ -158,12 +161,15 @@ class Producing:
         self._out.control.finish(
             produced.handoff, list(request.output_token_ids), reason, produced.num_cached_tokens or 0
         )
-        facts = {
-            "handoff": produced.handoff.hex(),
-            "num_tokens": produced.num_prompt_tokens,
-            "first_token": request.output_token_ids[0],
-        }
-        return True, {"kvpipe": facts}
+        return True, transfer_params.produced(
+            produced.handoff.hex(),
+            self._out.control.address or "",
+            engine_id=self._engine_id,
+            parallel_size=len(self.ranks),
+            num_tokens=produced.num_prompt_tokens,
+            block_ids=block_ids,
+            first_token=request.output_token_ids[0],
+        )
 
     def on_released(self, event: dict[str, Any]) -> None:
         """Ends a handoff whose blocks no consumer will read any more."""

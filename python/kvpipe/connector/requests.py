@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from kvpipe.control import parse_handoff
 from kvpipe.exceptions import ConfigError
+from kvpipe.transfer_params import ProduceParams, parse
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-
-# A DNS name and a port. Results name addresses that could not be reached, and results are kept.
-_LONGEST_ADDRESS = 253 + len(":65535")
+    from kvpipe.connector.allowed_producers import AllowedProducers
 
 
 @dataclass
@@ -212,50 +211,29 @@ class Handoffs(Generic[T]):
         return len(self._by_request)
 
 
-def parse(request: Request) -> Produced | Consumed | None:
-    """Parses a request's kvpipe parameters; returns `None` if it has none.
+def read_params(request: Request, allowed: AllowedProducers) -> Produced | Consumed | None:
+    """Reads a request's parameters; returns `None` if it takes part in no handoff.
 
     Raises:
         ConfigError: The parameters are wrong. Any client may have sent them.
     """
-    outer = request.kv_transfer_params
-    params = outer.get("kvpipe") if isinstance(outer, dict) else None
+    params = parse(request.kv_transfer_params)
     if params is None:
         return None
-    if not isinstance(params, dict):
-        message = f"kvpipe={params!r}: expected a JSON object"
-        raise ConfigError(message)
     if request.prompt_token_ids is None:
         message = "a prompt of embeddings has no token ids, which both engines compare"
         raise ConfigError(message)
-    handoff, role, producer = parse_handoff(params.get("handoff")), params.get("role"), params.get("producer")
-    if role == "produce":
+    if isinstance(params, ProduceParams):
         if request.max_tokens != 1:
-            message = f"max_tokens={request.max_tokens}: a producing request has max_tokens=1"
+            message = f"max_tokens={request.max_tokens}: a request with do_remote_decode has max_tokens=1"
             raise ConfigError(message)
-        return Produced(handoff, request.num_prompt_tokens)
-    if role == "consume" and producer is None and params.get("first_token") is not None:
-        producer = ""
-    if role == "consume" and isinstance(producer, str):
-        return _consumed(request, handoff, producer, params.get("first_token"))
-    produce = '{"handoff": "32 hex digits", "role": "produce"}'
-    consume = '{"handoff": "32 hex digits", "role": "consume", "producer": "host:port"}'
-    message = (
-        f"kvpipe={params!r}: expected role produce, or role consume with producer or first_token, such as {produce} "
-        f"or {consume}"
+        return Produced(params.handoff or secrets.token_bytes(16), request.num_prompt_tokens)
+    consumed = Consumed(
+        params.handoff, params.producer, request.num_prompt_tokens, request, first_token=params.first_token
     )
-    raise ConfigError(message)
-
-
-def _consumed(request: Request, handoff: bytes, producer: str, first_token: Any) -> Consumed:
-    if len(producer) > _LONGEST_ADDRESS:
-        message = f"producer of {len(producer)} characters: an address has at most {_LONGEST_ADDRESS}"
-        raise ConfigError(message)
-    if first_token is not None and type(first_token) is not int:
-        message = f"first_token={first_token!r}: expected a token id"
-        raise ConfigError(message)
-    consumed = Consumed(handoff, producer, request.num_prompt_tokens, request, first_token=first_token)
-    if not producer:
+    if params.producer:
+        allowed.check(params.host)
+    else:
         consumed.phase, consumed.reason = "ended", "no producer was named"
     return consumed
 

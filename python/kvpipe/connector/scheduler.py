@@ -6,6 +6,7 @@ commands and drain its events.
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,14 @@ from vllm.logger import init_logger
 
 from kvpipe import _kvpipe
 from kvpipe.config import resolve_token
+from kvpipe.connector.allowed_producers import AllowedProducers
 from kvpipe.connector.consuming import Consuming
 from kvpipe.connector.fingerprint import fingerprint
+from kvpipe.connector.first_token import consumed_handoff
 from kvpipe.connector.first_token_support import FirstTokenSupport
 from kvpipe.connector.outbox import Outbox
 from kvpipe.connector.producing import Producing
-from kvpipe.connector.requests import Consumed, Produced, parse
+from kvpipe.connector.requests import Consumed, Produced, read_params
 from kvpipe.connector.steps import scheduled
 from kvpipe.exceptions import ConfigError
 
@@ -48,6 +51,7 @@ class SchedulerRole:
         self._first_token_support = FirstTokenSupport(vllm_config)
         self._reasoning_parser = str(vllm_config.structured_outputs_config.reasoning_parser or "")
         self._fingerprint = fingerprint(vllm_config)
+        self._allowed_producers = AllowedProducers(config.allowed_producers)
         control = _kvpipe.Control(
             config.listen,
             resolve_token(),
@@ -62,7 +66,7 @@ class SchedulerRole:
         control.trace_to(trace)
         self._out = Outbox(control, trace)
         block_size = vllm_config.cache_config.block_size
-        self._producing = Producing(self._out, block_size)
+        self._producing = Producing(self._out, self._engine_id, block_size)
         self._consuming = Consuming(
             self._out,
             self._first_token_support,
@@ -117,16 +121,29 @@ class SchedulerRole:
     # --- requests
 
     def on_new_request(self, request: Request) -> None:
-        """Reads the kvpipe parameters of a request; a request without them takes no part."""
+        """Reads the transfer parameters of a request; a request without them takes no part."""
         try:
-            self._note(request)
+            if request.abort_immediately:
+                self._release_refused(request)
+            else:
+                self._note(request)
         except ConfigError as error:
+            _hide_handoff_from_workers(request)
             logger.warning(
                 "request.ignored request_id=%s KV transfer is disabled for it: %s", request.request_id, error
             )
 
+    def _release_refused(self, request: Request) -> None:
+        """Releases the handoff of a request that the API server refused: vLLM adds one that is aborted in its place.
+
+        vLLM does so too when it answers with an error later. The engine's own request then ends the handoff.
+        """
+        refused = read_params(request, self._allowed_producers)
+        if isinstance(refused, Consumed) and refused.producer:
+            self._consuming.release_unused(refused)
+
     def _note(self, request: Request) -> None:
-        wanted = parse(request)
+        wanted = read_params(request, self._allowed_producers)
         if wanted is not None:
             self._out.trace.instant("queued", wanted.handoff, tokens=wanted.num_prompt_tokens)
         if isinstance(wanted, Produced):
@@ -146,10 +163,10 @@ class SchedulerRole:
         self._producing.allocated(request)
         self._consuming.allocated(request, blocks, num_external_tokens)
 
-    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether a finished request's blocks are leased to a consumer, and parameters for its response."""
         self._consuming.finished(request)
-        return self._producing.finished(request)
+        return self._producing.finished(request, block_ids)
 
     # --- every step
 
@@ -190,3 +207,16 @@ class SchedulerRole:
     def close(self) -> None:
         """Closes the control plane, which notifies consumers."""
         self._out.control.close()
+
+
+def _hide_handoff_from_workers(request: Request) -> None:
+    """Takes a handoff that belongs to another request out of what the workers get, who would force its first token.
+
+    The requests that vLLM makes of one share their parameters, so that these are replaced, and not changed.
+    """
+    params = request.sampling_params
+    if params is not None and consumed_handoff(params) is not None:
+        request.sampling_params = copy.copy(params)
+        request.sampling_params.extra_args = {
+            name: value for name, value in (params.extra_args or {}).items() if name != "kv_transfer_params"
+        }

@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 
+from kvpipe import transfer_params
 from kvpipe.exceptions import KVPipeError
 
 CHAT_PATH = "/v1/chat/completions"
@@ -43,20 +44,18 @@ def prefill_body(body: dict[str, Any], path: str, handoff: str) -> bytes:
         changed["max_completion_tokens"] = 1
     if isinstance(min_tokens := body.get("min_tokens"), int):
         changed["min_tokens"] = min(1, min_tokens)
-    changed[_PARAMS] = {"kvpipe": {"handoff": handoff, "role": "produce"}}
+    changed[_PARAMS] = transfer_params.produce(handoff)
     return orjson.dumps(changed)
 
 
 def decode_body(body: dict[str, Any], handoff: str, producer: str) -> bytes:
     """Body for D: the client's request, consuming `handoff` from the control port `producer`."""
-    params = {"handoff": handoff, "role": "consume", "producer": producer}
-    return orjson.dumps(body | {_PARAMS: {"kvpipe": params}})
+    return orjson.dumps(body | {_PARAMS: transfer_params.consume(handoff, producer)})
 
 
 def resumed_body(body: dict[str, Any], handoff: str, first_token: int) -> bytes:
     """Body for a D that continues alone after an early token; `handoff` is a new id."""
-    params = {"handoff": handoff, "role": "consume", "first_token": first_token}
-    return orjson.dumps(body | {_PARAMS: {"kvpipe": params}})
+    return orjson.dumps(body | {_PARAMS: transfer_params.resume(handoff, first_token)})
 
 
 def plain_body(body: dict[str, Any]) -> bytes:

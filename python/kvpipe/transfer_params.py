@@ -1,0 +1,172 @@
+"""`kv_transfer_params` of a request, written and read.
+
+The fields are those of vLLM's NixlConnector, so that routers which know that connector pass them on: a router tells the
+producer `do_remote_decode`, and gives the consumer what the producer's answer has. `remote_request_id` is the handoff,
+`remote_host` and `remote_port` are the producer's control port. A key `kvpipe` may say more; no router has to know it.
+
+Source: `kv_connector/v1/nixl/pull_scheduler.py` of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvpipe.control import parse_handoff
+from kvpipe.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# A DNS name. Results name addresses that could not be reached, and results are kept.
+_LONGEST_HOST = 253
+_LAST_PORT = 65535
+# No vocabulary has as many tokens. Python refuses to write an integer of thousands of digits.
+_TOKENS_CAP = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class ProduceParams:
+    """Another engine reads the request's KV.
+
+    Attributes:
+        handoff: The handoff's id; `None`: the producer chooses one, and its answer has it.
+    """
+
+    handoff: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumeParams:
+    """Another engine computes the request's KV.
+
+    Attributes:
+        handoff: The handoff's id.
+        host: Host of the producer's control port; empty: there is no producer, only its first token.
+        port: The control port.
+        first_token: Without a producer, the token to go on from. A producer's token comes from itself, with the prompt
+            that it belongs to.
+    """
+
+    handoff: bytes
+    host: str
+    port: int
+    first_token: int | None
+
+    @property
+    def producer(self) -> str:
+        """The producer's control port as `host:port`; empty without one."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}" if host else ""
+
+
+def produce(handoff: str) -> dict[str, Any]:
+    """Returns parameters of a request that produces a handoff with this id."""
+    return {"do_remote_decode": True, "do_remote_prefill": False, "kvpipe": {"handoff": handoff}}
+
+
+def consume(handoff: str, producer: str) -> dict[str, Any]:
+    """Returns parameters of a request that consumes a handoff.
+
+    Args:
+        handoff: The handoff's id, 32 hex digits.
+        producer: The producer's control port, `host:port`.
+    """
+    host, _, port = producer.rpartition(":")
+    return {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_request_id": handoff,
+        "remote_host": host.removeprefix("[").removesuffix("]"),
+        "remote_port": int(port),
+    }
+
+
+def resume(handoff: str, first_token: int) -> dict[str, Any]:
+    """Returns parameters of a request that continues alone after a token that its producer sampled.
+
+    Args:
+        handoff: A new id, of which the engine keeps the result.
+        first_token: The token.
+    """
+    return {"kvpipe": {"handoff": handoff, "first_token": first_token}}
+
+
+def produced(
+    handoff: str,
+    producer: str,
+    *,
+    engine_id: str,
+    parallel_size: int,
+    num_tokens: int,
+    block_ids: Sequence[int],
+    first_token: int,
+) -> dict[str, Any]:
+    """Returns what a producer answers: every field that NixlConnector's has, for routers that rebuild the object."""
+    return consume(handoff, producer) | {
+        "remote_block_ids": [list(block_ids)],
+        "remote_engine_id": engine_id,
+        "tp_size": parallel_size,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "kvpipe": {"handoff": handoff, "num_tokens": num_tokens, "first_token": first_token},
+    }
+
+
+def parse(params: object) -> ProduceParams | ConsumeParams | None:
+    """Parses a request's parameters; returns `None` if they ask for nothing.
+
+    Raises:
+        ConfigError: The parameters are wrong. Any client may have sent them, so that the message shows no more of them
+            than is bounded.
+    """
+    if not isinstance(params, dict):
+        return None
+    ours = params.get("kvpipe")
+    if ours is not None and not isinstance(ours, dict):
+        message = f"kvpipe of type {type(ours).__name__}: expected a JSON object"
+        raise ConfigError(message)
+    ours = ours or {}
+    is_producing, is_consuming = params.get("do_remote_decode"), params.get("do_remote_prefill")
+    if is_producing and is_consuming:
+        message = "do_remote_decode and do_remote_prefill: expected one of them, a request has one role"
+        raise ConfigError(message)
+    if is_producing:
+        handoff = ours.get("handoff")
+        return ProduceParams(None if handoff is None else parse_handoff(handoff))
+    if is_consuming:
+        host, port = _host(params.get("remote_host")), _port(params.get("remote_port"))
+        return ConsumeParams(parse_handoff(params.get("remote_request_id")), host, port, None)
+    if (token := ours.get("first_token")) is not None:
+        return ConsumeParams(parse_handoff(ours.get("handoff")), "", 0, _token(token))
+    if ours:
+        message = "kvpipe alone: expected do_remote_decode or do_remote_prefill beside it, or a first_token"
+        raise ConfigError(message)
+    return None
+
+
+def _host(host: object) -> str:
+    if not isinstance(host, str) or not 0 < len(host) <= _LONGEST_HOST:
+        shown = repr(host[:_LONGEST_HOST]) if isinstance(host, str) else type(host).__name__
+        message = f"remote_host={shown}: expected the host of the producer's control port"
+        raise ConfigError(message)
+    return host
+
+
+def _port(port: object) -> int:
+    if isinstance(port, str) and port.isascii() and port.isdecimal() and len(port) <= len(str(_LAST_PORT)):
+        port = int(port)
+    if type(port) is not int or not 0 < port <= _LAST_PORT:
+        message = f"remote_port of type {type(port).__name__}: expected a port, 1 to {_LAST_PORT}"
+        raise ConfigError(message)
+    return port
+
+
+def _token(token: object) -> int:
+    if type(token) is not int or abs(token) > _TOKENS_CAP:
+        message = f"first_token of type {type(token).__name__}: expected a token id"
+        raise ConfigError(message)
+    return token

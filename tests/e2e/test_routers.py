@@ -1,0 +1,164 @@
+"""Routers written for vLLM's NixlConnector drive the same instances: none of them knows kvpipe.
+
+Every run asks the relay of examples/. It asks `vllm-router` of PyPI and vLLM's own example of a P/D proxy where
+KVPIPE_TEST_VLLM_ROUTER and KVPIPE_TEST_EXAMPLE_PROXY say where they are.
+"""
+
+import http
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from kvpipe.launch.plan import free_ports
+from tests.e2e.client import CHAT, COMPLETIONS, Servers, chat, completion, kinds, post, prompt, sent, until
+from tests.e2e.groups import LOGS, REPOSITORY
+from tests.e2e.test_identity import TOOL, called, hot_chat
+
+BLOCK = 32
+REQUESTS = {
+    "several steps": (COMPLETIONS, completion(prompt(1500, seed=61))),
+    "exactly four blocks": (COMPLETIONS, completion(prompt(4 * BLOCK, seed=62))),
+    "streamed": (COMPLETIONS, completion(prompt(101, seed=63), stream=True)),
+    "hot": (COMPLETIONS, completion(prompt(200, seed=64), temperature=1.2, seed=7)),
+    "chat": (CHAT, chat("What is a relay?")),
+    "chat, streamed": (CHAT, chat("What is a lease?", stream=True, max_completion_tokens=9)),
+}
+VLLM_ROUTER, EXAMPLE_PROXY = "KVPIPE_TEST_VLLM_ROUTER", "KVPIPE_TEST_EXAMPLE_PROXY"
+
+
+class Router:
+    """A router before the shared instances."""
+
+    def __init__(self, servers: Servers, name: str) -> None:
+        self.servers, self.name = servers, name
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        self.command = [*_command(servers, name), "--port", str(port)]
+        self._log = LOGS / "roomy" / f"{servers.decode.child.name}.log"
+
+    def results(self) -> list[dict[str, str]]:
+        """What decode has logged of the handoffs that have ended."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        ended = [line.partition("handoff.end ")[2] for line in lines if "handoff.end " in line]
+        return [dict(field.split("=", 1) for field in line.split(" ") if "=" in field) for line in ended]
+
+    def result_of(self, body: dict[str, Any], path: str) -> dict[str, str]:
+        """Sends a request, compares its answer with the undivided instance's, and returns how its handoff ended."""
+        num_ended = len(self.results())
+        assert self.servers.answer(self.url, path, body)[0] == self.servers.expected(path, body)
+        return until(lambda: self.results()[num_ended:])[0]
+
+
+def _command(servers: Servers, name: str) -> list[str]:
+    prefill, decode = servers.prefill.url, servers.decode.url
+    if name == "vllm-router":
+        program = _program(VLLM_ROUTER, "`pip install vllm-router` and the path of its program")
+        options = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--host", "127.0.0.1"]
+        return [program, *options, "--prefill", prefill, "--decode", decode, "--prometheus-port", str(free_ports(1)[0])]
+    if name == "example proxy":
+        program = _program(EXAMPLE_PROXY, "vLLM's tests/v1/kv_connector/nixl_integration/toy_proxy_server.py")
+        ports = [str(urlsplit(url).port) for url in (prefill, decode)]
+        hosts = ["--prefiller-host", "127.0.0.1", "--decoder-host", "127.0.0.1"]
+        return [sys.executable, program, *hosts, "--prefiller-port", ports[0], "--decoder-port", ports[1]]
+    return [sys.executable, str(REPOSITORY / "examples" / "relay.py"), "--prefill", prefill, "--decode", decode]
+
+
+def _program(variable: str, what: str) -> str:
+    path = os.environ.get(variable, "")
+    if not Path(path).is_file():
+        pytest.skip(f"{variable} is not set to {what}")
+    return path
+
+
+@pytest.fixture(scope="module", params=["relay", "vllm-router", "example proxy"])
+def name(request: pytest.FixtureRequest) -> str:
+    """Which router."""
+    return request.param
+
+
+@pytest.fixture
+def router(servers: Servers, name: str) -> Iterator[Router]:
+    """The router, which ends after each test; the instances go on."""
+    router = Router(servers, name)
+    with subprocess.Popen(router.command) as process:
+        try:
+            until(lambda: _answers(router))
+            yield router
+        finally:
+            process.terminate()
+
+
+def _answers(router: Router) -> bool:
+    try:
+        with post(router.url, COMPLETIONS, completion(prompt(5), max_tokens=1)) as response:
+            response.read()
+            return response.status == http.HTTPStatus.OK
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("kind", kinds(REQUESTS, "several steps", "chat, streamed"))
+def test_the_answer_is_that_of_one_instance_and_all_kv_came_from_prefill(router: Router, kind: str) -> None:
+    path, body = REQUESTS[kind]
+    result = router.result_of(body, path)
+    assert (result["result"], result["computed_tokens"], result["first_token"]) == ("full", "1", "exact"), result
+
+
+def test_a_tool_call_is_that_of_one_instance(router: Router) -> None:
+    choice = {"type": "function", "function": {"name": "remember"}}
+    body = hot_chat("Who was it?", 65, max_tokens=48, tools=[TOOL], tool_choice=choice, stream=False)
+    assert called(router.url, body)[0] == called(router.servers.undivided.url, body)[0]
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2}], ids=["several prompts", "two choices of each"])
+def test_what_is_no_single_handoff_is_answered_as_by_one_instance(router: Router, more: dict[str, Any]) -> None:
+    """The router passes on the parameters of one handoff for all of them."""
+    body = completion([prompt(70 + 40 * seed, seed + 90) for seed in range(4)], **more)
+    texts = []
+    for url in (router.url, router.servers.undivided.url):
+        with post(url, COMPLETIONS, body) as response:
+            texts.append([choice["text"] for choice in json.loads(response.read())["choices"]])
+    assert texts[0] == texts[1]
+    router.servers.come_to_rest()
+
+
+def test_requests_at_once_do_not_mix(router: Router) -> None:
+    bodies = [completion(prompt(60 + 13 * seed, seed + 70)) for seed in range(8)]
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        texts = list(threads.map(lambda body: router.servers.answer(router.url, COMPLETIONS, body)[0], bodies))
+    assert texts == [router.servers.expected(COMPLETIONS, body) for body in bodies]
+    router.servers.come_to_rest()
+
+
+@pytest.mark.smoke
+def test_a_request_that_decode_refuses_leaves_nothing_leased(servers: Servers) -> None:
+    """What any router does with prefill's answer: decode's API server refuses before its engine knows the request."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    body = completion(prompt(200, seed=81))
+    with post(servers.prefill.url, COMPLETIONS, body | {"max_tokens": 1, "kv_transfer_params": params}) as response:
+        passed_on = json.loads(response.read())["kv_transfer_params"]
+    assert not servers.holds_no_block(servers.prefill)
+    refused = body | {"max_tokens": 100_000, "kv_transfer_params": passed_on}
+    with post(servers.decode.url, COMPLETIONS, refused) as response:
+        assert response.status == http.HTTPStatus.BAD_REQUEST
+        response.read()
+    until(lambda: servers.holds_no_block(servers.prefill), timeout_s=5)
+    servers.come_to_rest()
+
+
+@pytest.mark.smoke
+def test_a_client_that_leaves_leaves_nothing_leased(router: Router) -> None:
+    streamed = completion(prompt(300, seed=82), stream=True, max_tokens=2000, ignore_eos=True)
+    with post(router.url, COMPLETIONS, streamed) as response:
+        assert response.read1(64)
+    with sent(router.url, COMPLETIONS, completion(prompt(3900, seed=83))):
+        until(lambda: not router.servers.is_idle(router.servers.prefill))
+    router.servers.come_to_rest()
