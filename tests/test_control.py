@@ -140,7 +140,7 @@ def test_a_subscriber_is_notified_of_the_end_and_its_reason(port, client):
     subscribed = client.subscribe(port.address, HANDOFF.hex(), 5.0)
     awaited = client.watched(port.address, HANDOFF.hex())
     open_handoff(port, HANDOFF)
-    port.finish(HANDOFF, [7], "length", 0)
+    port.finish(HANDOFF, [7], "length", 0, bytes(32))
     assert subscribed.wait(10) == Moment("finished")
     reason = 'a "reason"\n\twith \\ and é'
     port.withdraw(HANDOFF, reason)
@@ -168,7 +168,7 @@ def test_many_may_await_one_port_at_once(port, client):
         awaited = [client.subscribe(port.address, handoff.hex(), 1.0) for handoff in handoffs]
         for handoff in handoffs:
             open_handoff(port, handoff)
-            port.finish(handoff, [7], "length", 0)
+            port.finish(handoff, [7], "length", 0, bytes(32))
         assert [(await work).kind for work in awaited] == ["finished"] * 50
 
     asyncio.run(scene())

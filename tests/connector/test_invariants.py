@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from vllm.v1.request import Request
 
-from kvpipe.connector.requests import prompt_hash
+from kvpipe.connector.requests import prompt_hash, sampling_hash
 from kvpipe.transfer_params import consume, produce, resume
 from tests.connector.engine import BLOCK, engine_config
 from tests.connector.world import THEIRS, Transfer, World
@@ -127,7 +127,7 @@ class Engines(RuleBasedStateMachine):
         if told != "nothing":
             self.world.wire.send_opened(bytes.fromhex(handoff), prompt_hash(request), len(tokens))
         if told == "finished":
-            self.world.wire.send_finished(bytes.fromhex(handoff), [THEIRS])
+            self._send_finished(bytes.fromhex(handoff))
 
     @precondition(lambda self: self.world.unfinished())
     @rule(pick=picks, is_meant=rarely)
@@ -204,7 +204,7 @@ class Engines(RuleBasedStateMachine):
     @rule(pick=picks)
     def a_producer_finishes(self, pick: int) -> None:
         handoffs = self._opened()
-        self.world.wire.send_finished(handoffs[pick % len(handoffs)], [THEIRS])
+        self._send_finished(handoffs[pick % len(handoffs)])
 
     @precondition(lambda self: any(not watched.is_over for watched in self.world.wire.watched.values()))
     @rule(pick=picks, is_meant=rarely, is_withdrawn=st.booleans())
@@ -277,7 +277,10 @@ class Engines(RuleBasedStateMachine):
         if not is_at_once:
             self.world.step()
         if transfer.load.handoff in self._opened():
-            self.world.wire.send_finished(transfer.load.handoff, [THEIRS])
+            self._send_finished(transfer.load.handoff)
+
+    def _send_finished(self, handoff: bytes) -> None:
+        self.world.wire.send_finished(handoff, [THEIRS], sampling_hash(self._request_of(handoff)))
 
     def _incomplete(self) -> list[Transfer]:
         transfers = self.world.transfers.values()

@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
 from kvpipe.connector.first_token import consumed_handoff
-from kvpipe.connector.requests import prompt_hash
+from kvpipe.connector.requests import prompt_hash, sampling_hash
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, produce
 from tests.connector.engine import BLOCK, NUM_BLOCKS, Engine, new_id, outcome
@@ -43,7 +43,7 @@ def consuming(
 
 def opened(producer: _kvpipe.Control, request: Request, handoff: bytes) -> None:
     producer.open(handoff, prompt_hash(request), request.num_prompt_tokens, RANKS)
-    producer.finish(handoff, [7], "length", 0)
+    producer.finish(handoff, [7], "length", 0, sampling_hash(request))
 
 
 def loading(engine: Engine, request: Request) -> Any:
@@ -316,7 +316,7 @@ def test_a_request_that_the_api_server_refused_releases_its_handoff_at_a_produce
     handoff = bytes.fromhex(new_id())
     producer.expect(handoff)
     producer.open(handoff, bytes(32), 40, RANKS)
-    producer.finish(handoff, [7], "length", 0)
+    producer.finish(handoff, [7], "length", 0, bytes(32))
     request = engine.add([0], max_tokens=1, params=consume(handoff.hex(), producer.address), abort_immediately=True)
     engine.abort(request)
     until(lambda: any(event["event"] == "released" for event in producer.drain()))

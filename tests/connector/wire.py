@@ -63,7 +63,14 @@ class Wire:
     def progress(self, handoff: bytes, remaining: float) -> None:
         assert remaining >= 0
 
-    def finish(self, handoff: bytes, output_ids: Sequence[int], finish_reason: str, num_cached_tokens: int) -> None:
+    def finish(
+        self,
+        handoff: bytes,
+        output_ids: Sequence[int],
+        finish_reason: str,
+        num_cached_tokens: int,
+        sampling_hash: bytes,
+    ) -> None:
         produced = self.produced[handoff]
         assert produced.state in ("open", "ended"), "a handoff that is not open cannot finish"
         assert len(output_ids) == 1
@@ -110,10 +117,17 @@ class Wire:
             ranks=[("127.0.0.1:1", bytes(16))],
         )
 
-    def send_finished(self, handoff: bytes, output_ids: list[int]) -> None:
+    def send_finished(self, handoff: bytes, output_ids: list[int], sampling_hash: bytes) -> None:
         """The producer has sampled its token."""
         self.watched[handoff].is_finished = True
-        self._send(handoff, "finished", output_ids=output_ids, finish_reason="length", num_cached_tokens=0)
+        self._send(
+            handoff,
+            "finished",
+            output_ids=output_ids,
+            finish_reason="length",
+            num_cached_tokens=0,
+            sampling_hash=sampling_hash,
+        )
 
     def send_ended(self, handoff: bytes, *, is_withdrawn: bool = False) -> None:
         """The producer died, was late, or has withdrawn its blocks."""

@@ -43,7 +43,7 @@ class Scene:
         self.producer.open(handoff, bytes(32), 100, [])
 
     def finish(self, handoff):
-        self.producer.finish(handoff, [7], "length", 0)
+        self.producer.finish(handoff, [7], "length", 0, bytes(32))
 
     async def is_received(self):
         """What was said before has been taken by P's port, and its answers by the proxy's loop."""

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from kvpipe.connector.commits import Commits
 from kvpipe.connector.metadata import Load, merge
-from kvpipe.connector.requests import Consumed, Handoffs, prompt_hash
+from kvpipe.connector.requests import Consumed, Handoffs, prompt_hash, sampling_hash
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -260,12 +260,18 @@ class Consuming:
             return
         consumed.has_state = True
         if consumed.first_token is None and event["output_ids"] and self._is_same_prompt(consumed, consumed.request):
-            consumed.first_token = event["output_ids"][0]
-            self._check_first_token(consumed)
+            self._note_first_token(consumed, event)
         if self._commits.state_received(consumed.request.request_id, consumed):
             self._out.step.committed.append(consumed.handoff)
         elif consumed.phase == "loading":
             self._out.step.commits.append(consumed.handoff)
+
+    def _note_first_token(self, consumed: Consumed, state: dict[str, Any]) -> None:
+        if state["sampling_hash"] == sampling_hash(consumed.request):
+            consumed.first_token = state["output_ids"][0]
+            self._check_first_token(consumed)
+        elif not consumed.unsupported_reason:
+            consumed.unsupported_reason = "the producer sampled with other parameters"
 
     def on_ended(self, event: dict[str, Any]) -> None:
         """Ends a handoff: the producer will send no more KV, or has withdrawn its blocks."""

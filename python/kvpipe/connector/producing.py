@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from kvpipe import transfer_params
 from kvpipe.connector.prediction import PrefillClock
-from kvpipe.connector.requests import Handoffs, Produced, prompt_hash
+from kvpipe.connector.requests import Handoffs, Produced, prompt_hash, sampling_hash
 from kvpipe.connector.steps import written_blocks
 from kvpipe.exceptions import ConfigError
 
@@ -159,7 +159,11 @@ class Producing:
         self._out.trace.instant("sampled", produced.handoff)
         self._out.step.leased.append((produced.handoff, request.request_id))
         self._out.control.finish(
-            produced.handoff, list(request.output_token_ids), reason, produced.num_cached_tokens or 0
+            produced.handoff,
+            list(request.output_token_ids),
+            reason,
+            produced.num_cached_tokens or 0,
+            sampling_hash(request),
         )
         return True, transfer_params.produced(
             produced.handoff.hex(),

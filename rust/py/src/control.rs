@@ -75,9 +75,7 @@ impl Control {
         num_tokens: u32,
         ranks: Vec<(String, Vec<u8>)>,
     ) -> PyResult<()> {
-        let prompt_hash = prompt_hash
-            .try_into()
-            .map_err(|_| bad("a prompt hash has 32 bytes"))?;
+        let prompt_hash = hash(prompt_hash)?;
         let rank = |(address, incarnation): (String, Vec<u8>)| {
             Ok(Rank {
                 address,
@@ -108,11 +106,14 @@ impl Control {
         output_ids: Vec<u32>,
         finish_reason: String,
         num_cached_tokens: u32,
+        sampling_hash: &[u8],
     ) -> PyResult<()> {
+        let sampling_hash = hash(sampling_hash)?;
         let state = SequenceState {
             output_ids,
             finish_reason,
             num_cached_tokens,
+            sampling_hash,
         };
         self.0.finish(id(handoff)?, state).map_err(to_py)
     }
@@ -217,6 +218,7 @@ fn to_dict<'py>(py: Python<'py>, event: &ControlEvent) -> PyResult<Bound<'py, Py
                     dict.set_item("output_ids", &state.output_ids)?;
                     dict.set_item("finish_reason", &state.finish_reason)?;
                     dict.set_item("num_cached_tokens", state.num_cached_tokens)?;
+                    dict.set_item("sampling_hash", state.sampling_hash.as_slice())?;
                 }
                 HandoffUpdate::Ended(reason) => {
                     dict.set_item("reason", reason)?;
@@ -235,6 +237,10 @@ fn to_dict<'py>(py: Python<'py>, event: &ControlEvent) -> PyResult<Bound<'py, Py
         }
     }
     Ok(dict)
+}
+
+fn hash(bytes: &[u8]) -> PyResult<[u8; 32]> {
+    bytes.try_into().map_err(|_| bad("a hash has 32 bytes"))
 }
 
 fn set_opening(dict: &Bound<'_, PyDict>, opening: &Opening) -> PyResult<()> {

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvpipe.bench.scale.point import Point
 
 _LISTEN, _SILENCE_S = "127.0.0.1:0", 3600.0
-_PROMPT_HASH, _RANKS = bytes(32), [("127.0.0.1:1", bytes(16))]
+_HASH, _RANKS = bytes(32), [("127.0.0.1:1", bytes(16))]
 _FOR_S = 0.5
 # How long handoffs that are late are waited for.
 _DRAIN_S = 5.0
@@ -59,7 +59,7 @@ class ControlPlane:
             pairs = [(self._producer, other), (other, self._consumer)]
         for producer, consumer in pairs:
             handoff = self._handoff()
-            producer.open(handoff, _PROMPT_HASH, 1, _RANKS)
+            producer.open(handoff, _HASH, 1, _RANKS)
             consumer.watch(handoff, producer.address or "")
             # As a proxy does that dispatches just in time.
             self._asked.append(consumer.ask_subscription(producer.address or "", handoff, 0, _UNDER_WAY_S))
@@ -110,8 +110,8 @@ class ControlPlane:
     def _offer(self) -> bytes:
         handoff = self._handoff()
         self._consumer.watch(handoff, self._producer.address or "")
-        self._producer.open(handoff, _PROMPT_HASH, 1, _RANKS)
-        self._producer.finish(handoff, [1], "length", 0)
+        self._producer.open(handoff, _HASH, 1, _RANKS)
+        self._producer.finish(handoff, [1], "length", 0, _HASH)
         return handoff
 
     def close(self) -> None:

@@ -73,7 +73,8 @@ impl ControlMessage {
                     .raw(handoff)
                     .list(&state.output_ids, |w, id| w.u32(*id))
                     .str(&state.finish_reason)
-                    .u32(state.num_cached_tokens),
+                    .u32(state.num_cached_tokens)
+                    .raw(&state.sampling_hash),
                 HandoffUpdate::Ended(reason) => {
                     Writer::new(ENDED).raw(handoff).text(reason, TEXT_CAP)
                 }
@@ -168,6 +169,7 @@ fn update(kind: u8, reader: &mut Reader<'_>) -> Result<HandoffUpdate> {
             output_ids: reader.list(OUTPUT_IDS_CAP, Reader::u32)?,
             finish_reason: reader.str(TEXT_CAP)?,
             num_cached_tokens: reader.u32()?,
+            sampling_hash: reader.fixed()?,
         }),
         _ => HandoffUpdate::Ended(reader.str(TEXT_CAP)?),
     })
@@ -193,6 +195,7 @@ mod tests {
             output_ids: vec![1, 2],
             finish_reason: "stop".to_owned(),
             num_cached_tokens: 4,
+            sampling_hash: [8; 32],
         };
         let handoff = [1; 16];
         for message in [

@@ -55,6 +55,8 @@ pub struct SequenceState {
     pub finish_reason: String,
     /// Prompt tokens that prefill found in its prefix cache.
     pub num_cached_tokens: u32,
+    /// Hash of the parameters that prefill sampled with, which the consumer compares with its own.
+    pub sampling_hash: [u8; 32],
 }
 
 /// What a producer tells the consumers that watch a handoff.

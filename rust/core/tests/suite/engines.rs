@@ -66,6 +66,7 @@ pub fn state() -> SequenceState {
         output_ids: vec![42],
         finish_reason: "length".to_owned(),
         num_cached_tokens: 16,
+        sampling_hash: [8; 32],
     }
 }
 

@@ -34,6 +34,7 @@ pub(crate) fn sequence_state() -> SequenceState {
         output_ids: vec![6],
         finish_reason: "length".to_owned(),
         num_cached_tokens: 0,
+        sampling_hash: [4; 32],
     }
 }
 

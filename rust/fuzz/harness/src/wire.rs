@@ -83,7 +83,8 @@ pub(crate) fn control(handoff: [u8; 16], opening: &Opening, state: &SequenceStat
         of_handoff(control::FINISHED)
             .list(&state.output_ids, |w, id| w.u32(*id))
             .str(&state.finish_reason)
-            .u32(state.num_cached_tokens),
+            .u32(state.num_cached_tokens)
+            .raw(&state.sampling_hash),
         of_handoff(control::ENDED).str("aborted"),
         of_handoff(control::UNWATCH).u8(1),
         head(control::DESCRIBE, 1),
