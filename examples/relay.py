@@ -29,7 +29,8 @@ class Relay:
         async with aiohttp.ClientSession() as session:
             async with session.post(self.prefill + request.path, json=first) as answer:
                 if not answer.ok:
-                    return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+                    refusal = await answer.read()
+                    return web.Response(status=answer.status, body=refusal, content_type=answer.content_type)
                 params = (await answer.json())["kv_transfer_params"]
             decode = session.post(self.decode + request.path, json=body | {"kv_transfer_params": params})
             async with decode as answer:

@@ -65,10 +65,11 @@ class Engine:
     def add(self, prompt: list[int], max_tokens: int = 4, params: dict[str, Any] | None = None, **more: Any) -> Request:
         """Adds a request with a router's transfer parameters."""
         extra = {"kv_transfer_params": params} if params else None
+        sampling = SamplingParams(max_tokens=max_tokens, extra_args=extra, ignore_eos=True)
+        more = {"sampling_params": sampling} | more
         request = Request(
             request_id=f"request-{next(self._numbers)}",
             prompt_token_ids=prompt,
-            sampling_params=SamplingParams(max_tokens=max_tokens, extra_args=extra, ignore_eos=True),
             pooling_params=None,
             block_hasher=self._hasher,
             **more,

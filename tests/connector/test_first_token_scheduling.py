@@ -209,6 +209,15 @@ def test_a_token_that_was_sampled_with_other_parameters_is_not_forced(
     assert reported(engine, handoff.hex())["first_token_reason"] == "the producer sampled with other parameters"
 
 
+def test_a_prefill_that_a_router_of_nixl_asks_for_samples_any_token(engine: Engine) -> None:
+    """Such a router sends prefill a `min_tokens` that is not the client's, which would keep it from a stop token."""
+    asked = SamplingParams(max_tokens=1, min_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    request = engine.add(prompt(40), sampling_params=asked)
+    assert (request.sampling_params.min_tokens, asked.min_tokens) == (0, 1)
+    knowing = SamplingParams(max_tokens=1, min_tokens=1, extra_args={"kv_transfer_params": produce(new_id())})
+    assert engine.add(prompt(40), sampling_params=knowing).sampling_params.min_tokens == 1
+
+
 def test_lengths_stops_and_logprobs_do_not_decide_whether_a_token_is_forced() -> None:
     theirs = SamplingParams(max_tokens=1, logprobs=2, stop=["x"], stop_token_ids=[9], min_tokens=0)
     assert sampling_hash(with_sampling(theirs)) == sampling_hash(with_sampling(SamplingParams(max_tokens=100)))

@@ -23,11 +23,13 @@ from tests.e2e.groups import LOGS, REPOSITORY
 from tests.e2e.test_identity import TOOL, called, hot_chat
 
 BLOCK = 32
+EOS = "2"
 REQUESTS = {
     "several steps": (COMPLETIONS, completion(prompt(1500, seed=61))),
     "exactly four blocks": (COMPLETIONS, completion(prompt(4 * BLOCK, seed=62))),
     "streamed": (COMPLETIONS, completion(prompt(101, seed=63), stream=True)),
     "hot": (COMPLETIONS, completion(prompt(200, seed=64), temperature=1.2, seed=7)),
+    "over with the first token": (COMPLETIONS, completion(prompt(90, seed=65), logit_bias={EOS: 100})),
     "chat": (CHAT, chat("What is a relay?")),
     "chat, streamed": (CHAT, chat("What is a lease?", stream=True, max_completion_tokens=9)),
 }
@@ -110,6 +112,13 @@ def test_the_answer_is_that_of_one_instance_and_all_kv_came_from_prefill(router:
     path, body = REQUESTS[kind]
     result = router.result_of(body, path)
     assert (result["result"], result["computed_tokens"], result["first_token"]) == ("full", "1", "exact"), result
+
+
+def test_a_stop_token_that_a_client_does_not_want_yet_is_not_taken_from_prefill(router: Router) -> None:
+    """Routers drop a client's `min_tokens` on the way to prefill, which then samples the stop token."""
+    body = completion(prompt(150, seed=66), logit_bias={EOS: 100}, min_tokens=5)
+    result = router.result_of(body, COMPLETIONS)
+    assert (result["result"], result["first_token"]) == ("full", "sampled"), result
 
 
 def test_a_tool_call_is_that_of_one_instance(router: Router) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import secrets
 import time
@@ -235,6 +236,8 @@ def read_params(request: Request, allowed: AllowedProducers) -> Produced | Consu
         if request.max_tokens != 1:
             message = f"max_tokens={request.max_tokens}: a request with do_remote_decode has max_tokens=1"
             raise ConfigError(message)
+        if params.handoff is None:
+            _drop_min_tokens(request)
         return Produced(params.handoff or secrets.token_bytes(16), request.num_prompt_tokens)
     consumed = Consumed(
         params.handoff, params.producer, request.num_prompt_tokens, request, first_token=params.first_token
@@ -244,6 +247,16 @@ def read_params(request: Request, allowed: AllowedProducers) -> Produced | Consu
     else:
         consumed.phase, consumed.reason = "ended", "no producer was named"
     return consumed
+
+
+def _drop_min_tokens(request: Request) -> None:
+    """Lets a prefill sample any first token, as most clients do.
+
+    Routers that know NixlConnector's fields only drop a client's `min_tokens`, or send 1 whatever the client sent.
+    """
+    if request.sampling_params is not None and request.sampling_params.min_tokens:
+        request.sampling_params = copy.copy(request.sampling_params)
+        request.sampling_params.min_tokens = 0
 
 
 def prompt_hash(request: Request) -> bytes:
