@@ -142,6 +142,7 @@ impl Engine {
                 ControlEvent::Lost {
                     handoff: ID,
                     reason,
+                    ..
                 }
                 | ControlEvent::Updated {
                     handoff: ID,
