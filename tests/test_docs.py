@@ -141,6 +141,32 @@ def test_every_metric_is_in_the_reference_and_no_other():
     assert documented == metrics != set()
 
 
+def connector_metrics():
+    """Names as Prometheus shows them, without vLLM, which importing the connector would take."""
+    registered = re.findall(r'self\._(\w+)_cls\(\s*name="([^"]+)"', text_of("python/kvpipe/connector/stats.py"))
+    return {f"{name}_total" if kind == "counter" else name for kind, name in registered}
+
+
+def test_every_metric_of_the_connector_is_in_the_reference_and_no_other():
+    documented = {cell.strip("`") for cell in first_cells(METRICS) if cell.startswith("`vllm:kvpipe_")}
+    assert documented == connector_metrics() != set()
+
+
+@pytest.mark.parametrize("page", [METRICS, MONITORING])
+def test_every_metric_that_a_page_names_exists(page):
+    named = set(re.findall(r"vllm:kvpipe_\w+[a-z]", text_of(page)))
+    assert named - connector_metrics() == set() != named
+
+
+def test_every_reason_of_a_lost_handoff_is_in_the_reference_and_no_other():
+    documented = {cell.strip("`") for cell in first_cells(METRICS, "vLLM's own metrics")}
+    members = text_of("python/kvpipe/connector/requests.py").partition("class LossReason")[2].partition("\n\n\n")[0]
+    reasons = set(re.findall(r'^    [A-Z_]+ = "(\w+)"$', members, re.MULTILINE))
+    assert "unreachable" in reasons
+    rest = {name for name in documented if re.fullmatch(r"[a-z_]+", name)}
+    assert rest - {"metric", "label", "result", "reason", "data_path", "rank"} == reasons
+
+
 def test_every_error_class_is_in_the_python_api():
     classes = {f"`{name}`" for name, value in vars(exceptions).items() if isinstance(value, type)} - {"`KVPipeError`"}
     assert {cell for cell in first_cells("docs/guide/python-api.md", "Errors") if cell.startswith("`")} == classes

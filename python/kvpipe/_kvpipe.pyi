@@ -305,7 +305,10 @@ class Agent:
         fingerprint: Sequence[tuple[str, str]] = ...,
         silence: float | None = None,
         integrity: str = "auto",
-    ) -> Agent: ...
+        interface: str | None = None,
+    ) -> Agent:
+        """`listen` may be `host:first-last`: the first free port. `interface`: see `AgentConfig` of the core."""
+
     @property
     def address(self) -> str | None: ...
     @property
@@ -316,6 +319,10 @@ class Agent:
     @property
     def num_leased(self) -> int:
         """Number of handoffs whose blocks are leased."""
+
+    @property
+    def num_sessions(self) -> tuple[int, int]:
+        """`(num_remote_read, num_stream)`: sessions by how this side gets its peer's bytes."""
 
     def register(self, name: str, data: Any, block_bytes: int, stride: int, is_writable: bool = False) -> Work:
         """Ends with a `Region`."""

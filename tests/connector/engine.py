@@ -43,7 +43,11 @@ def engine_config(model: str, arguments: Mapping[str, Any] | None = None, **extr
 
 
 class Engine:
-    """A scheduler, and what its workers would answer."""
+    """A scheduler, and what its workers would answer.
+
+    Attributes:
+        connector_stats: What the connector has told vLLM's metrics, in the order of the steps.
+    """
 
     def __init__(self, config: VllmConfig, num_blocks: int = NUM_BLOCKS) -> None:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
@@ -55,7 +59,9 @@ class Engine:
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK,
             hash_block_size=BLOCK,
+            log_stats=True,
         )
+        self.connector_stats: list[dict[str, Any]] = []
         self.role = self.scheduler.connector._scheduler
         self.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=True)})
         self._numbers = itertools.count()
@@ -94,7 +100,9 @@ class Engine:
             sampled_token_ids=sampled,
             kv_connector_output=None if is_unreported(output, words) else words,
         )
-        self.scheduler.update_from_output(output, result)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats is not None:
+                self.connector_stats.append(outputs.scheduler_stats.kv_connector_stats)
 
     def _sample(self, request_id: str) -> list[int]:
         request = self.scheduler.requests[request_id]
@@ -132,6 +140,7 @@ def outcome(request: Request | Load, *, is_loaded: bool = True, **facts: Any) ->
         "elapsed_s": 0.1,
         "backlog_s": 0.0,
         "reason": "",
+        "cause": "" if is_loaded else "other",
     }
     names = ("num_received", "num_missing", "num_retried", "num_validated", "num_compared", "num_corrupt")
     counts = dict.fromkeys(names, 0)

@@ -132,7 +132,7 @@ class Wire:
     def send_ended(self, handoff: bytes, *, is_withdrawn: bool = False) -> None:
         """The producer died, was late, or has withdrawn its blocks."""
         self.watched[handoff].is_ended = self.watched[handoff].is_over = True
-        self._send(handoff, "ended", reason="it has ended", is_withdrawn=is_withdrawn)
+        self._send(handoff, "ended", reason="it has ended", cause="ended", is_withdrawn=is_withdrawn)
 
     def _send(self, handoff: bytes, event: str, **fields: Any) -> None:
         self._events.append({"event": event, "handoff": handoff, **fields})

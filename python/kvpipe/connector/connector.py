@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvpipe.connector.config import ConnectorConfig
 from kvpipe.connector.integrity import objection_to_validate
 from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata
+from kvpipe.connector.stats import KVPipePromMetrics, KVPipeStats
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         KVConnectorMetadata,
         KVConnectorWorkerMetadata,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -168,6 +170,27 @@ class KVPipeConnector(KVConnectorBase_V1):
         return self._of_scheduler().finished(request, block_ids)
 
     # --- both
+
+    def get_kv_connector_stats(self) -> KVPipeStats | None:
+        """Returns what metrics are to count since the last call; `None` after most steps."""
+        role = self._scheduler or self._worker
+        return role.take_stats() if role is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPipeStats:
+        """Returns the stats of data that another process has sent; without data, empty stats."""
+        return KVPipeStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVPipePromMetrics:
+        """Registers the connector's Prometheus metrics. vLLM calls this in each API server."""
+        return KVPipePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Closes the role of this process, which notifies its peers."""

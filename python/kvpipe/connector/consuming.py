@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from kvpipe.connector.commits import Commits
 from kvpipe.connector.metadata import Load, merge
-from kvpipe.connector.requests import Consumed, Handoffs, prompt_hash, sampling_hash
+from kvpipe.connector.requests import Consumed, Handoffs, LossReason, prompt_hash, sampling_hash
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -96,7 +96,7 @@ class Consuming:
             if not is_wanted and not has_output and consumed.awaits_first_token():
                 return None, False
             if not is_wanted:
-                self._give_up(consumed, "everything was in the own prefix cache")
+                self._give_up(consumed, "everything was in the own prefix cache", LossReason.CACHED)
         if is_wanted and (consumed.phase == "opened" or self._fails(consumed)):
             consumed.num_local_tokens = num_local_tokens
             return wanted, True
@@ -112,7 +112,7 @@ class Consuming:
             theirs = consumed.opening["prompt_hash"], consumed.opening["num_tokens"]
             consumed.is_same_prompt = theirs == (prompt_hash(request), request.num_prompt_tokens)
             if not consumed.is_same_prompt:
-                self._give_up(consumed, "the producer computed another prompt")
+                self._give_up(consumed, "the producer computed another prompt", LossReason.OTHER_PROMPT)
                 consumed.is_lost = True
         return bool(consumed.is_same_prompt)
 
@@ -121,7 +121,7 @@ class Consuming:
         consumed = self._consumed.get(request.request_id)
         if consumed is None or num_external_tokens == 0:
             if consumed is not None and consumed.phase in ("waiting", "opened"):
-                self._give_up(consumed, "the scheduler did not want it")
+                self._give_up(consumed, "the scheduler did not want it", LossReason.NOT_SCHEDULED)
             return
         if consumed.phase == "opened" or self._fails(consumed):
             first = consumed.num_local_tokens // self._block_size
@@ -145,8 +145,8 @@ class Consuming:
             )
         )
 
-    def _give_up(self, consumed: Consumed, reason: str) -> None:
-        consumed.phase, consumed.reason = "ended", reason
+    def _give_up(self, consumed: Consumed, reason: str, loss: LossReason) -> None:
+        consumed.phase, consumed.reason, consumed.loss = "ended", reason, loss
         self._out.control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
 
     def scheduled(self, request_id: str, num_before: int, num_new: int) -> None:
@@ -182,6 +182,26 @@ class Consuming:
         self._out.control.set_result(consumed.handoff, json.dumps(report))
         fields = " ".join(f"{name}={value}" for name, value in report.items() if value != "")
         logger.info("handoff.end %s", fields)
+        self._count_handoff(consumed, report)
+
+    def _count_handoff(self, consumed: Consumed, report: dict[str, Any]) -> None:
+        """Adds a handoff's result to the metrics. Tokens that did not come count only where a request needed them."""
+        is_needed = report["result"] != "aborted"
+        wanted = consumed.num_prompt_tokens - consumed.num_local_tokens
+        received = 0
+        missing = report["recomputed_tokens"]
+        if consumed.outcome is not None:
+            missing = min(wanted, report["blocks_missing"] * self._block_size)
+            received = wanted - missing
+        self._out.stats.add_handoff(
+            report["result"],
+            consumed.loss_reason().value,
+            handover_s=None if consumed.ending else report["handover_ms"] / 1000,
+            received_tokens=received,
+            missing_tokens=missing if is_needed else 0,
+            recomputed_tokens=report["recomputed_tokens"],
+            received_bytes=report["bytes"],
+        )
 
     def receive_outcomes(self, output: KVConnectorOutput) -> None:
         """Processes the workers' reports: ended loads, verified loads, and acknowledged commits."""
@@ -234,12 +254,13 @@ class Consuming:
         consumed.ending = "failed" if request.status == RequestStatus.FINISHED_ERROR else "aborted"
         if consumed.phase == "loading":
             self._commits.is_over(request.request_id)
+            consumed.loss = LossReason.ABORTED
             # The worker role still writes into the blocks; vLLM frees them when it reports the end of the load. Nobody
             # uses them, so that the producer is not asked whether they count.
             self._out.step.cancels.append((consumed.handoff, "the request was aborted", True))
             return
         if consumed.phase in ("waiting", "opened"):
-            self._give_up(consumed, "the request was aborted")
+            self._give_up(consumed, "the request was aborted", LossReason.ABORTED)
         self._forget(request.request_id, consumed)
 
     def _forget(self, request_id: str, consumed: Consumed) -> None:
@@ -279,7 +300,10 @@ class Consuming:
         if consumed is None:
             return
         consumed.is_leased = False
+        loss = LossReason(event["cause"])
         if consumed.phase == "loading":
+            consumed.loss = loss
             self._out.step.cancels.append((consumed.handoff, event["reason"], event["is_withdrawn"]))
         elif consumed.phase in ("waiting", "opened"):
-            consumed.phase, consumed.reason, consumed.is_lost = "ended", event["reason"], True
+            consumed.phase, consumed.reason, consumed.loss = "ended", event["reason"], loss
+            consumed.is_lost = True

@@ -93,10 +93,10 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 class WorkerOutcomes(KVConnectorWorkerMetadata):
     """Worker role to scheduler role: loads that ended, and loads that lack only the sequence state, by request id.
 
-    Each outcome has `is_loaded`, `transport`, `elapsed_s`, `backlog_s`, `reason` and `num_bytes`; the block counts
-    `num_received`, `num_missing`, `num_retried` and `num_validated`; and the checksum counts `num_compared` and
-    `num_corrupt`. A load in `verified` has one such outcome for each rank. The worker role reports nothing more of a
-    handoff in `acknowledged`.
+    Each outcome has `is_loaded`, `transport`, `elapsed_s`, `backlog_s`, `reason`, `cause` (the kind of the reason) and
+    `num_bytes`; the block counts `num_received`, `num_missing`, `num_retried` and `num_validated`; and the checksum
+    counts `num_compared` and `num_corrupt`. A load in `verified` has one such outcome for each rank. The worker role
+    reports nothing more of a handoff in `acknowledged`.
     """
 
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -136,4 +136,5 @@ def merge(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         **{name: how(ours[name], theirs[name]) for name, how in _MERGED.items()},
         "transport": ours["transport"] or theirs["transport"],
         "reason": ours["reason"] or theirs["reason"],
+        "cause": ours["cause"] or theirs["cause"],
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvpipe.connector.metadata import StepMetadata
+from kvpipe.connector.stats import KVPipeStats
 
 if TYPE_CHECKING:
     from kvpipe import _kvpipe
@@ -19,13 +20,22 @@ class Outbox:
         control: The control plane.
         trace: The trace of handoffs.
         step: Metadata for the workers, sent before the next step's forward pass.
+        stats: What metrics are to count after this step.
     """
 
     control: _kvpipe.Control
     trace: _kvpipe.Trace
     step: StepMetadata = field(default_factory=StepMetadata)
+    stats: KVPipeStats = field(default_factory=KVPipeStats)
 
     def take_step(self) -> StepMetadata:
         """Returns the metadata collected since the last call."""
         step, self.step = self.step, StepMetadata()
         return step
+
+    def take_stats(self) -> KVPipeStats | None:
+        """Returns what has been counted since the last call; `None` if nothing was."""
+        if self.stats.is_empty():
+            return None
+        stats, self.stats = self.stats, KVPipeStats()
+        return stats

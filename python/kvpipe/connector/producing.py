@@ -47,6 +47,7 @@ class Producing:
         self._block_size = block_size
         self._produced: Handoffs[Produced] = Handoffs()
         self._num_local_tokens: dict[str, int] = {}
+        self._num_leased_blocks = 0
         self._clock = PrefillClock()
 
     def __len__(self) -> int:
@@ -136,7 +137,13 @@ class Producing:
 
     def sent(self, request_id: str) -> None:
         """Forgets a request whose leased blocks are free again."""
-        self._produced.pop(request_id)
+        produced = self._produced.pop(request_id)
+        if produced is not None:
+            self._count_leased(-produced.num_leased_blocks)
+
+    def _count_leased(self, num_more: int) -> None:
+        self._num_leased_blocks += num_more
+        self._out.stats.set_leased_blocks(self._num_leased_blocks)
 
     def withdraw_invalid(self, invalid_block_ids: set[int]) -> None:
         """Withdraws announced blocks that another connector of a MultiConnector could not load."""
@@ -155,7 +162,8 @@ class Producing:
             self._produced.pop(request.request_id)
             self._withdraw(produced, f"the producer ended the request: {request.status.name}")
             return False, None
-        produced.is_leased = True
+        produced.is_leased, produced.num_leased_blocks = True, len(block_ids)
+        self._count_leased(len(block_ids))
         self._out.trace.instant("sampled", produced.handoff)
         self._out.step.leased.append((produced.handoff, request.request_id))
         self._out.control.finish(

@@ -8,6 +8,7 @@ import secrets
 import time
 from array import array
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from kvpipe.exceptions import ConfigError
@@ -27,6 +28,25 @@ _FIRST_TOKEN_FIELDS = (
 )
 
 
+class LossReason(StrEnum):
+    """Why a consumer did not get all KV of a handoff, as metrics count it. The text of a result says more."""
+
+    NONE = "none"
+    CACHED = "cached"
+    NOT_SCHEDULED = "not_scheduled"
+    NO_PRODUCER = "no_producer"
+    OTHER_PROMPT = "other_prompt"
+    ABORTED = "aborted"
+    # The kinds of failures that the native part tells (`FailureCause`), except for `cancelled`.
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+    LOST = "lost"
+    TIMEOUT = "timeout"
+    ENDED = "ended"
+    CORRUPT = "corrupt"
+    OTHER = "other"
+
+
 @dataclass
 class Produced:
     """A request whose KV another engine reads.
@@ -39,6 +59,7 @@ class Produced:
         announced_ids: Those blocks.
         is_open: Whether the handoff is open: the request is scheduled, and consumers know that.
         is_leased: Whether the request has finished and its blocks are leased.
+        num_leased_blocks: Blocks that are leased.
         is_withdrawn: Whether the blocks are withdrawn: no consumer may read them.
     """
 
@@ -49,6 +70,7 @@ class Produced:
     announced_ids: set[int] = field(default_factory=set)
     is_open: bool = False
     is_leased: bool = False
+    num_leased_blocks: int = 0
     is_withdrawn: bool = False
 
     def num_ready(self, num_tokens: int, block_size: int) -> int:
@@ -90,6 +112,7 @@ class Consumed:
         verified: Outcomes, one a rank, of a load that lacks only the sequence state.
         outcome: The workers' merged outcome of the load.
         reason: Why KV is missing.
+        loss: The same for metrics, as far as the scheduler role knows.
         is_leased: Whether the producer leases its blocks to this request.
         is_lost: Whether the KV to load cannot arrive any more.
         is_reported: Whether the result has been reported.
@@ -114,6 +137,7 @@ class Consumed:
     verified: list[dict[str, Any]] = field(default_factory=list)
     outcome: dict[str, Any] | None = None
     reason: str = ""
+    loss: LossReason = LossReason.NONE
     is_leased: bool = False
     is_lost: bool = False
     is_reported: bool = False
@@ -160,6 +184,15 @@ class Consumed:
             "first_token": "exact" if self.is_forced else "sampled",
             "first_token_reason": "" if self.is_forced else self.unsupported_reason or "the producer's is not known",
         }
+
+    def loss_reason(self) -> LossReason:
+        """Returns why KV is missing, for metrics: the first failure counts."""
+        outcome = self.outcome or {}
+        if outcome.get("is_loaded"):
+            return LossReason.NONE
+        cause = outcome.get("cause", "")
+        # A cancelled load fails for the reason of its cancellation.
+        return LossReason(cause) if cause not in ("", "cancelled") else self.loss
 
     def _result(self, *, is_loaded: bool) -> str:
         if is_loaded:
@@ -245,7 +278,7 @@ def read_params(request: Request, allowed: AllowedProducers) -> Produced | Consu
     if params.producer:
         allowed.check(params.host)
     else:
-        consumed.phase, consumed.reason = "ended", "no producer was named"
+        consumed.phase, consumed.reason, consumed.loss = "ended", "no producer was named", LossReason.NO_PRODUCER
     return consumed
 
 

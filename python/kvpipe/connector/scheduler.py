@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from kvpipe.connector.config import ConnectorConfig
     from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata
+    from kvpipe.connector.stats import KVPipeStats
 
 # vLLM installs handlers on its own logger only, so this one is its child.
 logger = init_logger("vllm.kvpipe.scheduler")
@@ -194,6 +195,10 @@ class SchedulerRole:
             self._producing.sent(request_id)
         if output.invalid_block_ids:
             self._producing.withdraw_invalid(output.invalid_block_ids)
+
+    def take_stats(self) -> KVPipeStats | None:
+        """Returns what metrics are to count since the last call; `None` if that is nothing."""
+        return self._out.take_stats()
 
     # --- events of the Rust thread
 

@@ -19,6 +19,7 @@ from kvpipe.connector.first_token import PENDING_FIRST_TOKENS
 from kvpipe.connector.integrity import choose_integrity
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
 from kvpipe.connector.progress import Progress
+from kvpipe.connector.stats import KVPipeStats
 from kvpipe.exceptions import ConfigError, TransferTimeoutError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ _FACTS: dict[str, Any] = {
     "elapsed_s": 0.0,
     "backlog_s": 0.0,
     "reason": "",
+    "cause": "",
 }
 
 
@@ -76,6 +78,7 @@ class WorkerRole:
         self._progress = Progress(self._rank, self._engine_id)
         self._verified: dict[str, list[dict[str, Any]]] = {}
         self._acknowledged: list[bytes] = []
+        self._num_sessions: tuple[int, int] | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Starts the agent and registers each layer's cache, `[num_blocks, …]`, as a region.
@@ -163,7 +166,9 @@ class WorkerRole:
     def _load(self, agent: _kvpipe.Agent, load: Load) -> None:
         if refusal := self._refusal(load):
             num_blocks = len(load.block_ids)
-            self._end_load(load, {"missing": range(num_blocks), "num_missing": num_blocks, "reason": refusal})
+            ending = {"missing": range(num_blocks), "num_missing": num_blocks, "reason": refusal}
+            # The scheduler role knows the kind of its own refusal.
+            self._end_load(load, ending | ({} if load.refusal else {"cause": "other"}))
             return
         self._loading[load.handoff] = load
         address, incarnation = load.ranks[self._rank]
@@ -263,6 +268,16 @@ class WorkerRole:
         outcomes, self._outcomes = self._outcomes, {}
         verified, self._verified = self._verified, {}
         return WorkerOutcomes(outcomes, verified, acknowledged)
+
+    def take_stats(self) -> KVPipeStats | None:
+        """Returns the number of sessions by data path if it has changed since the last call."""
+        if self._agent is None or (num_sessions := self._agent.num_sessions) == self._num_sessions:
+            return None
+        self._num_sessions = num_sessions
+        num_remote_read, num_stream = num_sessions
+        stats = KVPipeStats()
+        stats.set_sessions(self._rank, num_remote_read=num_remote_read, num_stream=num_stream)
+        return stats
 
     def close(self) -> None:
         """Closes the agent, which notifies its peers."""

@@ -62,7 +62,58 @@ pub enum Error {
 /// Shorthand of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
+/// The kind of a failure, for metrics: a closed set, without what a peer says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FailureCause {
+    /// The peer could not be reached.
+    Unreachable,
+    /// The token or the fingerprint of one side was refused.
+    Refused,
+    /// The session ended.
+    Lost,
+    /// The time was over.
+    Timeout,
+    /// The producer ended the handoff.
+    Ended,
+    /// A checksum differed.
+    Corrupt,
+    /// The caller cancelled.
+    Cancelled,
+    /// Anything else.
+    Other,
+}
+
+impl FailureCause {
+    /// Its name, in lower case.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Unreachable => "unreachable",
+            Self::Refused => "refused",
+            Self::Lost => "lost",
+            Self::Timeout => "timeout",
+            Self::Ended => "ended",
+            Self::Corrupt => "corrupt",
+            Self::Cancelled => "cancelled",
+            Self::Other => "other",
+        }
+    }
+}
+
 impl Error {
+    /// Its kind, for metrics.
+    pub(crate) fn cause(&self) -> FailureCause {
+        match self {
+            Self::Connect(_) => FailureCause::Unreachable,
+            Self::Authentication(_) | Self::Incompatible { .. } => FailureCause::Refused,
+            Self::PeerLost { .. } | Self::Protocol(_) | Self::Closed(_) => FailureCause::Lost,
+            Self::Timeout(_) => FailureCause::Timeout,
+            Self::Corrupt(_) => FailureCause::Corrupt,
+            Self::Config(_) | Self::Unavailable(_) | Self::EndOfPipe | Self::Exhausted(_) => {
+                FailureCause::Other
+            }
+        }
+    }
+
     pub(crate) fn protocol(what: impl fmt::Display) -> Self {
         Self::Protocol(format!("protocol error: {what}"))
     }

@@ -43,7 +43,7 @@ mod transfer;
 pub mod transport;
 pub mod work;
 
-pub use error::{Error, Result};
+pub use error::{Error, FailureCause, Result};
 pub use integrity::Integrity;
 pub use transfer::region;
 pub use transport::DataPath;

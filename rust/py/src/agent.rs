@@ -46,7 +46,8 @@ pub(crate) struct Agent(HandoffAgent);
 #[pymethods]
 impl Agent {
     #[new]
-    #[pyo3(signature = (listen, token, transport, engine_id="", fingerprint=vec![], silence=None, integrity="auto"))]
+    #[pyo3(signature = (listen, token, transport, engine_id="", fingerprint=vec![], silence=None, integrity="auto",
+        interface=None))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword arguments of a private class"
@@ -60,6 +61,7 @@ impl Agent {
         fingerprint: Vec<(String, String)>,
         silence: Option<f64>,
         integrity: &str,
+        interface: Option<&str>,
     ) -> PyResult<Self> {
         log::begin(py)?;
         let integrity = integrity.parse().map_err(to_py)?;
@@ -67,6 +69,7 @@ impl Agent {
         let agent = py.detach(|| {
             HandoffAgent::new(AgentConfig {
                 listen,
+                interface,
                 token,
                 transport,
                 engine_id,
@@ -265,6 +268,11 @@ impl Agent {
         self.0.num_leased()
     }
 
+    #[getter]
+    fn num_sessions(&self) -> (usize, usize) {
+        self.0.num_sessions()
+    }
+
     fn drain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         self.0
             .drain()
@@ -318,6 +326,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             set_report("load_failed", report)?;
             dict.set_item("missing", &failure.missing)?;
             dict.set_item("reason", &failure.reason)?;
+            dict.set_item("cause", failure.cause.name())?;
         }
         Event::Acknowledged { handoff } => set("acknowledged", handoff)?,
         Event::Log(text) => {

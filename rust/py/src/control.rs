@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use kvpipe_core::FailureCause;
 use kvpipe_core::control::{
     self, ControlEvent, ControlQuery, ControlTimeouts, HandoffUpdate, Opening, Rank, SequenceState,
 };
@@ -222,13 +223,19 @@ fn to_dict<'py>(py: Python<'py>, event: &ControlEvent) -> PyResult<Bound<'py, Py
                 }
                 HandoffUpdate::Ended(reason) => {
                     dict.set_item("reason", reason)?;
+                    dict.set_item("cause", FailureCause::Ended.name())?;
                     dict.set_item("is_withdrawn", true)?;
                 }
             }
         }
-        ControlEvent::Lost { handoff, reason } => {
+        ControlEvent::Lost {
+            handoff,
+            reason,
+            cause,
+        } => {
             set("ended", handoff)?;
             dict.set_item("reason", reason)?;
+            dict.set_item("cause", cause.name())?;
             dict.set_item("is_withdrawn", false)?;
         }
         ControlEvent::Log(text) => {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::messages::ControlMessage;
 use super::service::ControlOutbox;
 use super::{ControlEvent, HandoffUpdate};
+use crate::error::{Error, FailureCause};
 use crate::ids::{HandoffId, SessionKey};
 use crate::multimap::Multimap;
 use crate::reactor::Timers;
@@ -144,15 +145,18 @@ impl ConsumerRole {
         &mut self,
         out: &mut ControlOutbox,
         session: SessionKey,
-        reason: &str,
+        error: &Error,
     ) {
         for handoff in self.of_sessions.remove_key(&session) {
             let watch = self.remove(handoff);
             if watch.is_some_and(|watch| watch.stage == WatchStage::GivenUp) {
                 continue;
             }
-            let reason = reason.to_owned();
-            out.events.push(ControlEvent::Lost { handoff, reason });
+            out.events.push(ControlEvent::Lost {
+                handoff,
+                reason: error.to_string(),
+                cause: error.cause(),
+            });
         }
     }
 
@@ -169,8 +173,11 @@ impl ConsumerRole {
                 is_acknowledged: false,
             };
             out.send(watch.session, unwatch);
-            let reason = format!("nothing came within {timeout:?} (handoff_timeout_s)");
-            out.events.push(ControlEvent::Lost { handoff, reason });
+            out.events.push(ControlEvent::Lost {
+                handoff,
+                reason: format!("nothing came within {timeout:?} (handoff_timeout_s)"),
+                cause: FailureCause::Timeout,
+            });
         }
         self.deadlines.next()
     }
@@ -215,13 +222,13 @@ mod tests {
         consumer.watch(now, ID, 20);
         consumer.watch(later, ID, 21);
         consumer.session_up(&mut out, 20);
-        consumer.session_down(&mut out, 20, "lost");
+        consumer.session_down(&mut out, 20, &Error::Closed("lost".to_owned()));
         let next = consumer.expire(&mut out, now + timeout);
         assert_eq!(next, Some(later + timeout));
         assert_eq!((out.messages.len(), out.events.drain().len()), (0, 0));
         consumer.session_up(&mut out, 21);
         assert_eq!(out.messages, [(21, ControlMessage::Watch(ID))]);
-        consumer.session_down(&mut out, 21, "lost");
+        consumer.session_down(&mut out, 21, &Error::Closed("lost".to_owned()));
         assert_eq!(out.events.drain().len(), 1);
         assert_eq!(consumer.expire(&mut out, now), None);
     }
@@ -252,7 +259,7 @@ mod tests {
             consumer.watch(now, ID, 20);
             consumer.unwatch(&mut out, ID, false);
             if is_lost {
-                consumer.session_down(&mut out, 20, "refused");
+                consumer.session_down(&mut out, 20, &Error::Closed("refused".to_owned()));
             } else {
                 consumer.expire(&mut out, now + timeout);
             }
@@ -262,16 +269,47 @@ mod tests {
     }
 
     #[test]
+    fn a_lost_handoff_has_the_kind_of_its_failure() {
+        let timeout = Duration::from_secs(60);
+        let text = || "what a peer says".to_owned();
+        for (error, cause) in [
+            (Error::Connect(text()), FailureCause::Unreachable),
+            (Error::Authentication(text()), FailureCause::Refused),
+            (Error::lost("10.0.0.1:1", text()), FailureCause::Lost),
+        ] {
+            let (mut consumer, mut out) = (ConsumerRole::new(timeout), ControlOutbox::default());
+            consumer.watch(Instant::now(), ID, 20);
+            consumer.session_down(&mut out, 20, &error);
+            let (handoff, reason) = (ID, error.to_string());
+            let lost = ControlEvent::Lost {
+                handoff,
+                reason,
+                cause,
+            };
+            assert_eq!(out.events.drain(), [lost]);
+        }
+        let (mut consumer, mut out) = (ConsumerRole::new(timeout), ControlOutbox::default());
+        let now = Instant::now();
+        consumer.watch(now, ID, 20);
+        consumer.expire(&mut out, now + timeout);
+        let events = out.events.drain();
+        assert!(
+            matches!(&events[..], [ControlEvent::Lost { cause, .. }] if *cause == FailureCause::Timeout),
+            "{events:?}"
+        );
+    }
+
+    #[test]
     fn only_the_session_of_a_watch_ends_it() {
         let mut consumer = ConsumerRole::new(Duration::from_secs(60));
         let mut out = ControlOutbox::default();
         let ended_update = || HandoffUpdate::Ended("aborted".to_owned());
         consumer.watch(Instant::now(), ID, 20);
         consumer.update(&mut out, 21, ID, ended_update());
-        consumer.session_down(&mut out, 21, "lost");
+        consumer.session_down(&mut out, 21, &Error::Closed("lost".to_owned()));
         assert_eq!(out.events.drain(), []);
         consumer.update(&mut out, 20, ID, ended_update());
-        consumer.session_down(&mut out, 20, "lost");
+        consumer.session_down(&mut out, 20, &Error::Closed("lost".to_owned()));
         let (handoff, update) = (ID, ended_update());
         let ended = ControlEvent::Updated { handoff, update };
         assert_eq!(out.events.drain(), [ended]);

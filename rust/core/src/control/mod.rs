@@ -12,7 +12,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use crate::clock;
-use crate::error::Result;
+use crate::error::{FailureCause, Result};
 use crate::events::Events;
 use crate::ids::{HandoffId, Incarnation};
 use crate::net::address::listen_address;
@@ -104,6 +104,8 @@ pub enum ControlEvent {
         handoff: HandoffId,
         /// Why.
         reason: String,
+        /// The kind of it.
+        cause: FailureCause,
     },
     /// One line for the log.
     Log(String),
@@ -175,7 +177,7 @@ impl Control {
             secret: Secret::new(token),
             identity: Identity::new(SessionKind::Control, engine_id, fingerprint)?,
             transport: None,
-            local: address.map_or(IpAddr::from(Ipv4Addr::LOCALHOST), |address| address.ip()),
+            local: address.map_or(IpAddr::from(Ipv4Addr::LOCALHOST), |address| address.ip),
             timeouts: timeouts.session,
             busy_poll: Duration::ZERO,
         };

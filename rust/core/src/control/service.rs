@@ -247,7 +247,7 @@ impl Service for ControlService {
         }
         self.deferred.session_down(session);
         self.producer.session_down(out, session);
-        self.consumer.session_down(out, session, &error.to_string());
+        self.consumer.session_down(out, session, &error);
         self.queries.session_down(session, &error);
         self.out.flush(cx);
     }

@@ -57,7 +57,7 @@ impl Unreached {
     /// Starts it; it listens on loopback, or only connects.
     pub fn start(engine_id: &str, is_listening: bool, transport: Transport) -> Result<Self> {
         let config = ReactorConfig {
-            listen: is_listening.then(|| (Ipv4Addr::LOCALHOST, 0).into()),
+            listen: is_listening.then(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()),
             secret: Secret::new(b"a token that the stranger does not hold"),
             identity: Identity::new(SessionKind::Agent, engine_id, Vec::new())?,
             transport: Some(transport),

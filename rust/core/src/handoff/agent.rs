@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::ids::HandoffId;
 use crate::integrity::Integrity;
-use crate::net::address::listen_address;
+use crate::net::address::{interface_address, listen_address};
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::Secret;
 use crate::reactor::default_busy_poll;
@@ -62,6 +62,8 @@ pub(super) struct HandoffShared {
     /// How many ends of a handoff callers have marked and the reactor's thread has not processed.
     ended: Mutex<HashMap<HandoffId, usize>>,
     pub(super) num_leased: AtomicUsize,
+    /// Sessions in which this side reads its peer's memory, and sessions in which it gets streams.
+    pub(super) num_sessions: Mutex<(usize, usize)>,
 }
 
 impl HandoffShared {
@@ -93,8 +95,10 @@ impl HandoffShared {
 
 /// What a [`HandoffAgent`] starts with.
 pub struct AgentConfig<'a> {
-    /// `host:port`; of port 0 the system chooses one.
+    /// `host:port`, or `host:first-last` for the first free port of a range; of port 0 the system chooses one.
     pub listen: &'a str,
+    /// The address of this machine whose interface UCX uses, where `listen` is a wildcard. Without one UCX uses all.
+    pub interface: Option<&'a str>,
     /// The token that its peers know too.
     pub token: &'a [u8],
     /// How blocks get to and from its peers.
@@ -115,6 +119,7 @@ impl<'a> AgentConfig<'a> {
     pub fn new(listen: &'a str, token: &'a [u8], transport: Transport) -> Self {
         Self {
             listen,
+            interface: None,
             token,
             transport,
             engine_id: "",
@@ -137,12 +142,16 @@ impl HandoffAgent {
     pub fn new(config: AgentConfig<'_>) -> Result<Self> {
         let integrity = config.integrity;
         let address = listen_address(config.listen, config.token)?;
+        let local = match config.interface {
+            Some(host) if address.ip.is_unspecified() => interface_address(host)?,
+            _ => address.ip,
+        };
         let config = ReactorConfig {
             listen: Some(address),
             secret: Secret::new(config.token),
             identity: Identity::new(SessionKind::Agent, config.engine_id, config.fingerprint)?,
             transport: Some(config.transport),
-            local: address.ip(),
+            local,
             timeouts: config.timeouts,
             busy_poll: default_busy_poll(),
         };
@@ -228,6 +237,11 @@ impl HandoffAgent {
     /// Number of handoffs whose blocks are leased.
     pub fn num_leased(&self) -> usize {
         self.shared.num_leased.load(Ordering::Relaxed)
+    }
+
+    /// Number of sessions in which this side reads its peer's memory, and of those in which it gets streams.
+    pub fn num_sessions(&self) -> (usize, usize) {
+        *lock(&self.shared.num_sessions)
     }
 }
 

@@ -11,6 +11,7 @@ use super::ReadyBlock;
 use super::load_request::{LoadCounts, LoadFailure, LoadRequest};
 use super::read_batch::ReadBatch;
 use super::validation::Validation;
+use crate::error::FailureCause;
 use crate::ids::{Epoch, RegionId};
 
 /// Most reads of a block of one region: by the session's data path, then once more as a stream.
@@ -91,7 +92,7 @@ pub(super) struct Load {
     pub(super) validation: Validation,
     counts: LoadCounts,
     /// Why the load fails: a lost block, or its end.
-    failure: Option<String>,
+    failure: Option<(FailureCause, String)>,
 }
 
 impl Load {
@@ -186,7 +187,9 @@ impl Load {
             self.counts.num_corrupt += 1;
             let (position, region) = (block.position, block.region);
             self.block_failed(batch.place, block, || {
-                format!("block {position} of region {region} differs from its checksum")
+                let reason =
+                    format!("block {position} of region {region} differs from its checksum");
+                (FailureCause::Corrupt, reason)
             });
         }
     }
@@ -195,7 +198,9 @@ impl Load {
     pub(super) fn read_failed(&mut self, batch: &ReadBatch, reason: &str) {
         self.num_reading -= 1;
         for block in &batch.blocks {
-            self.block_failed(batch.place, block, || reason.to_owned());
+            self.block_failed(batch.place, block, || {
+                (FailureCause::Other, reason.to_owned())
+            });
         }
     }
 
@@ -207,8 +212,8 @@ impl Load {
     }
 
     /// Ends the load: no more blocks will come. Verified blocks count.
-    pub(super) fn fail(&mut self, reason: &str) {
-        self.failure.get_or_insert(reason.to_owned());
+    pub(super) fn fail(&mut self, cause: FailureCause, reason: &str) {
+        self.failure.get_or_insert((cause, reason.to_owned()));
         if !self.has_ended() {
             self.phase = LoadPhase::Ended;
         }
@@ -274,7 +279,11 @@ impl Load {
         let missing = self.missing();
         let counts = self.counts(missing.len());
         let failure = self.failure.clone();
-        let failure = failure.map(|reason| LoadFailure { missing, reason });
+        let failure = failure.map(|(cause, reason)| LoadFailure {
+            missing,
+            reason,
+            cause,
+        });
         Some(LoadOutcome { counts, failure })
     }
 
@@ -349,7 +358,12 @@ impl Load {
     }
 
     /// A read of a block has failed: the block is read again, or lost.
-    fn block_failed(&mut self, place: usize, block: &ReadyBlock, reason: impl FnOnce() -> String) {
+    fn block_failed(
+        &mut self,
+        place: usize,
+        block: &ReadyBlock,
+        failure: impl FnOnce() -> (FailureCause, String),
+    ) {
         let (Some(index), Some(reads)) = (self.index(block), self.reads_of(place, block)) else {
             return;
         };
@@ -359,7 +373,7 @@ impl Load {
             return;
         }
         reads.stage = BlockStage::Lost;
-        self.failure.get_or_insert_with(reason);
+        self.failure.get_or_insert_with(failure);
         self.end = self.end.min(index);
     }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::messages::HandoffMessage;
 use super::service::HandoffService;
+use crate::error::FailureCause;
 use crate::ids::{Epoch, HandoffId, SessionKey};
 use crate::session::ReactorContext;
 
@@ -61,7 +62,7 @@ impl HandoffService {
             return self.continue_load(cx, handoff);
         }
         let reason = "the producer ended the handoff before its blocks were validated";
-        self.fail_load(cx, handoff, reason);
+        self.fail_load(cx, handoff, FailureCause::Ended, reason);
     }
 }
 

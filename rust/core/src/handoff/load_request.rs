@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::error::FailureCause;
 use crate::ids::{HandoffId, Incarnation};
 
 /// What a worker loads of a handoff.
@@ -51,4 +52,6 @@ pub struct LoadFailure {
     pub missing: Vec<u32>,
     /// The first failure.
     pub reason: String,
+    /// The kind of it.
+    pub cause: FailureCause,
 }

@@ -19,7 +19,7 @@ use super::load_request::LoadRequest;
 use super::messages::HandoffMessage;
 use super::service::HandoffService;
 use crate::agent::regions::LocalRegion;
-use crate::error::Error;
+use crate::error::{Error, FailureCause};
 use crate::ids::{Epoch, HandoffId, RegionId, SessionKey};
 use crate::integrity::Integrity;
 use crate::session::ReactorContext;
@@ -49,7 +49,12 @@ impl HandoffService {
         let load = Load::new(request, ours, max_batch);
         self.loads.insert(ActiveLoad::new(load, session, cx.now()));
         if !has_regions {
-            return self.fail_load(cx, handoff, "no region is registered here");
+            return self.fail_load(
+                cx,
+                handoff,
+                FailureCause::Other,
+                "no region is registered here",
+            );
         }
         self.continue_load(cx, handoff);
     }
@@ -85,11 +90,11 @@ impl HandoffService {
         if peer.handle.incarnation() != load.request.incarnation {
             // It knows no grant of its former incarnation.
             load.cannot_validate();
-            return load.fail("the producer has been restarted");
+            return load.fail(FailureCause::Lost, "the producer has been restarted");
         }
         let theirs = match same_regions(&self.agent.regions, load.regions(), theirs) {
             Ok(theirs) => theirs,
-            Err(difference) => return load.fail(&difference),
+            Err(difference) => return load.fail(FailureCause::Refused, &difference),
         };
         let (first, end) = load.select(theirs.into_iter());
         let select = HandoffMessage::Select { first, end };
@@ -128,7 +133,7 @@ impl HandoffService {
         };
         active.announced.get_or_insert(cx.now());
         if self.integrity == Integrity::Checksum && blocks.iter().any(|it| it.checksum.is_none()) {
-            return self.fail_load(cx, handoff, REFUSES_VALIDATE);
+            return self.fail_load(cx, handoff, FailureCause::Refused, REFUSES_VALIDATE);
         }
         match active.load.blocks_announced(epoch, blocks) {
             Ok(batches) => {
@@ -139,12 +144,12 @@ impl HandoffService {
             Err(Unreadable::Region(region)) => {
                 let name = self.region_name(session, region);
                 let reason = format!("{name} of the producer was closed or registered meanwhile");
-                self.fail_load(cx, handoff, &reason);
+                self.fail_load(cx, handoff, FailureCause::Ended, &reason);
             }
             Err(Unreadable::Epoch) => {
                 self.withdraw_load(&handoff);
                 let reason = "the producer ended the handoff, and began it again";
-                self.fail_load(cx, handoff, reason);
+                self.fail_load(cx, handoff, FailureCause::Ended, reason);
             }
         }
     }
@@ -163,7 +168,7 @@ impl HandoffService {
             match self.closed_region(session, handoff) {
                 Some(name) => {
                     let reason = format!("region {name:?} was closed by the producer");
-                    self.fail_load(cx, handoff, &reason);
+                    self.fail_load(cx, handoff, FailureCause::Ended, &reason);
                 }
                 None => self.continue_load(cx, handoff),
             }
@@ -187,10 +192,16 @@ impl HandoffService {
         }
     }
 
-    pub(super) fn fail_load(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
+    pub(super) fn fail_load(
+        &mut self,
+        cx: &mut ReactorContext,
+        handoff: HandoffId,
+        cause: FailureCause,
+        reason: &str,
+    ) {
         if let Some(active) = self.loads.get_mut(&handoff) {
             let had_ended = active.load.has_ended();
-            active.load.fail(reason);
+            active.load.fail(cause, reason);
             let closed = Error::Closed(reason.to_owned());
             for token in active.batches.keys() {
                 self.agent.fail_read(cx, *token, &closed);
@@ -252,11 +263,11 @@ impl HandoffService {
         active.load.session_lost();
         if let Some(first) = &active.lost {
             let reason = format!("{first}; asked again: {error}");
-            return self.fail_load(cx, handoff, &reason);
+            return self.fail_load(cx, handoff, error.cause(), &reason);
         }
         let is_lost = matches!(error, Error::PeerLost { .. } | Error::Timeout(_));
         if !is_lost || !active.has_selected || active.load.has_ended() {
-            return self.fail_load(cx, handoff, &error.to_string());
+            return self.fail_load(cx, handoff, error.cause(), &error.to_string());
         }
         if active.load.is_complete() && !active.load.needs_validation() {
             return;
@@ -280,7 +291,7 @@ impl HandoffService {
                 self.report(cx, handoff);
             } else if let Some(lost) = &active.lost {
                 let reason = format!("{lost}; no fresh session within {FRESH_WITHIN:?}");
-                self.fail_load(cx, handoff, &reason);
+                self.fail_load(cx, handoff, FailureCause::Lost, &reason);
             }
         }
         self.loads.next_deadline()

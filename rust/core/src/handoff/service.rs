@@ -14,13 +14,15 @@ use super::messages::HandoffMessage;
 use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, send_all};
 use super::ready::{ReadyBlocks, ReadyQueue};
 use crate::agent::{AgentCommand, AgentCore};
-use crate::error::{Error, Result};
+use crate::error::{Error, FailureCause, Result};
 use crate::ids::{HandoffId, RegionId, SessionKey};
 use crate::integrity::Integrity;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
+use crate::sync::lock;
 use crate::trace::{Trace, Track};
+use crate::transport::DataPath;
 
 /// What users of an agent and its handoffs ask for.
 #[derive(Debug)]
@@ -92,6 +94,23 @@ impl HandoffService {
         self.shared.num_leased.store(num_leased, Ordering::Relaxed);
     }
 
+    /// Shows others how many sessions there are by data path.
+    fn count_sessions(&self, cx: &ReactorContext) {
+        let data_paths = self
+            .agent
+            .peers
+            .keys()
+            .map(|&session| cx.data_path(session));
+        let (mut num_read, mut num_streamed) = (0, 0);
+        for data_path in data_paths.flatten() {
+            match data_path {
+                DataPath::RemoteRead(_) => num_read += 1,
+                DataPath::Stream(_) => num_streamed += 1,
+            }
+        }
+        *lock(&self.shared.num_sessions) = (num_read, num_streamed);
+    }
+
     pub(super) fn log_line(&self, text: String) {
         self.shared.events.push_minor(Event::Log(text));
     }
@@ -122,7 +141,7 @@ impl HandoffService {
                 if is_withdrawn {
                     self.withdraw_load(&handoff);
                 }
-                self.fail_load(cx, handoff, &reason);
+                self.fail_load(cx, handoff, FailureCause::Cancelled, &reason);
             }
             HandoffCommandKind::Trace(trace) => self.trace = trace,
         }
@@ -154,7 +173,7 @@ impl HandoffService {
                 let active = self.loads.get(&handoff);
                 if active.is_some_and(|active| active.session() == session) {
                     self.withdraw_load(&handoff);
-                    self.fail_load(cx, handoff, &reason);
+                    self.fail_load(cx, handoff, FailureCause::Ended, &reason);
                 }
             }
             HandoffMessage::Ack => {
@@ -187,16 +206,19 @@ impl Service for HandoffService {
 
     fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
         self.agent.session_up(cx, session, peer);
+        self.count_sessions(cx);
         self.drain(cx);
     }
 
     fn data_path_changed(&mut self, cx: &mut ReactorContext, session: SessionKey) {
         self.agent.data_path_changed(cx, session);
+        self.count_sessions(cx);
     }
 
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
         self.producer.session_down(session);
         self.agent.session_down(cx, session, &error);
+        self.count_sessions(cx);
         self.drain(cx);
         for handoff in self.loads.of_session(session) {
             self.session_lost(cx, handoff, &error);
@@ -271,7 +293,7 @@ impl Service for HandoffService {
     fn stop(&mut self, cx: &mut ReactorContext) {
         let reason = "the agent was closed";
         for active in self.loads.values_mut() {
-            active.load.fail(reason);
+            active.load.fail(FailureCause::Cancelled, reason);
         }
         self.agent.engine.stop(&cx.closed(reason));
         self.drain(cx);
@@ -280,7 +302,7 @@ impl Service for HandoffService {
             if let Some(active) = self.loads.get_mut(&handoff) {
                 active.load.cannot_validate();
             }
-            self.fail_load(cx, handoff, reason);
+            self.fail_load(cx, handoff, FailureCause::Cancelled, reason);
         }
         self.drain(cx);
     }

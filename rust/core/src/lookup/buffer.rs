@@ -96,7 +96,7 @@ impl LookupBuffer {
             secret: Secret::new(token),
             identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
-            local: address.ip(),
+            local: address.ip,
             timeouts: SessionTimeouts::default(),
             busy_poll: default_busy_poll(),
         };

@@ -1,13 +1,59 @@
 //! Addresses that users write.
 
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::fmt;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 
 use crate::error::{Error, Result};
 
-/// Parses `host:port` for listening. A name is resolved; without a token only loopback is allowed.
-pub(crate) fn listen_address(address: &str, token: &[u8]) -> Result<SocketAddr> {
+/// Where a socket is bound: an address, and the ports to try in this order. Port 0 alone is any free one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ListenAddress {
+    pub(crate) ip: IpAddr,
+    pub(crate) first_port: u16,
+    pub(crate) last_port: u16,
+}
+
+impl ListenAddress {
+    /// The addresses to try, in their order.
+    pub(crate) fn candidates(self) -> impl Iterator<Item = SocketAddr> {
+        (self.first_port..=self.last_port).map(move |port| SocketAddr::new(self.ip, port))
+    }
+}
+
+impl From<SocketAddr> for ListenAddress {
+    fn from(address: SocketAddr) -> Self {
+        Self {
+            ip: address.ip(),
+            first_port: address.port(),
+            last_port: address.port(),
+        }
+    }
+}
+
+impl fmt::Display for ListenAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let first = SocketAddr::new(self.ip, self.first_port);
+        if self.first_port == self.last_port {
+            return write!(f, "{first}");
+        }
+        write!(f, "{first}-{}", self.last_port)
+    }
+}
+
+/// Parses `host:port` or `host:first-last` for listening. A name is resolved; without a token only loopback is allowed.
+pub(crate) fn listen_address(address: &str, token: &[u8]) -> Result<ListenAddress> {
     let cannot = |reason| Error::Config(format!("cannot listen on {address:?}: {reason}"));
-    let mut candidates = address
+    let (single, last_port) = match port_range(address) {
+        Some((host, first, last)) if 0 < first && first <= last => {
+            (format!("{host}:{first}"), Some(last))
+        }
+        Some(_) => {
+            let text = "a range of ports is FIRST-LAST, both from 1 to 65535, the first one not above the last";
+            return Err(cannot(text.to_owned()));
+        }
+        None => (address.to_owned(), None),
+    };
+    let mut candidates = single
         .to_socket_addrs()
         .map_err(|error| cannot(format!("{error}; expected HOST:PORT")))?;
     let resolved = candidates
@@ -18,7 +64,33 @@ pub(crate) fn listen_address(address: &str, token: &[u8]) -> Result<SocketAddr> 
             "listening on {address} needs a token, because others can reach it: set KVPIPE_TOKEN or pass token="
         )));
     }
-    Ok(resolved)
+    let mut listen = ListenAddress::from(resolved);
+    listen.last_port = last_port.unwrap_or(listen.first_port);
+    Ok(listen)
+}
+
+/// Host, first and last port of `host:first-last`; ports that are no numbers count as 0.
+fn port_range(address: &str) -> Option<(&str, u16, u16)> {
+    let (host, ports) = address.rsplit_once(':')?;
+    let (first, last) = ports.split_once('-')?;
+    let port = |text: &str| text.trim().parse().unwrap_or(0);
+    Some((host, port(first), port(last)))
+}
+
+/// Resolves the host whose interface UCX uses where the agent listens on a wildcard.
+pub(crate) fn interface_address(host: &str) -> Result<IpAddr> {
+    let bare = host
+        .strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'));
+    let cannot =
+        |reason| Error::Config(format!("{host:?} is no address of this machine: {reason}"));
+    let mut candidates = (bare.unwrap_or(host), 0)
+        .to_socket_addrs()
+        .map_err(|error| cannot(error.to_string()))?;
+    let resolved = candidates.next();
+    Ok(resolved
+        .ok_or_else(|| cannot("the name has no address".to_owned()))?
+        .ip())
 }
 
 /// Refuses an address that is not `host:port`, without resolving it.
@@ -42,6 +114,35 @@ mod tests {
         assert!(listen_address("0.0.0.0:0", b"token").is_ok());
         let refused = listen_address("0.0.0.0:0", b"").unwrap_err();
         assert!(refused.to_string().contains("KVPIPE_TOKEN"), "{refused}");
+    }
+
+    #[test]
+    fn a_range_of_ports_is_tried_in_its_order() {
+        let listen = listen_address("[::1]:7200-7202", b"").unwrap();
+        let ports: Vec<u16> = listen.candidates().map(|address| address.port()).collect();
+        assert_eq!(ports, [7200, 7201, 7202]);
+        assert_eq!(listen.to_string(), "[::1]:7200-7202");
+        let one = listen_address("127.0.0.1:7200", b"").unwrap();
+        assert_eq!(one.candidates().count(), 1);
+        assert_eq!(one.to_string(), "127.0.0.1:7200");
+        let last = listen_address("127.0.0.1:65534-65535", b"").unwrap();
+        assert_eq!(last.candidates().count(), 2);
+    }
+
+    #[test]
+    fn a_range_that_names_no_ports_is_refused() {
+        for ports in ["0-5", "7201-7200", "7200-", "-7200", "a-b", "7200-65536"] {
+            let error = listen_address(&format!("127.0.0.1:{ports}"), b"").unwrap_err();
+            assert!(error.to_string().contains("FIRST-LAST"), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_interface_may_be_named_or_bracketed() {
+        assert!(interface_address("localhost").unwrap().is_loopback());
+        assert!(interface_address("[::1]").unwrap().is_loopback());
+        let error = interface_address("").unwrap_err();
+        assert!(matches!(error, Error::Config(_)), "{error}");
     }
 
     #[test]

@@ -19,7 +19,7 @@ use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
-use crate::net::address::{check_address, listen_address};
+use crate::net::address::{ListenAddress, check_address, listen_address};
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::Secret;
 use crate::reactor::{Reactor, Route};
@@ -127,7 +127,7 @@ pub struct Pipe {
 }
 
 fn config(
-    listen: Option<SocketAddr>,
+    listen: Option<ListenAddress>,
     local: IpAddr,
     token: &[u8],
     transport: Transport,
@@ -156,7 +156,7 @@ impl Pipe {
         let address = listen_address(address, token)?;
         let shared = SharedInfo::connecting(String::new());
         let in_reactor = shared.clone();
-        let config = config(Some(address), address.ip(), token, transport, busy_poll)?;
+        let config = config(Some(address), address.ip, token, transport, busy_poll)?;
         let reactor = crate::session::spawn(config, || Receiver::new(in_reactor))?;
         let end = End::Receiver(reactor);
         Ok(Self { end, shared })

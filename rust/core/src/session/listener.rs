@@ -9,6 +9,7 @@ use rustix::event::epoll::EventFlags;
 use super::Service;
 use super::sessions::Sessions;
 use crate::error::{Error, Result};
+use crate::net::address::ListenAddress;
 use crate::reactor::{FIRST_TOKEN, Token};
 
 pub(super) const LISTENER: Token = FIRST_TOKEN;
@@ -60,13 +61,28 @@ impl Listener {
     }
 }
 
-/// Binds a socket that peers can connect to.
+/// Binds a socket that peers can connect to, at the first port that is free.
 ///
 /// # Errors
-/// `Config`: the address cannot be had.
-pub(super) fn bind(address: SocketAddr) -> Result<TcpListener> {
-    let cannot = |error| Error::Config(format!("cannot listen on {address}: {error}"));
-    let socket = TcpListener::bind(address).map_err(cannot)?;
+/// `Config`: the address cannot be had, or no port of a range is free.
+pub(super) fn bind(address: ListenAddress) -> Result<TcpListener> {
+    let cannot = |error: std::io::Error| {
+        let is_range = address.first_port != address.last_port;
+        let text = format!("cannot listen on {address}: {error}");
+        Error::Config(if is_range && error.kind() == ErrorKind::AddrInUse {
+            format!("{text}, which is so for all ports of the range; allow more")
+        } else {
+            text
+        })
+    };
+    let mut tried: std::io::Result<_> = Err(ErrorKind::AddrInUse.into());
+    for candidate in address.candidates() {
+        tried = TcpListener::bind(candidate);
+        if !matches!(&tried, Err(error) if error.kind() == ErrorKind::AddrInUse) {
+            break;
+        }
+    }
+    let socket = tried.map_err(cannot)?;
     socket.set_nonblocking(true).map_err(cannot)?;
     rustix::net::listen(&socket, BACKLOG).map_err(|error| cannot(error.into()))?;
     Ok(socket)
@@ -155,11 +171,44 @@ impl<S: Service> Sessions<S> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+
     use super::*;
+
+    fn loopback(first_port: u16, last_port: u16) -> ListenAddress {
+        ListenAddress {
+            ip: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            first_port,
+            last_port,
+        }
+    }
+
+    #[test]
+    fn the_first_free_port_of_a_range_is_bound_and_none_is_an_error_that_names_the_range() {
+        let port = |socket: &TcpListener| socket.local_addr().unwrap().port();
+        // A port with a free one after it.
+        let (first, taken) = loop {
+            let taken = bind(loopback(0, 0)).unwrap();
+            let first = port(&taken);
+            if first < u16::MAX && TcpListener::bind((Ipv4Addr::LOCALHOST, first + 1)).is_ok() {
+                break (first, taken);
+            }
+        };
+        let second = bind(loopback(first, first + 1)).unwrap();
+        assert_eq!(port(&second), first + 1);
+        let error = bind(loopback(first, first + 1)).unwrap_err().to_string();
+        let range = format!("127.0.0.1:{first}-{}", first + 1);
+        assert!(
+            error.contains(&range) && error.contains("all ports"),
+            "{error}"
+        );
+        drop(taken);
+        assert_eq!(port(&bind(loopback(first, first + 1)).unwrap()), first);
+    }
 
     #[test]
     fn five_hundred_peers_may_come_while_the_reactor_is_busy_and_none_has_to_come_again() {
-        let listener = bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let listener = bind(loopback(0, 0)).unwrap();
         let address = listener.local_addr().unwrap();
         // The kernel tries again after a second.
         let at_once = Duration::from_millis(900);

@@ -21,7 +21,7 @@ mod sessions;
 mod stream_sinks;
 mod timeouts;
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -30,6 +30,7 @@ use rustix::event::epoll::EventFlags;
 
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
+use crate::net::address::ListenAddress;
 use crate::net::identity::Identity;
 use crate::net::secret::Secret;
 use crate::reactor::Reactor;
@@ -120,7 +121,7 @@ pub(crate) trait Service {
 #[derive(Debug, Clone)]
 pub(crate) struct ReactorConfig {
     /// Where to accept peers; `None` only connects.
-    pub(crate) listen: Option<SocketAddr>,
+    pub(crate) listen: Option<ListenAddress>,
     /// What the token's holders prove; that of an empty token for none.
     pub(crate) secret: Secret,
     /// Who this side is.

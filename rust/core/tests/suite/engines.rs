@@ -143,6 +143,7 @@ impl Engine {
                 ControlEvent::Lost {
                     handoff: ID,
                     reason,
+                    ..
                 }
                 | ControlEvent::Updated {
                     handoff: ID,

@@ -56,6 +56,7 @@ fn failure(missing: &[u32], reason: &str) -> LoadFailure {
     LoadFailure {
         missing: missing.to_vec(),
         reason: reason.to_owned(),
+        cause: FailureCause::Other,
     }
 }
 
@@ -99,7 +100,7 @@ fn a_load_that_lacks_a_block_or_has_failed_is_never_reported_as_verified() {
     assert_eq!(lacking.next_verified(), None);
     let mut failed = selected(false);
     read_all(&mut failed);
-    failed.fail("the request was aborted");
+    failed.fail(FailureCause::Other, "the request was aborted");
     assert_eq!(failed.next_verified(), None);
 }
 
@@ -108,7 +109,7 @@ fn a_withdrawn_load_misses_every_block() {
     let mut load = selected(false);
     read_all(&mut load);
     load.withdraw();
-    load.fail("preempted");
+    load.fail(FailureCause::Other, "preempted");
     let outcome = load.outcome().unwrap();
     assert_eq!(outcome.failure, Some(failure(&[0, 1], "preempted")));
     assert_eq!(outcome.counts.num_received, 0);
@@ -119,7 +120,7 @@ fn a_failed_load_ends_after_its_last_read() {
     let mut load = selected(true);
     let batches = load.blocks_announced(3, &all()).unwrap();
     load.read_completed(&batches[0], &[true, true], 10);
-    load.fail("lost");
+    load.fail(FailureCause::Other, "lost");
     assert_eq!(load.outcome(), None);
     load.read_failed(&batches[1], "late");
     assert_eq!(load.next_retries(), []);
@@ -167,7 +168,11 @@ fn a_block_that_is_corrupt_twice_is_missing_and_the_others_are_not() {
     assert_eq!(load.next_retries(), []);
     let outcome = load.outcome().unwrap();
     let reason = "block 2 of region 21 differs from its checksum";
-    assert_eq!(outcome.failure, Some(failure(&[0], reason)));
+    let failure = LoadFailure {
+        cause: FailureCause::Corrupt,
+        ..failure(&[0], reason)
+    };
+    assert_eq!(outcome.failure, Some(failure));
     let (received, missing) = (outcome.counts.num_received, outcome.counts.num_missing);
     assert_eq!((received, missing, outcome.counts.num_retried), (1, 1, 1));
 }

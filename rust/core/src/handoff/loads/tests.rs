@@ -3,7 +3,6 @@ use std::ops::Range;
 
 use kvpipe_ucx::Buffer;
 
-use crate::Integrity;
 use crate::agent::Region;
 use crate::agent::regions::LocalRegion;
 use crate::handoff::messages::HandoffMessage;
@@ -13,6 +12,7 @@ use crate::handoff::{
 use crate::reactor::manual::{Round, without_threads};
 use crate::transfer::region::Layout;
 use crate::transport::{MemoryPath, Transport, wire};
+use crate::{FailureCause, Integrity};
 
 pub(in crate::handoff) const BLOCK: usize = 1 << 10;
 pub(in crate::handoff) const ID: [u8; 16] = [7; 16];
@@ -197,8 +197,13 @@ fn no_block_counts_of_a_handoff_that_its_producer_has_ended_although_its_checksu
     let (producer, consumer) = load_in_part(MemoryPath::RemoteRead, Integrity::Checksum);
     producer.agent.end(ID, "preempted").expect("it runs");
     settle(&[&producer.agent, &consumer.agent]);
-    let LoadFailure { missing, reason } = failure(consumer.ended());
-    assert_eq!((&missing[..], &reason[..]), (&[0, 1][..], "preempted"));
+    let failure = failure(consumer.ended());
+    let expected = LoadFailure {
+        missing: vec![0, 1],
+        reason: "preempted".to_owned(),
+        cause: FailureCause::Ended,
+    };
+    assert_eq!(failure, expected);
 }
 
 #[test]
@@ -218,7 +223,9 @@ fn no_block_counts_of_a_load_that_is_announced_another_epoch() {
         });
         producer.mark_ready_in(0..1, 1, [ID].into_iter());
         settle(&[&producer.agent, &consumer.agent]);
-        let LoadFailure { missing, reason } = failure(consumer.ended());
+        let LoadFailure {
+            missing, reason, ..
+        } = failure(consumer.ended());
         assert_eq!(missing, [0, 1]);
         assert!(reason.contains("began it again"), "{reason}");
         wire::tap(|_, _| {});

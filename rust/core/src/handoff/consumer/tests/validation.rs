@@ -49,7 +49,7 @@ fn no_block_counts_when_the_grant_does_not_hold() {
     let mut load = validating(true);
     load.validation_asked(70);
     assert!(load.validation_answered(70, false));
-    load.fail("ended");
+    load.fail(FailureCause::Other, "ended");
     assert_eq!(
         load.outcome().unwrap().failure,
         Some(failure(&[0, 1], "ended"))
@@ -61,7 +61,7 @@ fn blocks_whose_grant_did_not_hold_or_is_not_known_are_not_counted_as_validated(
     for is_answered in [true, false] {
         let mut load = validating(true);
         load.validation_asked(70);
-        load.fail("late");
+        load.fail(FailureCause::Other, "late");
         if is_answered {
             load.validation_answered(70, false);
         } else {
@@ -89,7 +89,7 @@ fn a_load_that_fails_in_part_asks_for_the_blocks_that_are_here() {
         load.validation_answered(70, is_valid);
         let missing: &[u32] = if is_valid { &[1] } else { &[0, 1] };
         if !is_valid {
-            load.fail("ended");
+            load.fail(FailureCause::Other, "ended");
         }
         let outcome = load.outcome().unwrap();
         assert_eq!(outcome.failure.unwrap().missing, missing);
@@ -102,7 +102,7 @@ fn a_cancelled_load_asks_when_its_last_read_has_ended() {
     let blocks = without_checksums(all());
     let batches = load.blocks_announced(3, &blocks).unwrap();
     load.read_completed(&batches[0], &[true, true], 10);
-    load.fail("late");
+    load.fail(FailureCause::Other, "late");
     assert_eq!(load.epoch_to_validate(), None);
     load.read_completed(&batches[1], &[true, true], 10);
     assert_eq!((load.outcome(), load.epoch_to_validate()), (None, Some(3)));
