@@ -1,11 +1,16 @@
 """The connector's metrics in vLLM's `/metrics`: what the roles count, and how vLLM carries and shows it."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -20,6 +25,7 @@ from kvpipe.transfer_params import consume, resume
 from tests.connector.engine import BLOCK, Engine, new_id, outcome
 from tests.connector.test_scheduler import consuming, loading, opened, produced, prompt, scheduled, until
 from tests.connector.test_worker import Pair, received
+from tests.peers import ROOT
 
 pytestmark = pytest.mark.vllm
 
@@ -295,3 +301,19 @@ def test_the_metrics_work_under_multi_connector(config: VllmConfig) -> None:
     finally:
         config.kv_transfer_config = single
         unregister_vllm_metrics()
+
+
+def test_of_several_api_servers_any_shows_all_handoffs_and_the_latest_number_of_leased_blocks(tmp_path: Path) -> None:
+    env = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    command = [sys.executable, "-m", "tests.connector.api_servers"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    shown = {
+        (sample.name, sample.labels["engine"]): sample.value
+        for family in text_string_to_metric_families(done.stdout)
+        for sample in family.samples
+    }
+    assert [shown["vllm:kvpipe_handoffs_total", engine] for engine in "01"] == [2, 1]
+    assert [shown["vllm:kvpipe_handoff_received_tokens_total", engine] for engine in "01"] == [64, 32]
+    assert [shown["vllm:kvpipe_handover_seconds_count", engine] for engine in "01"] == [2, 1]
+    assert [shown["vllm:kvpipe_leased_blocks", engine] for engine in "01"] == [3, 7]

@@ -19,14 +19,14 @@ pytestmark = pytest.mark.vllm
 LAYERS, BLOCKS, SHAPE = 3, 16, (4, 32, 64)
 
 
-def role(*, speculative: object = None, use_ubatching: bool = False, trace: str = "") -> WorkerRole:
-    """A worker role; of vLLM's configuration it reads no more than this."""
+def role(*, speculative: object = None, use_ubatching: bool = False, **settings: Any) -> WorkerRole:
+    """A worker role; of vLLM's configuration it reads no more than this. `settings` are the connector's."""
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, use_ubatching=use_ubatching),
         kv_transfer_config=SimpleNamespace(engine_id="engine", kv_role="kv_both"),
         speculative_config=speculative,
     )
-    return WorkerRole(config, ConnectorConfig(silence_s=5, trace=trace))
+    return WorkerRole(config, ConnectorConfig(silence_s=5, **settings))
 
 
 def caches() -> dict[str, torch.Tensor]:

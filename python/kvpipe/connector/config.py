@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from kvpipe.connector.addresses import Addresses
 from kvpipe.connector.allowed_producers import AllowedProducers
 from kvpipe.exceptions import ConfigError
 
@@ -21,8 +22,11 @@ class ConnectorConfig:
     """Settings of one engine.
 
     Attributes:
-        listen: `host:port` of the control port, at an address that other instances can reach (no wildcard). Port 0
-            picks a free port, which the log names. The workers' agents listen on free ports of the same host.
+        listen: `host:port` of the control port. Port 0 picks a free port, which the log names; each data-parallel rank
+            adds its rank to another port. The workers' agents listen on the same host. A wildcard needs `advertise`.
+        advertise: `host` or `host:port` that other instances are told instead of `listen`: for the control port both,
+            for the agents the host. Empty: `listen`'s.
+        agent_ports: `first-last`: each worker's agent takes the first free port of these. Empty: any free port.
         on_load_failure: What happens to a request whose KV does not arrive: `recompute` (decode computes what is
             missing) or `fail` (HTTP 500; the handoff's result has the reason). It applies to the whole engine.
         integrity: How blocks are known to be the producer's: `checksum` (the producer computes checksums of its blocks,
@@ -41,6 +45,8 @@ class ConnectorConfig:
     """
 
     listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    agent_ports: str = ""
     on_load_failure: str = "recompute"
     integrity: str = "auto"
     allowed_producers: str = ""
@@ -67,6 +73,11 @@ class ConnectorConfig:
         config._check()
         return config
 
+    @property
+    def addresses(self) -> Addresses:
+        """The addresses of the settings `listen`, `advertise` and `agent_ports`."""
+        return Addresses.parse(listen=self.listen, advertise=self.advertise, agent_ports=self.agent_ports)
+
     def _check(self) -> None:
         if self.on_load_failure not in ON_LOAD_FAILURE:
             message = f"on_load_failure={self.on_load_failure!r}: expected one of {', '.join(ON_LOAD_FAILURE)}"
@@ -78,13 +89,7 @@ class ConnectorConfig:
             )
             raise ConfigError(message)
         AllowedProducers(self.allowed_producers)
-        host, colon, _ = self.listen.rpartition(":")
-        if not colon:
-            message = f"listen={self.listen!r}: expected HOST:PORT"
-            raise ConfigError(message)
-        if host in ("", "0.0.0.0", "::", "[::]"):  # noqa: S104 - refused, not bound
-            message = f"listen={self.listen!r}: a wildcard cannot be advertised; set the IP or name of this host"
-            raise ConfigError(message)
+        _ = self.addresses
 
 
 def _value(name: str, extra: Mapping[str, Any], default: Any) -> Any:

@@ -18,12 +18,16 @@ class Outbox:
 
     Attributes:
         control: The control plane.
+        address: This engine's control port, as other instances reach it.
+        local_address: The same, as its own workers reach it.
         trace: The trace of handoffs.
         step: Metadata for the workers, sent before the next step's forward pass.
         stats: What metrics are to count after this step.
     """
 
     control: _kvpipe.Control
+    address: str
+    local_address: str
     trace: _kvpipe.Trace
     step: StepMetadata = field(default_factory=StepMetadata)
     stats: KVPipeStats = field(default_factory=KVPipeStats)

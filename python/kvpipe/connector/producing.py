@@ -118,7 +118,7 @@ class Producing:
         beyond_s = self._clock.beyond_s(produced.num_prompt_tokens - num_before, num_new)
         if beyond_s is not None:
             self._out.step.progress.append((produced.handoff, beyond_s))
-            self._out.step.control = self._out.control.address or ""
+            self._out.step.control = self._out.local_address
 
     def preempted(self, request_id: str) -> None:
         """Withdraws the blocks of a preempted request, because they may change."""
@@ -175,7 +175,7 @@ class Producing:
         )
         return True, transfer_params.produced(
             produced.handoff.hex(),
-            self._out.control.address or "",
+            self._out.address,
             engine_id=self._engine_id,
             parallel_size=len(self.ranks),
             num_tokens=produced.num_prompt_tokens,

@@ -53,8 +53,9 @@ class SchedulerRole:
         self._reasoning_parser = str(vllm_config.structured_outputs_config.reasoning_parser or "")
         self._fingerprint = fingerprint(vllm_config)
         self._allowed_producers = AllowedProducers(config.allowed_producers)
+        addresses, index = config.addresses, vllm_config.parallel_config.data_parallel_index
         control = _kvpipe.Control(
-            config.listen,
+            addresses.control(index),
             resolve_token(),
             self._engine_id,
             self._fingerprint,
@@ -65,7 +66,9 @@ class SchedulerRole:
         )
         trace = _kvpipe.Trace(config.trace, f"{self._role} scheduler {self._engine_id}")
         control.trace_to(trace)
-        self._out = Outbox(control, trace)
+        bound = control.address or ""
+        advertised = addresses.advertised_control(bound, index)
+        self._out = Outbox(control, advertised, addresses.local(bound), trace)
         block_size = vllm_config.cache_config.block_size
         self._producing = Producing(self._out, self._engine_id, block_size)
         self._consuming = Consuming(
@@ -84,7 +87,8 @@ class SchedulerRole:
             "ended": self._consuming.on_ended,
         }
         logger.info(
-            "control.listen address=%s engine_id=%s role=%s",
+            "control.listen address=%s advertised=%s engine_id=%s role=%s",
+            bound,
             self.address,
             self._engine_id,
             self._role,
@@ -92,8 +96,8 @@ class SchedulerRole:
 
     @property
     def address(self) -> str:
-        """The control port, as `host:port`."""
-        return self._out.control.address or ""
+        """The control port, as other instances reach it: `host:port`."""
+        return self._out.address
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Stores the manager, which knows the blocks of each request."""

@@ -60,6 +60,7 @@ class WorkerRole:
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._config = config
+        self._addresses = config.addresses
         self._objection_to_validate = objection_to_validate
         role = vllm_config.kv_transfer_config.kv_role
         self._trace = WorkerTrace(config, f"{role} worker {self._rank} {self._engine_id}")
@@ -87,21 +88,27 @@ class WorkerRole:
             TransportUnavailableError: There is no UCX, or the cache is on a device that it cannot reach.
             ConfigError: A cache is not in host memory, or a layer's blocks are not contiguous.
         """
-        host = self._config.listen.rpartition(":")[0]
         [device] = {cache.device.type for cache in kv_caches.values()} or {"cpu"}
         integrity = choose_integrity(self._config.integrity, self._objection_to_validate, device)
         self._agent = _kvpipe.Agent(
-            f"{host}:0",
+            self._addresses.agent,
             resolve_token(),
             transport(),
             self._engine_id,
             silence=self._config.silence_s,
             integrity=integrity,
+            interface=self._addresses.interface,
         )
         self._agent.trace_to(self._trace.lines)
         for name, cache in kv_caches.items():
             self._regions[name] = self._register_layer(self._agent, name, cache)
-        logger.info("agent.listen address=%s regions=%d", self._agent.address, len(kv_caches))
+        address = self._agent.address or ""
+        logger.info(
+            "agent.listen address=%s advertised=%s regions=%d",
+            address,
+            self._addresses.advertised(address),
+            len(kv_caches),
+        )
 
     def _register_layer(self, agent: _kvpipe.Agent, name: str, cache: torch.Tensor) -> _kvpipe.Region:
         if cache.device.type != "cpu":
@@ -125,7 +132,9 @@ class WorkerRole:
         if self._agent is None or self._agent.address is None:
             return None
         return HandshakeMetadata(
-            self._agent.address, bytes(self._agent.incarnation), PENDING_FIRST_TOKENS.has_processor
+            self._addresses.advertised(self._agent.address),
+            bytes(self._agent.incarnation),
+            PENDING_FIRST_TOKENS.has_processor,
         )
 
     # --- every step

@@ -1,6 +1,6 @@
 //! UCX as a transport: makes its context, and converts operands.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, TcpListener};
 use std::sync::Arc;
 
 use kvpipe_ucx::{Config, Context, EndpointId, Library, Search, Worker};
@@ -9,15 +9,35 @@ use super::devices::devices;
 use super::{FOREIGN, Get, Memory, Payload, RemoteKey, UcxResult};
 use crate::error::{Error, Result};
 
+/// UCX's setting for the ports on which it listens.
+const PORT_RANGE: &str = "UCX_TCP_PORT_RANGE";
+
 /// Loads UCX and makes a context with the devices of this local address.
 pub(super) fn context(search: &Search, local: IpAddr) -> Result<Arc<Context>> {
     let library = Library::load(search)?;
     let mut config = Config::new();
     if !local.is_unspecified() {
         config.pin("NET_DEVICES", &devices(local)?);
+        if let Ok(ports) = std::env::var(PORT_RANGE) {
+            check_ports(&ports, local)?;
+        }
     }
     Context::new(library, &config)
         .map_err(|status| Error::Unavailable(format!("UCX cannot start on {local}: {status}")))
+}
+
+/// Refuses a range without a free port: UCX (1.22) would try its ports without end.
+fn check_ports(ports: &str, local: IpAddr) -> Result<()> {
+    let (first, last) = ports.split_once('-').unwrap_or((ports, ports));
+    let (Ok(first), Ok(last)) = (first.trim().parse::<u16>(), last.trim().parse::<u16>()) else {
+        return Ok(()); // UCX itself complains.
+    };
+    if first == 0 || (first..=last).any(|port| TcpListener::bind((local, port)).is_ok()) {
+        return Ok(());
+    }
+    Err(Error::Config(format!(
+        "{PORT_RANGE}={ports}: no port of the range is free at {local}; UCX needs one for each worker of this host"
+    )))
 }
 
 pub(super) fn describe(context: &Context) -> String {
@@ -63,4 +83,30 @@ pub(super) fn get(worker: &Worker, endpoint: EndpointId, get: Get<'_>) -> UcxRes
         token: get.token,
     };
     worker.get(endpoint, get)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    #[test]
+    fn a_range_of_ports_that_are_all_taken_is_refused_and_any_other_is_left_to_ucx() {
+        let local = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        let taken = TcpListener::bind((local, 0)).unwrap();
+        let port = taken.local_addr().unwrap().port();
+        for ports in [port.to_string(), format!("{port}-{port}")] {
+            let error = check_ports(&ports, local).unwrap_err().to_string();
+            assert!(
+                error.contains(&format!("UCX_TCP_PORT_RANGE={ports}")),
+                "{error}"
+            );
+        }
+        for ports in ["0", "any", "40000-", "1024-65535"] {
+            assert_eq!(check_ports(ports, local), Ok(()));
+        }
+        drop(taken);
+        assert_eq!(check_ports(&port.to_string(), local), Ok(()));
+    }
 }

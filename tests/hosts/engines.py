@@ -1,0 +1,58 @@
+"""A decode engine here, and a prefill engine on another host that listens on a wildcard. Run by tests/test_hosts.py."""
+
+import pytest
+
+import tests.connector.conftest  # noqa: F401 - sets vLLM up
+from kvpipe.transfer_params import consume
+from tests.connector.engine import NUM_BLOCKS, Engine, engine_config, new_id
+from tests.connector.test_scheduler import prompt, until
+from tests.connector.test_worker import caches, role
+from tests.e2e.groups import tiny_model
+from tests.hosts.engine_there import LENGTH
+from tests.hosts.namespaces import Host, why_no_hosts
+from tests.peers import Child
+
+pytestmark = [pytest.mark.ucx, pytest.mark.vllm, pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())]
+
+LIMIT_S = 360
+
+
+def test_an_engine_that_listens_on_a_wildcard_is_reached_at_the_address_that_it_advertises(monkeypatch):
+    monkeypatch.setenv("KVPIPE_TOKEN", "shared by both hosts")
+    with Host() as host:
+        # Another interface, on which UCX is not to listen.
+        cable, _ = host.cable(), host.cable()
+        arguments = ("0.0.0.0:7100", cable.far, "7200-7201")
+        there = Child("main", *arguments, module="tests.hosts.engine_there", host=host, limit_s=LIMIT_S)
+        try:
+            control = there.read()
+            assert control == f"{cable.far}:7100"
+            # UCX listens at the advertised address only, kvpipe's own ports everywhere.
+            [ucx, *own] = sorted(there.read().split(), key=lambda address: address.startswith("0.0.0.0:"))
+            assert ucx.startswith(f"{cable.far}:")
+            assert own == ["0.0.0.0:7100", "0.0.0.0:7200"]
+            handoff, target = new_id(), caches()
+            worker = role(listen=f"{cable.near}:0")
+            worker.register(target)
+            engine = Engine(engine_config(tiny_model(), listen=f"{cable.near}:0"))
+            there.tell(handoff)
+            request = engine.add(prompt(LENGTH), params=consume(handoff, control))
+
+            def step():
+                output = engine.scheduler.schedule()
+                worker.begin_step(output.kv_connector_metadata)
+                received, outcomes = worker.finished()[1], worker.take_outcomes()
+                engine.end(output, finished_recving=received or None, kv_connector_worker_meta=outcomes)
+                return output.kv_connector_metadata
+
+            [load] = until(lambda: step().loads)
+            assert load.ranks[0][0] == f"{cable.far}:7200"
+            until(lambda: step() and request.is_finished())
+            assert there.read() == f"acknowledged, {NUM_BLOCKS - 1} blocks are free"
+            assert all(bool((layer[load.block_ids] == 7).all()) for layer in target.values())
+            [ended] = [each for stats in engine.connector_stats for each in stats.get("handoffs", ())]
+            assert (ended["result"], ended["received_tokens"]) == ("full", LENGTH)
+            worker.close()
+            engine.close()
+        finally:
+            there.end()
