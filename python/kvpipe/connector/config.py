@@ -24,7 +24,8 @@ class ConnectorConfig:
         listen: `host:port` of the control port, at an address that other instances can reach (no wildcard). Port 0
             picks a free port, which the log names. The workers' agents listen on free ports of the same host.
         on_load_failure: What happens to a request whose KV does not arrive: `recompute` (decode computes what is
-            missing) or `fail` (HTTP 500; the handoff's result has the reason). It applies to the whole engine.
+            missing) or `fail` (HTTP 500; the handoff's result has the reason). It applies to the whole engine. Empty:
+            as vLLM's `kv_load_failure_policy` says, see `policy.load_failure_policy`.
         integrity: How blocks are known to be the producer's: `checksum` (the producer computes checksums of its blocks,
             the consumer compares), `validate` (the consumer asks the producer after its last read whether the blocks
             were kept), or `auto` (checksums in host memory, validation on a device). The producer's setting decides; a
@@ -41,7 +42,7 @@ class ConnectorConfig:
     """
 
     listen: str = "127.0.0.1:0"
-    on_load_failure: str = "recompute"
+    on_load_failure: str = ""
     integrity: str = "auto"
     allowed_producers: str = ""
     lease_s: float = 30.0
@@ -68,7 +69,7 @@ class ConnectorConfig:
         return config
 
     def _check(self) -> None:
-        if self.on_load_failure not in ON_LOAD_FAILURE:
+        if self.on_load_failure and self.on_load_failure not in ON_LOAD_FAILURE:
             message = f"on_load_failure={self.on_load_failure!r}: expected one of {', '.join(ON_LOAD_FAILURE)}"
             raise ConfigError(message)
         if self.integrity not in INTEGRITY:

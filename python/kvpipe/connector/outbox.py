@@ -16,13 +16,14 @@ class Outbox:
     """Outgoing messages of the scheduler role: control commands, trace events, and metadata of the next step.
 
     Attributes:
-        control: The control plane.
+        control: The control plane. It begins when the workers have: its peers compare fingerprints, which name what
+            only the workers know.
         trace: The trace of handoffs.
         step: Metadata for the workers, sent before the next step's forward pass.
     """
 
-    control: _kvpipe.Control
     trace: _kvpipe.Trace
+    control: _kvpipe.Control = field(init=False)
     step: StepMetadata = field(default_factory=StepMetadata)
 
     def take_step(self) -> StepMetadata:

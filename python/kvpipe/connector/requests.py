@@ -239,10 +239,8 @@ def read_params(request: Request, allowed: AllowedProducers) -> Produced | Consu
 
 
 def prompt_hash(request: Request) -> bytes:
-    """Hashes what a prompt's KV depends on besides the model: token ids, LoRA adapter, images."""
+    """Hashes what a prompt's KV depends on besides the model and its adapter: token ids, images."""
     digest = hashlib.sha256(array("I", request.prompt_token_ids or ()).tobytes())
-    lora = request.lora_request
-    digest.update(repr(lora.lora_name if lora is not None else None).encode())
     for feature in request.mm_features or ():
         digest.update(repr((feature.identifier, feature.mm_position.offset)).encode())
     return digest.digest()

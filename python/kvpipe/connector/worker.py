@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
+from kvpipe.connector.fingerprint import attention_properties
 from kvpipe.connector.first_token import PENDING_FIRST_TOKENS
 from kvpipe.connector.integrity import choose_integrity
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
@@ -58,6 +59,8 @@ class WorkerRole:
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._config = config
+        self._vllm_config = vllm_config
+        self._properties: list[tuple[str, str]] = []
         self._objection_to_validate = objection_to_validate
         role = vllm_config.kv_transfer_config.kv_role
         self._trace = WorkerTrace(config, f"{role} worker {self._rank} {self._engine_id}")
@@ -86,6 +89,7 @@ class WorkerRole:
         """
         host = self._config.listen.rpartition(":")[0]
         [device] = {cache.device.type for cache in kv_caches.values()} or {"cpu"}
+        self._properties = attention_properties(self._vllm_config)
         integrity = choose_integrity(self._config.integrity, self._objection_to_validate, device)
         self._agent = _kvpipe.Agent(
             f"{host}:0",
@@ -122,7 +126,10 @@ class WorkerRole:
         if self._agent is None or self._agent.address is None:
             return None
         return HandshakeMetadata(
-            self._agent.address, bytes(self._agent.incarnation), PENDING_FIRST_TOKENS.has_processor
+            self._agent.address,
+            bytes(self._agent.incarnation),
+            PENDING_FIRST_TOKENS.has_processor,
+            self._properties,
         )
 
     # --- every step

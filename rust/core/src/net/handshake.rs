@@ -29,7 +29,7 @@ use crate::net::secret::Secret;
 use frames::{Greeting, HandshakeFrame, Nonce, Signature, Signed};
 
 /// Version of everything on the wire; other versions are refused.
-pub const PROTOCOL_VERSION: u16 = 7;
+pub const PROTOCOL_VERSION: u16 = 8;
 /// Largest frame before authentication.
 pub const HANDSHAKE_FRAME_CAP: usize = 64 << 10;
 

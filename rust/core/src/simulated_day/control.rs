@@ -26,6 +26,7 @@ fn opening() -> Opening {
     Opening {
         prompt_hash: [0; 32],
         num_tokens: 4,
+        adapter: String::new(),
         ranks: vec![Rank {
             address: "127.0.0.1:1".to_owned(),
             incarnation: [0; 16],
