@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 
 import pytest
 
@@ -183,3 +184,65 @@ def test_a_subscription_has_a_deadline_at_the_client_too(port, client):
 def test_a_lead_that_is_no_duration_is_refused(port, client, lead_s):
     with pytest.raises(ConfigError):
         client.subscribe(port.address, HANDOFF.hex(), lead_s)
+
+
+@pytest.fixture
+def consumer():
+    control = _kvpipe.Control("127.0.0.1:0", b"", "consumer", [("dtype", "float32")])
+    yield control
+    control.close()
+
+
+@pytest.mark.parametrize(
+    ("token", "dtype", "reason"),
+    [
+        (b"", "float32", ""),
+        (b"", "bfloat16", 'dtype is "float32" here and "bfloat16" there'),
+        (b"other", "float32", "KVPIPE_TOKEN"),
+    ],
+)
+def test_a_consumer_is_asked_whether_it_can_use_a_producer(consumer, client, token, dtype, reason):
+    consumer.allow_checks([], [("127.0.0.0", 8)])
+    producer = _kvpipe.Control("127.0.0.1:0", token, "producer", [("dtype", dtype)])
+    try:
+        for _ in range(2):
+            found = client.check(consumer.address, producer.address).wait(10)
+            assert reason in found
+            assert bool(found) == bool(reason)
+    finally:
+        producer.close()
+
+
+def test_a_mismatch_is_logged_by_the_consumer_at_once_and_once(consumer, client, caplog):
+    consumer.allow_checks([], [])
+    producer = _kvpipe.Control("127.0.0.1:0", b"", "producer", [("dtype", "bfloat16")])
+    try:
+        for _ in range(3):
+            client.check(consumer.address, producer.address).wait(10)
+    finally:
+        producer.close()
+    for _ in range(2):
+        client.check(consumer.address, "127.0.0.1:1").wait(10)
+    deadline = time.monotonic() + 10
+    while "127.0.0.1:1 " not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    lines = [record.getMessage() for record in caplog.records if "pair.unusable" in record.getMessage()]
+    assert len(lines) == 2
+    assert 'dtype is \\"float32\\" here and \\"bfloat16\\" there' in lines[0]
+
+
+def test_a_check_of_a_producer_that_is_not_there_says_so(consumer, client):
+    consumer.allow_checks([], [])
+    assert "127.0.0.1:1" in client.check(consumer.address, "127.0.0.1:1").wait(10)
+
+
+@pytest.mark.parametrize("producer", ["10.0.0.1:7", "prefill-1:7", "nonsense", "", "x" * 9999])
+def test_a_check_connects_to_allowed_hosts_only(consumer, client, producer):
+    assert client.check(consumer.address, producer).wait(10) == "this engine consumes no handoffs"
+    consumer.allow_checks(["prefill-0"], [("127.0.0.0", 8)])
+    assert (
+        client.check(consumer.address, producer)
+        .wait(10)
+        .endswith(("is not among allowed_producers", "expected HOST:PORT of a producer"))
+    )

@@ -100,6 +100,20 @@ class ControlClient:
         """
         return Work(self._native.ask_watched(address, parse_handoff(handoff), timeout), _moment)
 
+    def check(self, address: str, producer: str, timeout: float = 5.0) -> Work[str]:
+        """Has a consumer connect to a producer, which compares tokens and fingerprints.
+
+        Args:
+            address: Control port of the consumer.
+            producer: Control port of the producer, as the consumer reaches it. The consumer connects to hosts of its
+                `allowed_producers` only.
+            timeout: Seconds until the work ends with `TransferTimeoutError`.
+
+        Returns:
+            Why the consumer cannot use that producer; empty if it can.
+        """
+        return Work(self._native.ask_check(address, producer, timeout), json.loads)
+
     def close(self) -> None:
         """Closes all sessions; pending works end with `ClosedError`."""
         self._native.close()

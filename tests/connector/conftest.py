@@ -1,7 +1,10 @@
 """Engines for the connector's tests: vLLM's scheduler for real, its model runner played by the tests."""
 
+import atexit
 import importlib.util
+import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +19,10 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 if HAS_VLLM:
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # huggingface_hub reads it when it is imported. Tests put models there as if they had been downloaded.
+    hub = tempfile.TemporaryDirectory(prefix="kvpipe-hub-")
+    atexit.register(hub.cleanup)
+    os.environ["HF_HUB_CACHE"] = hub.name
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     with warnings.catch_warnings():
         # Its imports warn of much that is not ours.
@@ -53,6 +60,15 @@ def new_engine(tiny_model: str) -> Iterator[Callable[..., Any]]:
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the connector logs: vLLM's logger, whose child its own is, may not pass on to the root's handlers."""
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture

@@ -25,21 +25,36 @@ STEP_TOKENS = 256
 NUM_BLOCKS = 100
 
 
-def engine_config(model: str, arguments: Mapping[str, Any] | None = None, **extra: Any) -> VllmConfig:
-    """A real configuration of an engine with the connector. `arguments` are vLLM's, `extra` is the connector's."""
+def engine_config(
+    model: str, arguments: Mapping[str, Any] | None = None, transfer: Mapping[str, Any] | None = None, **extra: Any
+) -> VllmConfig:
+    """A real configuration of an engine with the connector.
+
+    `arguments` are vLLM's, `transfer` is of its KVTransferConfig, and `extra` is the connector's.
+    """
     plain = {"max_model_len": 2048, "block_size": BLOCK, "max_num_batched_tokens": STEP_TOKENS}
     return EngineArgs(
         model=model,
         dtype="float32",
         enforce_eager=True,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="KVPipeConnector",
-            kv_connector_module_path="kvpipe.connector",
-            kv_role="kv_both",
-            kv_connector_extra_config={"listen": "127.0.0.1:0", **extra},
+            **{
+                "kv_connector": "KVPipeConnector",
+                "kv_connector_module_path": "kvpipe.connector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"listen": "127.0.0.1:0", **extra},
+                **(transfer or {}),
+            }
         ),
         **plain | dict(arguments or {}),
     ).create_engine_config()
+
+
+def cache_config(num_blocks: int = NUM_BLOCKS) -> KVCacheConfig:
+    """The cache of the tiny model, of one layer."""
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 class Engine:
@@ -50,12 +65,10 @@ class Engine:
     """
 
     def __init__(self, config: VllmConfig, num_blocks: int = NUM_BLOCKS) -> None:
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
-        groups = [KVCacheGroupSpec(["layer"], spec)]
         config.cache_config.num_gpu_blocks = num_blocks
         self.scheduler = Scheduler(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+            kv_cache_config=cache_config(num_blocks),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK,
             hash_block_size=BLOCK,
@@ -74,7 +87,7 @@ class Engine:
         sampling = SamplingParams(max_tokens=max_tokens, extra_args=extra, ignore_eos=True)
         more = {"sampling_params": sampling} | more
         request = Request(
-            request_id=f"request-{next(self._numbers)}",
+            request_id=more.pop("request_id", f"request-{next(self._numbers)}"),
             prompt_token_ids=prompt,
             pooling_params=None,
             block_hasher=self._hasher,

@@ -1,10 +1,12 @@
 """Which first tokens the scheduler role has its workers force, under vLLM's real scheduler."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request, RequestStatus
 
 from kvpipe import _kvpipe
@@ -171,6 +173,24 @@ def test_without_the_processor_decode_samples_and_reports_the_reason(engine: Eng
     loaded(engine, request, handoff)
     assert forced(engine, request, handoff) is None
     assert "logits processor" in reported(engine, handoff.hex())["first_token_reason"]
+
+
+def test_one_of_several_choices_loads_all_kv_and_samples_its_own_first_token(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    """The handoff that the producer's answer names is that of the choice that ended last, with a seed of its own."""
+    sampling = SamplingParams(n=2, seed=9)
+    parent = ParentRequest(SimpleNamespace(request_id="cmpl-1", external_req_id="cmpl-1", params=sampling))
+    (name, ours), (_, theirs) = parent.get_child_info(0), parent.get_child_info(1)
+    assert ours.seed != theirs.seed
+    handoff = new_id()
+    request = engine.add(prompt(40), params=consume(handoff, producer.address), request_id=name)
+    opened(producer, request, bytes.fromhex(handoff))
+    loaded(engine, request, bytes.fromhex(handoff))
+    assert forced(engine, request, bytes.fromhex(handoff)) is None
+    result = reported(engine, handoff)
+    assert (result["result"], result["first_token"]) == ("full", "sampled")
+    assert "one of several choices" in result["first_token_reason"]
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -128,6 +128,7 @@ class Validated(Pair):
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, use_ubatching=False),
             kv_transfer_config=SimpleNamespace(engine_id="engine", kv_role="kv_both"),
+            compilation_config=SimpleNamespace(static_forward_context={}),
             speculative_config=None,
         )
         settings = ConnectorConfig(silence_s=5, trace=trace, integrity=setting)

@@ -24,6 +24,7 @@ def role(*, speculative: object = None, use_ubatching: bool = False, **settings:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, use_ubatching=use_ubatching),
         kv_transfer_config=SimpleNamespace(engine_id="engine", kv_role="kv_both"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
         speculative_config=speculative,
     )
     return WorkerRole(config, ConnectorConfig(silence_s=5, **settings))

@@ -52,7 +52,7 @@ class Wire:
     def expect(self, handoff: bytes) -> None:
         self.produced[handoff] = Produced()
 
-    def open(self, handoff: bytes, prompt_hash: bytes, num_tokens: int, ranks: Any) -> None:
+    def open(self, handoff: bytes, prompt_hash: bytes, num_tokens: int, ranks: Any, adapter: str) -> None:
         produced = self.produced[handoff]
         assert produced.state in ("expected", "ended"), "a handoff is opened once"
         if produced.state == "ended":
@@ -114,6 +114,7 @@ class Wire:
             "opened",
             prompt_hash=prompt_hash,
             num_tokens=num_tokens,
+            adapter="",
             ranks=[("127.0.0.1:1", bytes(16))],
         )
 

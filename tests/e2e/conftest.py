@@ -49,6 +49,12 @@ def servers(groups: Groups) -> Servers:
     return groups.show("roomy")
 
 
+@pytest.fixture
+def multi(groups: Groups) -> Servers:
+    """Instances with a second connector: what is called decode recomputes, what is called prefill fails requests."""
+    return groups.show("multi")
+
+
 @pytest.fixture(scope="module", params=["tight", "tight, validate"])
 def tight(groups: Groups, request: pytest.FixtureRequest) -> Servers:
     """Instances that preempt, with checksums and with `integrity=validate`."""

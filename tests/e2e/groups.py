@@ -6,11 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread, Instance
 from kvpipe.launch.plan import free_ports
@@ -59,7 +59,7 @@ class Groups:
         self._running.close()
 
     def show(self, name: str) -> Servers:
-        """The servers of a group: `roomy`, with large caches, `tight`, or `tight, validate`; see above."""
+        """The servers of a group: `roomy`, with large caches, `multi`, `tight`, or `tight, validate`; see above."""
         if self._servers is None or name != self._name:
             self._running.close()
             self._name, self._servers = name, self._running.enter_context(self._started(name))
@@ -68,8 +68,15 @@ class Groups:
     @contextmanager
     def _started(self, name: str) -> Iterator[Servers]:
         running = DeploymentThread(self._spec(name), report=print)
+        prefill, decode = running.deployment.prefill[0], running.deployment.decode[0]
+        # Some tests have the two change places.
+        for instance in (prefill, decode):
+            change_transfer(instance, lambda config: config | {"kv_role": "kv_both"})
         if name == "roomy":
-            make_strict(running.deployment.prefill[0])
+            change_transfer(prefill, strict)
+        elif name == "multi":
+            change_transfer(prefill, lambda config: beside_another(config, "fail"))
+            change_transfer(decode, lambda config: beside_another(config, "recompute"))
         else:
             for instance in running.deployment.instances:
                 instance.child._command += TIGHT_BY_ROLE[instance.role]
@@ -90,19 +97,39 @@ class Groups:
             connector_module="tests.e2e.faulty_connector",
             connector_config={"lease_s": LEASE_S} | ({"integrity": "validate"} if "validate" in name else {}),
             env={"KVPIPE_TEST_FLIP": str(self._flip), "PYTHONPATH": str(REPOSITORY), "VLLM_SERVER_DEV_MODE": "1"},
-            vllm_args=COMMON + (ROOMY if name == "roomy" else ()),
+            vllm_args=COMMON + (() if "tight" in name else ROOMY),
             log_dir=LOGS / name.replace(", ", "-"),
         )
 
 
-def make_strict(instance: Instance) -> None:
-    """Has an instance fail the requests whose KV does not come."""
+def change_transfer(instance: Instance, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Changes an instance's `--kv-transfer-config` before it starts."""
     command = list(instance.child._command)
     place = command.index("--kv-transfer-config") + 1
-    config = json.loads(command[place])
-    config["kv_connector_extra_config"]["on_load_failure"] = "fail"
-    command[place] = json.dumps(config)
+    command[place] = json.dumps(change(json.loads(command[place])))
     instance.child._command = tuple(command)
+
+
+def strict(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of an instance that fails the requests whose KV does not come."""
+    return config | {"kv_connector_extra_config": config["kv_connector_extra_config"] | {"on_load_failure": "fail"}}
+
+
+def beside_another(config: dict[str, Any], policy: str) -> dict[str, Any]:
+    """The configuration of an instance with a second connector, under MultiConnector."""
+    if policy == "fail":
+        config = strict(config)
+    idle = {
+        "kv_connector": "IdleConnector",
+        "kv_connector_module_path": "tests.e2e.idle_connector",
+        "kv_role": config["kv_role"],
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": config["kv_role"],
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"connectors": [config, idle]},
+    }
 
 
 @contextmanager

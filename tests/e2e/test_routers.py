@@ -176,3 +176,24 @@ def test_a_client_that_leaves_leaves_nothing_leased(router: Router) -> None:
     with sent(router.url, COMPLETIONS, completion(prompt(3900, seed=83))):
         until(lambda: not router.servers.is_idle(router.servers.prefill))
     router.servers.come_to_rest()
+
+
+def test_several_choices_straight_to_the_instances_are_those_of_one_and_nothing_stays_leased(servers: Servers) -> None:
+    """vLLM makes a request of each choice, and all of them have the same parameters."""
+    body = completion(prompt(200, seed=84), n=2, temperature=1.2, seed=9)
+    expected = choices(servers.undivided.url, body)[0]
+    mints = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+    _, passed_on = choices(servers.prefill.url, body | {"max_tokens": 1} | mints)
+    found, _ = choices(servers.decode.url, body | {"kv_transfer_params": passed_on})
+    assert found == expected
+    result = servers.result(passed_on["remote_request_id"])
+    assert (result["result"], result["computed_tokens"], result["first_token"]) == ("full", 1, "sampled")
+    servers.come_to_rest()
+
+
+def choices(url: str, body: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """The texts of an answer in the order of its choices, and the parameters that it passes on."""
+    with post(url, COMPLETIONS, body) as response:
+        answer = json.loads(response.read())
+    found = sorted(answer["choices"], key=lambda choice: choice["index"])
+    return [choice["text"] for choice in found], answer["kv_transfer_params"] or {}

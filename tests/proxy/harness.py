@@ -54,7 +54,23 @@ class RecordingControl:
         self.asked = []
         self.description = {"forces_first_tokens": True, "reasoning_parser": ""}
         self.moment = Moment("due", 0.1)
+        self.reasons = {}
+        self.checks = []
         self._changed = asyncio.Event()
+
+    async def check(self, address, producer, timeout=5.0):  # noqa: ASYNC109 - the real one has it
+        self.checks.append((address, producer))
+        self._changed.set()
+        reason = self.reasons.get((address, producer), "")
+        if isinstance(reason, Exception):
+            raise reason
+        return reason
+
+    async def until_checked(self, num=1):
+        while len(self.checks) < num:
+            self._changed.clear()
+            await self._changed.wait()
+        await asyncio.sleep(0)  # the proxy takes the last answer
 
     async def release(self, address, handoff, timeout=5.0):  # noqa: ASYNC109 - the real one has it
         self.released.append((address, handoff))

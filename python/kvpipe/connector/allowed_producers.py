@@ -51,6 +51,11 @@ class AllowedProducers:
             message = f"remote_host={host!r} is not among allowed_producers={self._text!r}"
             raise ConfigError(message)
 
+    def hosts(self) -> tuple[list[str], list[tuple[str, int]]]:
+        """Returns the names, and address and prefix length of each network; none of either: any host."""
+        networks = [(str(network.network_address), network.prefixlen) for network in self._networks]
+        return sorted(self._names), networks
+
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:
     try:

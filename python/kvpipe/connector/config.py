@@ -28,7 +28,8 @@ class ConnectorConfig:
             for the agents the host. Empty: `listen`'s.
         agent_ports: `first-last`: each worker's agent takes the first free port of these. Empty: any free port.
         on_load_failure: What happens to a request whose KV does not arrive: `recompute` (decode computes what is
-            missing) or `fail` (HTTP 500; the handoff's result has the reason). It applies to the whole engine.
+            missing) or `fail` (HTTP 500; the handoff's result has the reason). It applies to the whole engine. Empty:
+            as vLLM's `kv_load_failure_policy` says, see `policy.load_failure_policy`.
         integrity: How blocks are known to be the producer's: `checksum` (the producer computes checksums of its blocks,
             the consumer compares), `validate` (the consumer asks the producer after its last read whether the blocks
             were kept), or `auto` (checksums in host memory, validation on a device). The producer's setting decides; a
@@ -47,7 +48,7 @@ class ConnectorConfig:
     listen: str = "127.0.0.1:0"
     advertise: str = ""
     agent_ports: str = ""
-    on_load_failure: str = "recompute"
+    on_load_failure: str = ""
     integrity: str = "auto"
     allowed_producers: str = ""
     lease_s: float = 30.0
@@ -79,7 +80,7 @@ class ConnectorConfig:
         return Addresses.parse(listen=self.listen, advertise=self.advertise, agent_ports=self.agent_ports)
 
     def _check(self) -> None:
-        if self.on_load_failure not in ON_LOAD_FAILURE:
+        if self.on_load_failure and self.on_load_failure not in ON_LOAD_FAILURE:
             message = f"on_load_failure={self.on_load_failure!r}: expected one of {', '.join(ON_LOAD_FAILURE)}"
             raise ConfigError(message)
         if self.integrity not in INTEGRITY:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -11,6 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvpipe.connector.config import ConnectorConfig
 from kvpipe.connector.integrity import objection_to_validate
 from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata
+from kvpipe.connector.policy import check_parent, load_failure_policy
 from kvpipe.connector.stats import KVPipePromMetrics, KVPipeStats
 from kvpipe.exceptions import ConfigError
 
@@ -51,10 +53,8 @@ class KVPipeConnector(KVConnectorBase_V1):
         _check_cache(kv_cache_config)
         transfer = self._kv_transfer_config
         config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
-        if transfer.kv_load_failure_policy != config.on_load_failure:
-            # vLLM's default, "fail", turns every lost peer into HTTP 500. It reads the policy after this.
-            transfer.kv_load_failure_policy = config.on_load_failure
-            logger.info("config.set kv_load_failure_policy=%s", config.on_load_failure)
+        # vLLM reads it after this; under MultiConnector it reads the parent's.
+        transfer.kv_load_failure_policy = load_failure_policy(config.on_load_failure, transfer.kv_load_failure_policy)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -64,6 +64,9 @@ class KVPipeConnector(KVConnectorBase_V1):
         else:
             from kvpipe.connector.worker import WorkerRole  # noqa: PLC0415 - only where the role is
 
+            engine = get_current_vllm_config_or_none()
+            if engine is not None and engine.kv_transfer_config is not None:
+                check_parent(engine.kv_transfer_config, transfer.kv_load_failure_policy)
             objection = objection_to_validate(vllm_config, kv_cache_config)
             self._worker = WorkerRole(vllm_config, config, objection_to_validate=objection)
 
@@ -168,6 +171,11 @@ class KVPipeConnector(KVConnectorBase_V1):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether the blocks are leased to a consumer, and the parameters of the response."""
         return self._of_scheduler().finished(request, block_ids)
+
+    def reset_cache(self) -> bool:
+        """Withdraws all blocks that consumers may read: vLLM's weights change, it sleeps, or an operator resets it."""
+        self._of_scheduler().reset()
+        return True
 
     # --- both
 

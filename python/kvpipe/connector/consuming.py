@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvpipe.connector.adapters import Adapters
     from kvpipe.connector.first_token_support import FirstTokenSupport
     from kvpipe.connector.outbox import Outbox
 
@@ -29,6 +30,7 @@ class Consuming:
     Args:
         outbox: Outgoing messages to producers and workers.
         first_token_support: Whether this engine can force the producer's first token.
+        adapters: Identifies the LoRA adapters of requests.
         block_size: Tokens of a block.
         vocab_size: Size of the sampler's vocabulary.
         num_ranks: Workers of this engine.
@@ -39,6 +41,7 @@ class Consuming:
         self,
         outbox: Outbox,
         first_token_support: FirstTokenSupport,
+        adapters: Adapters,
         *,
         block_size: int,
         vocab_size: int,
@@ -47,6 +50,7 @@ class Consuming:
     ) -> None:
         self._out = outbox
         self._first_token_support = first_token_support
+        self._adapters = adapters
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._is_recomputed = is_recomputed
@@ -109,12 +113,22 @@ class Consuming:
     def _is_same_prompt(self, consumed: Consumed, request: Request) -> bool:
         """Compares prompts once: a full engine matches its first waiting request in every step."""
         if consumed.is_same_prompt is None and consumed.opening is not None:
-            theirs = consumed.opening["prompt_hash"], consumed.opening["num_tokens"]
-            consumed.is_same_prompt = theirs == (prompt_hash(request), request.num_prompt_tokens)
-            if not consumed.is_same_prompt:
-                self._give_up(consumed, "the producer computed another prompt", LossReason.OTHER_PROMPT)
+            difference, loss = self._difference(consumed.opening, request)
+            consumed.is_same_prompt = not difference
+            if difference:
+                self._give_up(consumed, difference, loss)
                 consumed.is_lost = True
         return bool(consumed.is_same_prompt)
+
+    def _difference(self, opening: dict[str, Any], request: Request) -> tuple[str, LossReason]:
+        """What the producer computes that this request is not, and its kind for metrics; empty if it is the same."""
+        if (opening["prompt_hash"], opening["num_tokens"]) != (prompt_hash(request), request.num_prompt_tokens):
+            return "the producer computed another prompt", LossReason.OTHER_PROMPT
+        ours, theirs = self._adapters.describe(request), opening["adapter"]
+        if ours != theirs:
+            message = f"LoRA adapter is {ours or 'none'} here and {theirs or 'none'} at the producer"
+            return message, LossReason.OTHER_ADAPTER
+        return "", LossReason.NONE
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Begins the load into newly allocated blocks."""

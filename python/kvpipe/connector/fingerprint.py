@@ -7,102 +7,153 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import struct
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from kvpipe.connector.model_files import ModelFiles, find_files, hash_weights
 
-# Bytes sampled from the middle of each weight tensor: they distinguish checkpoints, and 100,000 tensors stay cheap.
-_SAMPLE_BYTES = 16
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import ModelConfig, VllmConfig
+
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
+    "tekken.json",
     "vocab.json",
     "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
     "tokenizer_config.json",
 )
+# What transformers writes into a configuration when it reads it, by where it was read from.
+_KEYS_OF_ITS_SOURCE = ("_name_or_path", "_commit_hash", "auto_map")
 
 
 def fingerprint(config: VllmConfig) -> list[tuple[str, str]]:
-    """Returns an engine's properties, in the order of their comparison."""
+    """Returns the properties of an engine that its configuration determines, in the order of their comparison."""
     from vllm import __version__  # noqa: PLC0415 - the version alone
 
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    folder = Path(model.model)
+    caches = (config.load_config.download_dir, None) if config.load_config.download_dir else (None,)
+    files = find_files(model.model, model.revision, caches)
+    tokenizer = find_files(str(model.tokenizer), model.tokenizer_revision, caches)
     fields: list[tuple[str, Any]] = [
         ("vllm version", __version__),
+        ("model", files.name),
         ("model config", _hash_json(model.hf_config.to_dict())),
-        ("weights", _hash_weights(folder)),
-        ("tokenizer", _hash_files(folder, _TOKENIZER_FILES)),
-        ("generation config", _hash_files(folder, ("generation_config.json",))),
+        ("model code", _code(model, files)),
+        ("weights", _weights(config, files)),
+        ("tokenizer", tokenizer.hash(_TOKENIZER_FILES)),
+        ("generation config", _generation_config(model, files)),
         ("dtype", model.dtype),
-        ("quantization", model.quantization),
-        ("kv cache dtype", cache.cache_dtype),
+        ("quantization", _quantization(model)),
+        ("kv cache dtype", _kv_cache_dtype(config)),
         ("block size", cache.block_size),
-        ("attention", _attention(config)),
+        ("kv cache layout", cache.kv_cache_layout),
         ("tensor parallel size", parallel.tensor_parallel_size),
         ("pipeline parallel size", parallel.pipeline_parallel_size),
+        ("decode context parallel size", parallel.decode_context_parallel_size),
         ("max lora rank", config.lora_config.max_lora_rank if config.lora_config else None),
     ]
     return [(name, str(value)) for name, value in fields]
 
 
-def _attention(config: VllmConfig) -> str:
-    """Names what determines the layout inside a block: on CPUs also the instruction set."""
+def attention_properties(config: VllmConfig) -> list[tuple[str, str]]:
+    """Returns what only a worker knows once its model is loaded: the attention backends, and the scales of the KV."""
+    from vllm.config import get_layers_from_vllm_config  # noqa: PLC0415 - once
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: PLC0415
+
+    layers: dict[str, Any] = get_layers_from_vllm_config(config, AttentionLayerBase)
+    if not layers:
+        return []
+    backends = sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
+    scales = {name: _scales(layer) for name, layer in sorted(layers.items())}
+    is_scaled = any(scale != 1.0 for values in scales.values() for scale in values)
+    return [
+        ("attention backend", ", ".join(backends) + _instruction_set(config)),
+        ("kv cache scales", _hash_json(scales) if is_scaled else "1.0"),
+    ]
+
+
+def merge_ranks(properties: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:
+    """Merges the properties of an engine's ranks: a value that they share is named once."""
+    values: dict[str, dict[str, None]] = {}
+    for rank in properties:
+        for name, value in rank:
+            values.setdefault(name, {})[value] = None
+    return [(name, "; ".join(found)) for name, found in values.items()]
+
+
+def _scales(layer: Any) -> list[float]:
+    """The scales by which a layer's keys and values were divided. A layer without attention has none."""
+    tensors = [getattr(layer, name, None) for name in ("_k_scale", "_v_scale")]
+    return [scale for tensor in tensors if tensor is not None for scale in tensor.flatten().tolist()]
+
+
+def _instruction_set(config: VllmConfig) -> str:
+    """On CPUs the instruction set determines the layout inside a block."""
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     if not current_platform.is_cpu():
-        return str(current_platform.device_type)
+        return ""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - CPU builds only
 
     model, cache = config.model_config, config.cache_config
-    return f"cpu {_get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)}"
+    return f" {_get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)}"
+
+
+def _weights(config: VllmConfig, files: ModelFiles) -> str:
+    if config.model_config.model_weights:
+        return f"not compared: {config.model_config.model_weights}"
+    return hash_weights(files, str(config.load_config.load_format))
+
+
+def _code(model: ModelConfig, files: ModelFiles) -> str:
+    """Identifies the code of a model that brings its own."""
+    if not model.trust_remote_code:
+        return "vLLM's"
+    classes = (getattr(model.hf_config, "auto_map", None) or {}).values()
+    names = [name for entry in classes for name in (entry if isinstance(entry, list | tuple) else [entry]) if name]
+    repositories = {name.partition("--")[0] if "--" in name else model.model for name in names}
+    found = set()
+    for repository in repositories:
+        own = repository == model.model
+        code = files if own and not model.code_revision else find_files(repository, model.code_revision)
+        modules = sorted(path.name for path in code.folder.glob("*.py")) if code.folder else []
+        found.add(code.hash(modules))
+    return ", ".join(sorted(found)) or "vLLM's"
+
+
+def _generation_config(model: ModelConfig, files: ModelFiles) -> str:
+    """Identifies the defaults of sampling: producer and consumer sample tokens of one answer."""
+    names = ("generation_config.json",)
+    source = model.generation_config
+    value = source if source == "vllm" else (files if source == "auto" else find_files(source)).hash(names)
+    overrides = model.override_generation_config
+    return f"{value} with {_hash_json(overrides)}" if overrides else value
+
+
+def _quantization(model: ModelConfig) -> str:
+    settings = model.quantization_config
+    return f"{model.quantization} {_hash_json(settings)}" if settings is not None else str(model.quantization)
+
+
+def _kv_cache_dtype(config: VllmConfig) -> str:
+    cache = config.cache_config
+    dtype = str(config.model_config.dtype).removeprefix("torch.") if cache.cache_dtype == "auto" else cache.cache_dtype
+    skipped = cache.kv_cache_dtype_skip_layers
+    return f"{dtype} except in {', '.join(map(str, skipped))}" if skipped else dtype
 
 
 def _hash_json(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    # The path of the files does not matter.
-    plain = json.loads(text)
-    if isinstance(plain, dict):
-        plain.pop("_name_or_path", None)
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+    plain = json.loads(json.dumps(value, sort_keys=True, default=str))
+    return hashlib.sha256(json.dumps(_without_source(plain), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _hash_files(folder: Path, names: tuple[str, ...]) -> str:
-    found = [folder / name for name in names if (folder / name).is_file()]
-    if not found:
-        return "not local"
-    digest = hashlib.sha256()
-    for path in found:
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _hash_weights(folder: Path) -> str:
-    """Hashes the header and a few bytes of every tensor of local safetensors files."""
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    if not files:
-        return "not local"
-    digest = hashlib.sha256()
-    for path in files:
-        _sample(path, digest)
-    return digest.hexdigest()[:16]
-
-
-def _sample(path: Path, digest: Any) -> None:
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > path.stat().st_size:
-            digest.update(b"damaged")
-            return
-        header = file.read(length)
-        digest.update(header)
-        for entry in json.loads(header).values():
-            start, end = entry.get("data_offsets", (0, 0))
-            at = 8 + length + (start + end - _SAMPLE_BYTES) // 2 if end - start > _SAMPLE_BYTES else 8 + length + start
-            file.seek(at, os.SEEK_SET)
-            digest.update(file.read(min(_SAMPLE_BYTES, end - start)))
+def _without_source(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_source(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_source(item) for name, item in value.items() if name not in _KEYS_OF_ITS_SOURCE}

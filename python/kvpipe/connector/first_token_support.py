@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
+
+# vLLM's name of a request for one of `n` choices. A seed is another one for each of them.
+_OF_SEVERAL_CHOICES = re.compile(r"\d+_")
 
 
 class FirstTokenSupport:
@@ -30,6 +34,8 @@ class FirstTokenSupport:
         params = request.sampling_params
         if self._is_speculative:
             return "speculative decoding"
+        if _OF_SEVERAL_CHOICES.match(request.request_id):
+            return "it is one of several choices (n > 1), and the producer's may be of another"
         if not self.are_workers_ready:
             return "vLLM did not load kvpipe's logits processor"
         if params is not None and params.prompt_logprobs is not None:

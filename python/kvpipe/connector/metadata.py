@@ -82,11 +82,13 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
         address: Address of this rank's agent.
         incarnation: Incarnation of that agent.
         forces_first_tokens: Whether this rank's sampler applies `StepMetadata.first_tokens`.
+        properties: What this rank adds to the engine's fingerprint.
     """
 
     address: str
     incarnation: bytes
     forces_first_tokens: bool = False
+    properties: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass

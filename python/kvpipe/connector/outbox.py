@@ -17,7 +17,8 @@ class Outbox:
     """Outgoing messages of the scheduler role: control commands, trace events, and metadata of the next step.
 
     Attributes:
-        control: The control plane.
+        control: The control plane. It begins when the workers have: its peers compare fingerprints, which name what
+            only the workers know.
         address: This engine's control port, as other instances reach it.
         local_address: The same, as its own workers reach it.
         trace: The trace of handoffs.
@@ -25,10 +26,10 @@ class Outbox:
         stats: What metrics are to count after this step.
     """
 
-    control: _kvpipe.Control
-    address: str
-    local_address: str
     trace: _kvpipe.Trace
+    control: _kvpipe.Control = field(init=False)
+    address: str = ""
+    local_address: str = ""
     step: StepMetadata = field(default_factory=StepMetadata)
     stats: KVPipeStats = field(default_factory=KVPipeStats)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from kvpipe.connector.adapters import Adapters
     from kvpipe.connector.outbox import Outbox
 
 _FINISH_REASONS = {
@@ -31,6 +32,7 @@ class Producing:
 
     Args:
         outbox: Outgoing messages to consumers and workers.
+        adapters: Identifies the LoRA adapters of requests.
         engine_id: Name of this engine.
         block_size: Tokens of a block.
 
@@ -39,10 +41,11 @@ class Producing:
         manager: Knows the blocks of each request; `None` before vLLM provides it.
     """
 
-    def __init__(self, outbox: Outbox, engine_id: str, block_size: int) -> None:
+    def __init__(self, outbox: Outbox, adapters: Adapters, engine_id: str, block_size: int) -> None:
         self.ranks: list[tuple[str, bytes]] = []
         self.manager: KVCacheManager | None = None
         self._out = outbox
+        self._adapters = adapters
         self._engine_id = engine_id
         self._block_size = block_size
         self._produced: Handoffs[Produced] = Handoffs()
@@ -71,8 +74,8 @@ class Producing:
         if produced is not None and not produced.is_open:
             produced.is_open = True
             self._out.trace.instant("opened", produced.handoff)
-            hashed = prompt_hash(request)
-            self._out.control.open(produced.handoff, hashed, request.num_prompt_tokens, self.ranks)
+            what = prompt_hash(request), request.num_prompt_tokens, self.ranks, self._adapters.describe(request)
+            self._out.control.open(produced.handoff, *what)
 
     def matched(self, request_id: str, num_local_tokens: int) -> None:
         """Notes how many tokens of a request were in this engine's prefix cache."""
@@ -150,6 +153,13 @@ class Producing:
         for produced in self._produced.values():
             if not invalid_block_ids.isdisjoint(produced.announced_ids):
                 self._withdraw(produced, "the producer has to compute its blocks again")
+                produced.is_withdrawn = True
+
+    def withdraw_all(self, reason: str) -> None:
+        """Withdraws the blocks of all handoffs that are open. The leased ones are freed when the workers know of it."""
+        for produced in self._produced.values():
+            if produced.is_open and not produced.is_withdrawn:
+                self._withdraw(produced, reason)
                 produced.is_withdrawn = True
 
     def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -36,6 +36,7 @@ class LossReason(StrEnum):
     NOT_SCHEDULED = "not_scheduled"
     NO_PRODUCER = "no_producer"
     OTHER_PROMPT = "other_prompt"
+    OTHER_ADAPTER = "other_adapter"
     ABORTED = "aborted"
     # The kinds of failures that the native part tells (`FailureCause`), except for `cancelled`.
     UNREACHABLE = "unreachable"
@@ -293,10 +294,8 @@ def _drop_min_tokens(request: Request) -> None:
 
 
 def prompt_hash(request: Request) -> bytes:
-    """Hashes what a prompt's KV depends on besides the model: token ids, LoRA adapter, images."""
+    """Hashes what a prompt's KV depends on besides the model and its adapter: token ids, images."""
     digest = hashlib.sha256(array("I", request.prompt_token_ids or ()).tobytes())
-    lora = request.lora_request
-    digest.update(repr(lora.lora_name if lora is not None else None).encode())
     for feature in request.mm_features or ():
         digest.update(repr((feature.identifier, feature.mm_position.offset)).encode())
     return digest.digest()

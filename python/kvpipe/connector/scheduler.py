@@ -15,9 +15,10 @@ from vllm.logger import init_logger
 
 from kvpipe import _kvpipe
 from kvpipe.config import resolve_token
+from kvpipe.connector.adapters import Adapters
 from kvpipe.connector.allowed_producers import AllowedProducers
 from kvpipe.connector.consuming import Consuming
-from kvpipe.connector.fingerprint import fingerprint
+from kvpipe.connector.fingerprint import fingerprint, merge_ranks
 from kvpipe.connector.first_token import consumed_handoff
 from kvpipe.connector.first_token_support import FirstTokenSupport
 from kvpipe.connector.outbox import Outbox
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata
     from kvpipe.connector.stats import KVPipeStats
 
+PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
+
 # vLLM installs handlers on its own logger only, so this one is its child.
 logger = init_logger("vllm.kvpipe.scheduler")
 
@@ -52,8 +55,41 @@ class SchedulerRole:
         self._first_token_support = FirstTokenSupport(vllm_config)
         self._reasoning_parser = str(vllm_config.structured_outputs_config.reasoning_parser or "")
         self._fingerprint = fingerprint(vllm_config)
+        for name, value in self._fingerprint:
+            if "not compared" in value:
+                logger.warning("fingerprint.incomplete %s is %s", name, value)
+        self._config = config
+        self._data_parallel_index = vllm_config.parallel_config.data_parallel_index
+        self._is_listening = False
         self._allowed_producers = AllowedProducers(config.allowed_producers)
-        addresses, index = config.addresses, vllm_config.parallel_config.data_parallel_index
+        self._out = Outbox(_kvpipe.Trace(config.trace, f"{self._role} scheduler {self._engine_id}"))
+        block_size = vllm_config.cache_config.block_size
+        adapters = Adapters()
+        self._producing = Producing(self._out, adapters, self._engine_id, block_size)
+        self._consuming = Consuming(
+            self._out,
+            self._first_token_support,
+            adapters,
+            block_size=block_size,
+            vocab_size=vllm_config.model_config.get_vocab_size(),
+            num_ranks=vllm_config.parallel_config.world_size,
+            is_recomputed=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
+        )
+        self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
+            "log": self._on_log,
+            "released": self._producing.on_released,
+            "opened": self._consuming.on_opened,
+            "finished": self._consuming.on_finished,
+            "ended": self._consuming.on_ended,
+        }
+
+    @property
+    def address(self) -> str:
+        """The control port, as other instances reach it: `host:port`."""
+        return self._out.address
+
+    def _listen(self) -> None:
+        config, addresses, index = self._config, self._config.addresses, self._data_parallel_index
         control = _kvpipe.Control(
             addresses.control(index),
             resolve_token(),
@@ -64,28 +100,13 @@ class SchedulerRole:
             open_timeout=config.open_timeout_s,
             handoff_timeout=config.handoff_timeout_s,
         )
-        trace = _kvpipe.Trace(config.trace, f"{self._role} scheduler {self._engine_id}")
-        control.trace_to(trace)
+        control.trace_to(self._out.trace)
+        if self._role != PRODUCER:
+            control.allow_checks(*self._allowed_producers.hosts())
         bound = control.address or ""
-        advertised = addresses.advertised_control(bound, index)
-        self._out = Outbox(control, advertised, addresses.local(bound), trace)
-        block_size = vllm_config.cache_config.block_size
-        self._producing = Producing(self._out, self._engine_id, block_size)
-        self._consuming = Consuming(
-            self._out,
-            self._first_token_support,
-            block_size=block_size,
-            vocab_size=vllm_config.model_config.get_vocab_size(),
-            num_ranks=vllm_config.parallel_config.world_size,
-            is_recomputed=config.on_load_failure == "recompute",
-        )
-        self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
-            "log": self._on_log,
-            "released": self._producing.on_released,
-            "opened": self._consuming.on_opened,
-            "finished": self._consuming.on_finished,
-            "ended": self._consuming.on_ended,
-        }
+        self._out.control, self._is_listening = control, True
+        self._out.address = addresses.advertised_control(bound, index)
+        self._out.local_address = addresses.local(bound)
         logger.info(
             "control.listen address=%s advertised=%s engine_id=%s role=%s",
             bound,
@@ -94,17 +115,12 @@ class SchedulerRole:
             self._role,
         )
 
-    @property
-    def address(self) -> str:
-        """The control port, as other instances reach it: `host:port`."""
-        return self._out.address
-
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Stores the manager, which knows the blocks of each request."""
         self._producing.manager = manager
 
     def set_workers(self, workers: dict[int, HandshakeMetadata]) -> None:
-        """Stores the addresses of this engine's workers, by tensor-parallel rank."""
+        """Stores the addresses of this engine's workers, by tensor-parallel rank, and opens the control port."""
         ranks = [(workers[rank].address, workers[rank].incarnation) for rank in sorted(workers)]
         self._first_token_support.are_workers_ready = bool(workers) and all(
             worker.forces_first_tokens for worker in workers.values()
@@ -113,6 +129,9 @@ class SchedulerRole:
         if not ranks:
             # MultiConnector passes on the handshake metadata of one connector only.
             logger.error("workers.unknown no KV is sent; put KVPipeConnector first in MultiConnector")
+        if not self._is_listening:
+            self._fingerprint += merge_ranks([workers[rank].properties for rank in sorted(workers)])
+            self._listen()
         description = {
             "engine_id": self._engine_id,
             "role": self._role,
@@ -147,9 +166,25 @@ class SchedulerRole:
         if isinstance(refused, Consumed) and refused.producer:
             self._consuming.release_unused(refused)
 
+    def _check_role(self, wanted: Produced | Consumed) -> None:
+        """Refuses a request that is not of this instance's role.
+
+        Raises:
+            ConfigError: It is not. The blocks that its producer keeps for it are released.
+        """
+        if self._role == CONSUMER and isinstance(wanted, Produced):
+            message = "kv_role=kv_consumer: this instance produces no handoffs; start it with kv_role=kv_both"
+            raise ConfigError(message)
+        if self._role == PRODUCER and isinstance(wanted, Consumed):
+            if wanted.producer:
+                self._consuming.release_unused(wanted)
+            message = "kv_role=kv_producer: this instance consumes no handoffs; start it with kv_role=kv_both"
+            raise ConfigError(message)
+
     def _note(self, request: Request) -> None:
         wanted = read_params(request, self._allowed_producers)
         if wanted is not None:
+            self._check_role(wanted)
             self._out.trace.instant("queued", wanted.handoff, tokens=wanted.num_prompt_tokens)
         if isinstance(wanted, Produced):
             self._producing.add(request, wanted)
@@ -204,6 +239,10 @@ class SchedulerRole:
         """Returns what metrics are to count since the last call; `None` if that is nothing."""
         return self._out.take_stats()
 
+    def reset(self) -> None:
+        """Withdraws what is announced of all handoffs that this engine produces."""
+        self._producing.withdraw_all("the producer's cache was reset")
+
     # --- events of the Rust thread
 
     def _drain_events(self) -> None:
@@ -215,7 +254,8 @@ class SchedulerRole:
 
     def close(self) -> None:
         """Closes the control plane, which notifies consumers."""
-        self._out.control.close()
+        if self._is_listening:
+            self._out.control.close()
 
 
 def _hide_handoff_from_workers(request: Request) -> None:

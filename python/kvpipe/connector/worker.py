@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
+from kvpipe.connector.fingerprint import attention_properties
 from kvpipe.connector.first_token import PENDING_FIRST_TOKENS
 from kvpipe.connector.integrity import choose_integrity
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
@@ -61,6 +62,8 @@ class WorkerRole:
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._config = config
         self._addresses = config.addresses
+        self._vllm_config = vllm_config
+        self._properties: list[tuple[str, str]] = []
         self._objection_to_validate = objection_to_validate
         role = vllm_config.kv_transfer_config.kv_role
         self._trace = WorkerTrace(config, f"{role} worker {self._rank} {self._engine_id}")
@@ -89,6 +92,7 @@ class WorkerRole:
             ConfigError: A cache is not in host memory, or a layer's blocks are not contiguous.
         """
         [device] = {cache.device.type for cache in kv_caches.values()} or {"cpu"}
+        self._properties = attention_properties(self._vllm_config)
         integrity = choose_integrity(self._config.integrity, self._objection_to_validate, device)
         self._agent = _kvpipe.Agent(
             self._addresses.agent,
@@ -135,6 +139,7 @@ class WorkerRole:
             self._addresses.advertised(self._agent.address),
             bytes(self._agent.incarnation),
             PENDING_FIRST_TOKENS.has_processor,
+            self._properties,
         )
 
     # --- every step

@@ -18,6 +18,7 @@ from kvpipe.proxy.dispatch import Call, Dispatcher
 from kvpipe.proxy.headers import request_headers
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.metrics import Metrics
+from kvpipe.proxy.pairs import Pairs
 from kvpipe.proxy.relay import relay
 from kvpipe.proxy.upstream import InstanceError, Role, Upstream, open_session
 
@@ -47,6 +48,7 @@ class _Proxy:
 
     _upstream: Upstream
     _dispatcher: Dispatcher
+    _pairs: Pairs
 
     def __init__(self, config: ProxyConfig, control: Control) -> None:
         self._config = config
@@ -56,7 +58,8 @@ class _Proxy:
     async def lifespan(self, _: web.Application) -> AsyncIterator[None]:
         async with open_session(self._config) as session:
             self._upstream = Upstream(session, self._config.silence_timeout_s)
-            async with Dispatcher(self._config, self._upstream, self._control, self._metrics) as self._dispatcher:
+            dispatcher = Dispatcher(self._config, self._upstream, self._control, self._metrics)
+            async with Pairs(self._config, self._control) as self._pairs, dispatcher as self._dispatcher:
                 yield
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -74,7 +77,8 @@ class _Proxy:
         return await relay(request, answer, self._config.client_timeout_s)
 
     async def health(self, _: web.Request) -> web.Response:
-        is_up, report = await _report_health(self._config, self._upstream)
+        prefill, decode = await _probe_instances(self._config, self._upstream)
+        is_up, report = self._pairs.report(prefill, decode)
         return _json(HTTPStatus.OK if is_up else HTTPStatus.SERVICE_UNAVAILABLE, report)
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -126,18 +130,12 @@ def _error(status: HTTPStatus, message: str) -> web.Response:
     return web.Response(status=status, body=error_body(status, message, kind), content_type="application/json")
 
 
-async def _report_health(config: ProxyConfig, upstream: Upstream) -> tuple[bool, dict[str, Any]]:
-    """Probes all instances: whether at least one P and one D are healthy, and each one's state.
-
-    It takes `connect_timeout_s` at most.
-    """
-    prefill, decode = await asyncio.gather(
+async def _probe_instances(config: ProxyConfig, upstream: Upstream) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the state of each P and of each D, within `connect_timeout_s`."""
+    return await asyncio.gather(
         _probe_all(config, upstream, "prefill", config.prefill),
         _probe_all(config, upstream, "decode", config.decode),
     )
-    is_up = "ok" in prefill.values() and "ok" in decode.values()
-    status = "ok" if is_up else "unavailable"
-    return is_up, {"status": status, "prefill": prefill, "decode": decode}
 
 
 async def _probe_all(

@@ -40,6 +40,9 @@ class Control(Protocol):
     def describe(self, address: str, timeout: float = ...) -> Awaitable[dict[str, Any]]:
         """Return the engine's description."""
 
+    def check(self, address: str, producer: str, timeout: float = ...) -> Awaitable[str]:
+        """Have the consumer at `address` connect to a producer; returns why it cannot use it, or an empty text."""
+
     def subscribe(self, address: str, handoff: str, lead_s: float, timeout: float = ...) -> Awaitable[Moment]:
         """Wait until a prefill at `address` is predicted to end within `lead_s`, has ended, or cannot end."""
 

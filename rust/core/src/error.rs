@@ -128,9 +128,9 @@ impl Error {
 
 /// What to do about values that differ, where they do not say it themselves.
 fn remedy(ours: &str, theirs: &str) -> &'static str {
-    // The connector's value of files that are not on its disk, and that it cannot compare.
-    if [ours, theirs].contains(&"not local") {
-        "; load both from identical local folders"
+    // The connector's value of files that it cannot see.
+    if ours.starts_with("not compared") || theirs.starts_with("not compared") {
+        "; load both from the same local files"
     } else {
         ""
     }
@@ -164,9 +164,9 @@ mod tests {
 
     #[test]
     fn files_that_are_on_one_side_only_have_a_remedy() {
-        let remedy = "there; load both from identical local folders";
-        assert!(incompatible("0123", "not local").ends_with(remedy));
-        assert!(incompatible("not local", "0123").ends_with(remedy));
+        let remedy = "there; load both from the same local files";
+        assert!(incompatible("0123", "not compared: no weights").ends_with(remedy));
+        assert!(incompatible("not compared: no weights", "0123").ends_with(remedy));
         assert!(incompatible("0123", "4567").ends_with("there"));
     }
 }

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use kvpipe_core::FailureCause;
 use kvpipe_core::control::{
-    self, ControlEvent, ControlQuery, ControlTimeouts, HandoffUpdate, Opening, Rank, SequenceState,
+    self, AllowedHosts, ControlEvent, ControlQuery, ControlTimeouts, HandoffUpdate, Opening, Rank,
+    SequenceState,
 };
 use kvpipe_core::ids::HandoffId;
 use pyo3::prelude::*;
@@ -65,16 +66,29 @@ impl Control {
         self.0.describe_as(json).map_err(to_py)
     }
 
+    /// `networks`: address and length of the prefix.
+    fn allow_checks(&self, names: Vec<String>, networks: Vec<(String, u8)>) -> PyResult<()> {
+        let network = |(address, prefix): (String, u8)| match address.parse() {
+            Ok(address) => Ok((address, prefix)),
+            Err(_) => Err(bad("a network has an IP address")),
+        };
+        let networks = networks.into_iter().map(network).collect::<PyResult<_>>()?;
+        let hosts = AllowedHosts { names, networks };
+        self.0.allow_checks(hosts).map_err(to_py)
+    }
+
     fn expect(&self, handoff: &[u8]) -> PyResult<()> {
         self.0.expect(id(handoff)?).map_err(to_py)
     }
 
+    #[pyo3(signature = (handoff, prompt_hash, num_tokens, ranks, adapter=""))]
     fn open(
         &self,
         handoff: &[u8],
         prompt_hash: &[u8],
         num_tokens: u32,
         ranks: Vec<(String, Vec<u8>)>,
+        adapter: &str,
     ) -> PyResult<()> {
         let prompt_hash = hash(prompt_hash)?;
         let rank = |(address, incarnation): (String, Vec<u8>)| {
@@ -91,6 +105,7 @@ impl Control {
                     prompt_hash,
                     num_tokens,
                     ranks,
+                    adapter: adapter.to_owned(),
                 },
             )
             .map_err(to_py)
@@ -173,6 +188,10 @@ impl Control {
         )
     }
 
+    fn ask_check(&self, address: &str, producer: String, timeout: f64) -> PyResult<Work> {
+        self.query(address, ControlQuery::Check(producer), timeout)
+    }
+
     fn ask_watched(&self, address: &str, handoff: &[u8], timeout: f64) -> PyResult<Work> {
         self.query(address, ControlQuery::Watched(id(handoff)?), timeout)
     }
@@ -253,6 +272,7 @@ fn hash(bytes: &[u8]) -> PyResult<[u8; 32]> {
 fn set_opening(dict: &Bound<'_, PyDict>, opening: &Opening) -> PyResult<()> {
     dict.set_item("prompt_hash", opening.prompt_hash.as_slice())?;
     dict.set_item("num_tokens", opening.num_tokens)?;
+    dict.set_item("adapter", &opening.adapter)?;
     let ranks: Vec<(&str, &[u8])> = opening
         .ranks
         .iter()

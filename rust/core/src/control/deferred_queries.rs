@@ -59,7 +59,7 @@ fn ended(reason: &str) -> String {
     format!(r#"{{"moment": "ended", "reason": {reason}}}"#)
 }
 
-fn json_string(text: &str) -> String {
+pub(super) fn json_string(text: &str) -> String {
     let escaped = text.chars().map(|char| match char {
         '"' | '\\' => format!("\\{char}"),
         '\0'..='\x1f' => format!("\\u{:04x}", u32::from(char)),

@@ -50,6 +50,7 @@ const REPLY: u8 = 9;
 const SUBSCRIBE: u8 = 10;
 const WATCHED: u8 = 11;
 const PROGRESS: u8 = 12;
+const CHECK: u8 = 13;
 
 impl ControlMessage {
     pub(crate) fn encode(&self) -> Vec<u8> {
@@ -68,7 +69,8 @@ impl ControlMessage {
                     .u32(opening.num_tokens)
                     .list(&opening.ranks, |w, rank| {
                         w.str(&rank.address).raw(&rank.incarnation)
-                    }),
+                    })
+                    .text(&opening.adapter, TEXT_CAP),
                 HandoffUpdate::Finished(state) => Writer::new(FINISHED)
                     .raw(handoff)
                     .list(&state.output_ids, |w, id| w.u32(*id))
@@ -92,6 +94,9 @@ impl ControlMessage {
                     .raw(handoff)
                     .u64(micros(*remaining)),
                 ControlQuery::Watched(handoff) => Writer::new(WATCHED).u64(*id).raw(handoff),
+                ControlQuery::Check(producer) => {
+                    Writer::new(CHECK).u64(*id).text(producer, TEXT_CAP)
+                }
             },
             Self::Reply { id, json } => Writer::new(REPLY).u64(*id).str(json),
         }
@@ -110,10 +115,12 @@ impl ControlMessage {
                 handoff: reader.fixed()?,
                 update: update(kind, &mut reader)?,
             },
-            kind @ (DESCRIBE | RELEASE | RESULT | SUBSCRIBE | PROGRESS | WATCHED) => Self::Query {
-                id: reader.u64()?,
-                query: query(kind, &mut reader)?,
-            },
+            kind @ (DESCRIBE | RELEASE | RESULT | SUBSCRIBE | PROGRESS | WATCHED | CHECK) => {
+                Self::Query {
+                    id: reader.u64()?,
+                    query: query(kind, &mut reader)?,
+                }
+            }
             REPLY => Self::Reply {
                 id: reader.u64()?,
                 json: reader.str(JSON_CAP)?,
@@ -136,6 +143,9 @@ fn micros(duration: Duration) -> u64 {
 fn query(kind: u8, reader: &mut Reader<'_>) -> Result<ControlQuery> {
     if kind == DESCRIBE {
         return Ok(ControlQuery::Describe);
+    }
+    if kind == CHECK {
+        return Ok(ControlQuery::Check(reader.str(TEXT_CAP)?));
     }
     let handoff = reader.fixed()?;
     Ok(match kind {
@@ -164,6 +174,7 @@ fn update(kind: u8, reader: &mut Reader<'_>) -> Result<HandoffUpdate> {
                     incarnation: r.fixed()?,
                 })
             })?,
+            adapter: reader.str(TEXT_CAP)?,
         }),
         FINISHED => HandoffUpdate::Finished(SequenceState {
             output_ids: reader.list(OUTPUT_IDS_CAP, Reader::u32)?,
@@ -190,6 +201,7 @@ mod tests {
             prompt_hash: [9; 32],
             num_tokens: 5,
             ranks: vec![rank],
+            adapter: "adapter 0a1b".to_owned(),
         };
         let state = SequenceState {
             output_ids: vec![1, 2],
@@ -245,6 +257,10 @@ mod tests {
                     handoff,
                     remaining: Duration::from_millis(70),
                 },
+            },
+            ControlMessage::Query {
+                id: 8,
+                query: ControlQuery::Check("10.0.0.7:7001".to_owned()),
             },
             ControlMessage::Reply {
                 id: 4,

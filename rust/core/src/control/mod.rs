@@ -1,6 +1,7 @@
 //! The control plane: the schedulers of prefill and decode instances agree on handoffs, and the proxy queries them. Each
 //! engine has one authenticated TCP port for it, without UCX.
 
+mod checks;
 mod consumer;
 mod deferred_queries;
 pub(crate) mod messages;
@@ -26,6 +27,8 @@ use crate::work::Work;
 use queries::PendingQuery;
 use service::{ControlCommand, ControlService};
 
+pub use checks::AllowedHosts;
+
 /// A worker of a producer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rank {
@@ -42,6 +45,8 @@ pub struct Opening {
     pub prompt_hash: [u8; 32],
     /// Number of prompt tokens whose KV will be leased.
     pub num_tokens: u32,
+    /// Name and content of the `LoRA` adapter that computes them; empty without one.
+    pub adapter: String,
     /// The producer's workers, by tensor-parallel rank.
     pub ranks: Vec<Rank>,
 }
@@ -112,7 +117,7 @@ pub enum ControlEvent {
 }
 
 /// A query to another engine's control port. Its reply is JSON.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ControlQuery {
     /// Asks for the engine's description.
     Describe,
@@ -138,6 +143,9 @@ pub enum ControlQuery {
     },
     /// Asks whether a consumer has come. The one reply follows when one watches the handoff, or when none will.
     Watched(HandoffId),
+    /// Asks a consumer whether it can connect to the control port of this producer, which compares tokens and
+    /// fingerprints. The reply is a string: why it cannot, or empty.
+    Check(String),
 }
 
 /// Time-outs of the control plane.
@@ -208,6 +216,11 @@ impl Control {
     /// Sets the reply to [`ControlQuery::Describe`].
     pub fn describe_as(&self, json: String) -> Result<()> {
         self.reactor.send(ControlCommand::Describe(json))
+    }
+
+    /// Consumer: answers [`ControlQuery::Check`] for producers on these hosts from now on; before, every check is refused.
+    pub fn allow_checks(&self, hosts: AllowedHosts) -> Result<()> {
+        self.reactor.send(ControlCommand::AllowChecks(hosts))
     }
 
     /// Producer: the request of this handoff has arrived and waits to be scheduled. Until `open` or `withdraw`, its

@@ -39,9 +39,10 @@ impl PendingQueries {
         pending: PendingQuery,
         is_up: bool,
     ) {
-        let (id, query) = (self.next_id, pending.query);
+        let id = self.next_id;
         self.next_id += 1;
         if is_up {
+            let query = pending.query.clone();
             out.send(session, ControlMessage::Query { id, query });
         }
         self.of_sessions.insert(session, id);
@@ -62,7 +63,7 @@ impl PendingQueries {
     pub(super) fn session_up(&self, out: &mut ControlOutbox, session: SessionKey) {
         for &id in self.of_sessions.get(&session) {
             if let Some((_, pending)) = self.pending.get(&id) {
-                let query = pending.query;
+                let query = pending.query.clone();
                 out.send(session, ControlMessage::Query { id, query });
             }
         }

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
+use super::checks::{AllowedHosts, Check, Checks};
 use super::consumer::ConsumerRole;
 use super::deferred_queries::{DeferredQueries, DeferredQuery, ReplyCondition};
 use super::messages::ControlMessage;
@@ -21,6 +22,7 @@ use crate::trace::{Trace, Track};
 pub(super) enum ControlCommand {
     /// Sets the description of this engine, as JSON.
     Describe(String),
+    AllowChecks(AllowedHosts),
     Expect(HandoffId),
     Open(HandoffId, Opening),
     Progress {
@@ -92,6 +94,7 @@ pub(super) struct ControlService {
     consumer: ConsumerRole,
     queries: PendingQueries,
     deferred: DeferredQueries,
+    checks: Checks,
     by_address: HashMap<String, SessionKey>,
     /// The addresses of sessions that began here.
     addresses: HashMap<SessionKey, String>,
@@ -108,6 +111,7 @@ impl ControlService {
             consumer: ConsumerRole::new(timeouts.handoff),
             queries: PendingQueries::default(),
             deferred: DeferredQueries::default(),
+            checks: Checks::default(),
             by_address: HashMap::new(),
             addresses: HashMap::new(),
             out: ControlOutbox {
@@ -137,7 +141,17 @@ impl ControlService {
         }
     }
 
-    fn receive(&mut self, now: Instant, session: SessionKey, message: ControlMessage) {
+    /// Connects to a producer on behalf of a peer, which is told whether that succeeds.
+    fn check(&mut self, cx: &mut ReactorContext, check: Check) {
+        if let Some(check) = self.checks.admit(&mut self.out, check) {
+            let to_producer = self.session_to(cx, &check.producer);
+            let is_up = cx.is_up(to_producer);
+            self.checks.add(&mut self.out, to_producer, check, is_up);
+        }
+    }
+
+    fn receive(&mut self, cx: &mut ReactorContext, session: SessionKey, message: ControlMessage) {
+        let now = cx.now();
         let (producer, consumer, out) = (&mut self.producer, &mut self.consumer, &mut self.out);
         match message {
             ControlMessage::Watch(handoff) => {
@@ -151,12 +165,19 @@ impl ControlService {
             ControlMessage::Update { handoff, update } => {
                 consumer.update(out, session, handoff, update);
             }
-            ControlMessage::Query { id, query } => self.reply_or_defer(now, session, id, query),
+            ControlMessage::Query { id, query } => self.reply_or_defer(cx, session, id, query),
             ControlMessage::Reply { id, json } => self.queries.reply(session, id, json),
         }
     }
 
-    fn reply_or_defer(&mut self, now: Instant, session: SessionKey, id: u64, query: ControlQuery) {
+    fn reply_or_defer(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+        query: ControlQuery,
+    ) {
+        let now = cx.now();
         let deadline = now + self.timeouts.open;
         let deferred = |handoff, condition| DeferredQuery {
             session,
@@ -185,6 +206,14 @@ impl ControlService {
                 let condition = ReplyCondition::PrefillEnd { lead };
                 return self.deferred.add(out, now, deferred(handoff, condition));
             }
+            ControlQuery::Check(producer) => {
+                let check = Check {
+                    session,
+                    id,
+                    producer,
+                };
+                return self.check(cx, check);
+            }
             ControlQuery::Watched(handoff) => {
                 let condition = ReplyCondition::Consumer;
                 return self.deferred.add(out, now, deferred(handoff, condition));
@@ -201,6 +230,7 @@ impl Service for ControlService {
         let (producer, out) = (&mut self.producer, &mut self.out);
         match command {
             ControlCommand::Describe(json) => self.description = json,
+            ControlCommand::AllowChecks(hosts) => self.checks.allow(hosts),
             ControlCommand::Expect(handoff) => producer.expect(handoff),
             ControlCommand::Open(handoff, opening) => producer.open(out, handoff, opening),
             ControlCommand::Progress { handoff, ends_at } => {
@@ -234,12 +264,15 @@ impl Service for ControlService {
         self.out.log(text);
         self.consumer.session_up(&mut self.out, session);
         self.queries.session_up(&mut self.out, session);
+        self.checks.session_up(&mut self.out, session);
         self.out.flush(cx);
     }
 
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
         let out = &mut self.out;
-        out.log(format!("control.closed {error}"));
+        if !self.checks.session_down(out, session, &error) {
+            out.log(format!("control.closed {error}"));
+        }
         if let Some(address) = self.addresses.remove(&session)
             && self.by_address.get(&address) == Some(&session)
         {
@@ -253,7 +286,7 @@ impl Service for ControlService {
     }
 
     fn frame(&mut self, cx: &mut ReactorContext, session: SessionKey, frame: &[u8]) -> Result<()> {
-        self.receive(cx.now(), session, ControlMessage::decode(frame)?);
+        self.receive(cx, session, ControlMessage::decode(frame)?);
         self.out.flush(cx);
         Ok(())
     }
@@ -287,6 +320,7 @@ impl Service for ControlService {
         sizes.extend(self.consumer.sizes());
         sizes.extend(self.queries.sizes());
         sizes.extend(self.deferred.sizes());
+        sizes.extend(self.checks.sizes());
         sizes.extend(self.producer.sizes());
         sizes
     }

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use super::{Rng, TIMEOUTS, TOKEN, is_busy};
 use crate::control::{
-    Control, ControlEvent, ControlQuery, ControlTimeouts, Opening, Rank, SequenceState,
+    AllowedHosts, Control, ControlEvent, ControlQuery, ControlTimeouts, Opening, Rank,
+    SequenceState,
 };
 use crate::ids::HandoffId;
 use crate::reactor::manual::{Sizes, without_threads};
@@ -26,6 +27,7 @@ fn opening() -> Opening {
     Opening {
         prompt_hash: [0; 32],
         num_tokens: 4,
+        adapter: String::new(),
         ranks: vec![Rank {
             address: "127.0.0.1:1".to_owned(),
             incarnation: [0; 16],
@@ -68,6 +70,13 @@ impl Ports {
         self.open.last().copied()
     }
 
+    /// A router asks the prefill whether it can use a producer that refuses connections.
+    fn check_producer(&self) {
+        let allowed = self.prefill.allow_checks(AllowedHosts::default());
+        allowed.expect("it runs");
+        self.query(ControlQuery::Check("127.0.0.1:1".to_owned()));
+    }
+
     fn query(&self, query: ControlQuery) {
         // Nobody waits for the reply.
         let asked = self.decode.query(&self.address(), query, 60 * SECOND);
@@ -78,7 +87,7 @@ impl Ports {
         let (handoff, there) = (rng.id(), self.address());
         let (prefill, decode) = (&self.prefill, &self.decode);
         let lead = Duration::from_secs(rng.one_of(4));
-        let done = match rng.one_of(13) {
+        let done = match rng.one_of(14) {
             0 | 1 => decode
                 .watch(handoff, &there)
                 .and_then(|()| prefill.expect(handoff))
@@ -125,6 +134,10 @@ impl Ports {
                 self.query(ControlQuery::Describe);
                 self.query(ControlQuery::Release(handoff));
                 prefill.describe_as("{}".to_owned())
+            }
+            12 => {
+                self.check_producer();
+                Ok(())
             }
             _ => decode
                 .query("127.0.0.1:1", ControlQuery::Describe, SECOND)

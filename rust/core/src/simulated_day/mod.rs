@@ -41,7 +41,7 @@ const LATE: Duration = Duration::from_secs(2);
 const ROUNDS: usize = 100_000;
 
 /// What may be left when nothing is under way: of sessions that stay, and what is kept up to a bound. Of all else nothing is.
-const LEFT: [(&str, usize); 19] = [
+const LEFT: [(&str, usize); 20] = [
     ("sessions", 1),
     ("timers", 66),
     ("ended peers", 256),
@@ -56,6 +56,7 @@ const LEFT: [(&str, usize); 19] = [
     ("ended handoffs", 4096),
     ("closed handoffs", 4096),
     ("results", 4096),
+    ("reasons of checks", 1),
     ("control addresses", 1),
     ("addresses of control sessions", 1),
     ("clients", 1),

@@ -54,6 +54,7 @@ pub fn opening() -> Opening {
     Opening {
         prompt_hash: [7; 32],
         num_tokens: 100,
+        adapter: String::new(),
         ranks: vec![Rank {
             address: "10.0.0.1:7".to_owned(),
             incarnation: [5; 16],

@@ -22,6 +22,7 @@ pub(crate) fn opening() -> Opening {
     Opening {
         prompt_hash: [3; 32],
         num_tokens: 5,
+        adapter: "adapter 0a1b".to_owned(),
         ranks: vec![Rank {
             address: "127.0.0.1:1".to_owned(),
             incarnation: [4; 16],

@@ -18,6 +18,7 @@ pub(in crate::control) fn opening() -> Opening {
     Opening {
         prompt_hash: [0; 32],
         num_tokens: 1,
+        adapter: String::new(),
         ranks: Vec::new(),
     }
 }
