@@ -63,8 +63,8 @@ def new_engine(tiny_model: str) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the connector logs: vLLM's logger, whose child its own is, may not pass on to the root's handlers."""
+def log(config: Any, caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the connector logs. vLLM sets up its loggers with the first configuration, and passes on nothing."""
     logger = logging.getLogger("vllm")
     logger.addHandler(caplog.handler)
     yield caplog
