@@ -236,6 +236,15 @@ def test_a_stream_whose_first_event_is_an_error_goes_to_another_decode(prefill, 
     run(scene)
 
 
+def test_a_decode_alone_whose_stream_begins_with_an_error_is_replaced():
+    async def scene():
+        async with stage(decode=[streams(ERROR_EVENT, DONE), streams(chunk("abcd"), DONE)]) as s:
+            status, body, _ = await s.post(body=STREAMED | {"n": 2})
+            assert (status, text_of(body)) == (200, "abcd")
+
+    run(scene)
+
+
 def test_the_last_decodes_error_event_becomes_the_status_when_nothing_was_shown():
     async def scene():
         async with stage(decode=[streams(ERROR_EVENT, DONE)]) as s:
@@ -294,6 +303,21 @@ def test_after_a_shown_token_every_remaining_decode_may_be_asked_and_status_tell
             assert ["busy" in reason for reason in reasons[1:]] == [True, True, False, True]
             await counted(s, "kvpipe_handoffs_total", "missing")
             assert await status_of(s, answered) == told
+
+    run(scene)
+
+
+def test_a_lone_decode_that_contradicts_gets_one_second_chance():
+    async def scene():
+        first, go = held(chunk("x"))
+        async with (
+            stage(prefill=[prefilled()], decode=[first]) as s,
+            s.client.post(s.url + COMPLETIONS, json=STREAMED) as response,
+        ):
+            shown = await response.content.readany()
+            go.set()
+            assert parsed(shown + await response.content.read())[-1]["error"]["code"] == 502
+            assert len(s.decode[0].bodies) == 2
 
     run(scene)
 

@@ -128,6 +128,7 @@ def test_a_concurrent_prefill_that_decode_did_not_need_is_aborted_after_a_grace_
 
     async def scene():
         async with stage([never_ends], dispatch="concurrent") as s:
+            s.control.results = {s.decode[0].control: {"result": "full"}}
             assert (await s.post())[0] == 200
             await s.prefill[0].aborted.wait()
             await s.control.until_released()

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -112,13 +113,17 @@ def test_a_streams_first_bytes_and_the_distance_of_its_events_are_measured():
     run(scene)
 
 
-def test_events_that_arrive_together_share_their_distance_and_the_end_mark_is_none():
+def test_events_that_arrive_together_share_their_distance_and_the_end_mark_is_none(monkeypatch):
+    now_s = iter([100.0, 101.0, 104.0, 105.0, 106.0])
+    monkeypatch.setattr("kvpipe.proxy.request_record.time", SimpleNamespace(monotonic=lambda: next(now_s)))
     measured = Metrics()
     record = RequestRecord("/", measured)
-    for piece in (EVENTS[0], b"data: {", b"}\n\n" + EVENTS[1], DONE):
+    for piece in (EVENTS[0], b"data: {", b"}\n\n" + EVENTS[1], EVENTS[1], DONE):
         record.sent(piece)
     text = measured.response().body.decode()
-    assert "kvpipe_inter_token_latency_seconds_count 2.0" in text
+    assert "kvpipe_inter_token_latency_seconds_count 3.0" in text
+    assert "kvpipe_inter_token_latency_seconds_sum 5.0" in text
+    assert 'kvpipe_inter_token_latency_seconds_bucket{le="2.5"} 3.0' in text
 
 
 def test_an_answer_that_is_not_streamed_has_no_time_to_first_token():

@@ -13,7 +13,7 @@ from kvpipe.proxy.just_in_time import Leads, Timing
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.request_record import RequestRecord
 
-# About 10 MB.
+# About 7 MB.
 _MAX_REMEMBERED = 10_000
 # An abort reaches D's scheduler between two steps; on CPUs one takes up to 1.3 s.
 _ABORTED_AFTER_S = 2.0
