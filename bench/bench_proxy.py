@@ -95,9 +95,8 @@ async def serve_instances() -> None:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time of a process, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """CPU time of a process's living threads, in seconds."""
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 async def measure(proxy: tuple[int, str], num_bytes: int, num_requests: int, *, is_streamed: bool) -> float:
@@ -153,7 +152,7 @@ def main() -> None:
             proxies[source] = proxy.pid, f"http://127.0.0.1:{port}"
         for number in range(options.rounds + 1):
             for name, num_bytes, is_streamed, num_requests in KINDS:
-                for source, proxy in proxies.items():
+                for source, proxy in sorted(proxies.items(), reverse=bool(number % 2)):
                     used_us = asyncio.run(measure(proxy, num_bytes, num_requests, is_streamed=is_streamed))
                     if number:  # the first round warms up
                         found.setdefault((name, source), []).append(used_us)

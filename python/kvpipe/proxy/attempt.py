@@ -143,13 +143,11 @@ class Attempt:
 
     async def _settle_delivered(self) -> None:
         """The answer is complete, which says nothing about where D had its KV from: only `full` does."""
-        is_late = False
-        if self.prefilling is not None:
+        if self.prefilling is not None and not self.prefilling.done():
             _, pending = await asyncio.wait({self.prefilling}, timeout=PREFILL_GRACE_S)
-            is_late = bool(pending)
-            self.prefilling.cancel()
-        if is_late:
-            await self._release()
+            if pending:
+                self.prefilling.cancel()
+                await self._release()
         result = await self._record()
         if result is None or result.get("result") != "full":
             await self._release()
