@@ -91,6 +91,12 @@ def _add_proxy(commands: Commands) -> None:
             metavar="URL,CONTROL",
             help="http://host:port,control-host:port of an instance; may be repeated",
         )
+    parser.add_argument(
+        "--on-prefill-failure",
+        choices=("decode", "fail"),
+        default="decode",
+        help="when no prefill instance is left: decode computes the prompt (default), or the request fails",
+    )
     _add_endpoint(parser)
     parser.set_defaults(command=_proxy)
 
@@ -160,6 +166,7 @@ def _proxy(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         dispatch=args.dispatch,
+        on_prefill_failure=args.on_prefill_failure,
         token=args.token or os.environ.get("KVPIPE_TOKEN"),
     )
     try:

@@ -467,6 +467,7 @@ def test_the_description_names_engine_and_fingerprint(engine: Engine) -> None:
     description = client.describe(engine.role.address).wait(5)
     client.close()
     assert description["fingerprint"]["block size"] == str(BLOCK)
+    assert description["max_model_len"] > 0
     json.dumps(description)
 
 

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 LOGS = REPOSITORY / ".cache" / "test-logs" / "instances"
 COMMON = (
     *("--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"),
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details"),
 )
 
 # Long prompts take several steps of 256 tokens, so that blocks are announced while prefill computes. The instance that

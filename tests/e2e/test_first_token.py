@@ -48,7 +48,6 @@ SAMPLED = {
     "penalties": (COMPLETIONS, hot(6, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.4)),
     "a bias": (COMPLETIONS, hot(7, logit_bias={"100": 8, "101": 8})),
     "a minimum of tokens": (COMPLETIONS, hot(8, min_tokens=6)),
-    "one token": (COMPLETIONS, hot(9, max_tokens=1)),
     "a schema": (
         CHAT,
         hot_chat(
@@ -94,10 +93,41 @@ def test_a_sampled_answer_is_that_of_one_instance(servers: Servers, kind: str) -
     assert (result["first_token"], result["result"]) == ("exact", "full")
 
 
+@pytest.mark.parametrize("more", [{"max_tokens": 1}, {"logit_bias": {"99": 100}, "stop_token_ids": [99]}])
+def test_prefills_token_that_ends_the_request_is_the_answer(servers: Servers, more: dict[str, Any]) -> None:
+    body = hot(9, **more)
+    found, handoff = answer(servers.url, COMPLETIONS, body)
+    expected = answer(servers.undivided.url, COMPLETIONS, body)[0]
+    assert said(found) == said(expected)
+    assert found.keys() == expected.keys()
+    assert (handoff is None) == (more == {"max_tokens": 1})
+
+
+def test_what_decode_refuses_for_its_length_is_refused_before_it_is_prefilled(servers: Servers) -> None:
+    body = completion("word " * 4090, max_tokens=100)
+    with post(servers.url, COMPLETIONS, body) as refused, post(servers.undivided.url, COMPLETIONS, body) as expected:
+        assert (refused.status, refused.headers["x-kvpipe-handoff"]) == (HTTPStatus.BAD_REQUEST, None)
+        assert json.loads(refused.read()) == json.loads(expected.read())
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_cached_tokens_are_those_of_prefill(servers: Servers, *, is_streamed: bool) -> None:
+    options = {"stream_options": {"include_usage": True}} if is_streamed else {}
+    body = completion(prompt(100, seed=23 + is_streamed), stream=is_streamed, **options)
+
+    def usage(url: str) -> dict[str, Any]:
+        with post(url, COMPLETIONS, body) as response:
+            events = response.read().removesuffix(b"data: [DONE]\n\n").split(b"data: ")
+        return json.loads(events[-1])["usage"]
+
+    for _ in range(2):  # cold, then from the prefix cache
+        assert usage(servers.url) == usage(servers.undivided.url)
+
+
 def test_a_stop_string_may_begin_in_the_first_token(servers: Servers) -> None:
     body = completion(prompt(90, seed=21), max_tokens=6, return_token_ids=True)
-    whole = servers.expected(COMPLETIONS, body)
-    stop = whole[1:4]
+    whole, first = (servers.expected(COMPLETIONS, body | {"max_tokens": num}) for num in (6, 1))
+    stop = whole[len(first) - 1 : len(first) + 2]
     body |= {"stop": [stop]}
     found, handoff = answer(servers.url, COMPLETIONS, body)
     assert said(found) == said(answer(servers.undivided.url, COMPLETIONS, body)[0])

@@ -110,13 +110,13 @@ def test_the_client_of_the_proxy_gets_the_same_error_and_the_handoffs_id(
     assert_failed(strict, handoff, "differs from its checksum")
 
 
-def test_a_stream_of_which_nothing_was_shown_ends_with_the_error(strict: Servers, flip: Path) -> None:
+def test_a_stream_of_which_nothing_was_shown_becomes_the_error(strict: Servers, flip: Path) -> None:
     # Log probabilities only D can tell: nothing is shown early.
     body = completion(prompt(NUM_TOKENS, seed=133), stream=True, logprobs=1)
     flip.write_text("source")
     status, events, handoff = ask(through(strict), COMPLETIONS, body)
     assert not flip.exists()
-    assert (status, events) == (200, [{"error": ERROR}])
+    assert (status, events) == (500, [{"error": ERROR}])
     assert_failed(strict, handoff, "differs from its checksum")
 
 

@@ -79,6 +79,7 @@ class RecordingControl:
 
     async def result(self, address, handoff, timeout=5.0):  # noqa: ASYNC109 - the real one has it
         self.asked.append(address)
+        self._changed.set()
         result = self.results.get(address)
         if isinstance(result, Exception):
             raise result
@@ -94,6 +95,11 @@ class RecordingControl:
         if isinstance(self.description, Exception):
             raise self.description
         return self.description
+
+    async def until_asked(self, num=1):
+        while len(self.asked) < num:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def until_released(self, num=1):
         while len(self.released) < num:

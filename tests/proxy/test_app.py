@@ -86,12 +86,12 @@ def test_status_fall_back_to_prefills_result(decodes_result):
     run(scene)
 
 
-def test_status_of_an_unknown_handoff_is_404_after_asking_everyone():
+def test_status_of_an_unknown_handoff_is_404_and_no_instance_is_asked():
     async def scene():
         async with stage([answers()] * 2) as s:
             status, body = await get(s, f"/status/{HANDOFF}")
             assert (status, body["error"]["type"]) == (404, "NotFoundError")
-            assert s.control.asked == [s.decode[0].control, *(p.control for p in s.prefill)]
+            assert s.control.asked == []
 
     run(scene)
 
@@ -100,7 +100,8 @@ def test_status_is_502_when_those_who_could_know_are_not_reached():
     async def scene():
         async with stage() as s:
             s.control.results = {s.decode[0].control: ConnectError("refused")}
-            status, body = await get(s, f"/status/{HANDOFF}")
+            _, _, headers = await s.post()
+            status, body = await get(s, f"/status/{headers['x-kvpipe-handoff']}")
             assert status == 502
             assert f"{s.decode[0].control}: refused" in body["error"]["message"]
 

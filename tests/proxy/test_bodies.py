@@ -1,3 +1,5 @@
+from http import HTTPStatus
+
 import orjson
 import pytest
 
@@ -84,6 +86,6 @@ def test_parse_refuses_what_is_not_a_json_object(raw):
 
 
 def test_errors_have_the_form_of_openai():
-    assert orjson.loads(error_body(502, "gone", "BadGatewayError")) == {
+    assert orjson.loads(error_body(HTTPStatus.BAD_GATEWAY, "gone")) == {
         "error": {"message": "gone", "type": "BadGatewayError", "param": None, "code": 502}
     }

@@ -112,21 +112,23 @@ def test_a_client_that_reads_nothing_loses_its_answer():
     run(scene)
 
 
-def test_a_delivered_answer_leaves_nothing_to_release():
+def test_an_answer_from_all_of_prefills_kv_leaves_nothing_to_release():
     async def scene():
         async with stage(decode=[streams(*EVENTS)]) as s:
+            s.control.results = {s.decode[0].control: {"result": "full"}}
             assert (await s.post(body=STREAMED))[1] == b"".join(EVENTS)
-            await asyncio.sleep(0.05)
-            assert s.control.released == []
+            await s.control.until_asked()
+        assert s.control.released == []  # it waits for what is under way before it stops
 
     run(scene)
 
 
 def test_a_concurrent_prefill_that_decode_did_not_need_is_aborted_after_a_grace_time(monkeypatch):
-    monkeypatch.setattr("kvpipe.proxy.dispatch._PREFILL_GRACE_S", 0.05)
+    monkeypatch.setattr("kvpipe.proxy.attempt.PREFILL_GRACE_S", 0.05)
 
     async def scene():
         async with stage([never_ends], dispatch="concurrent") as s:
+            s.control.results = {s.decode[0].control: {"result": "full"}}
             assert (await s.post())[0] == 200
             await s.prefill[0].aborted.wait()
             await s.control.until_released()

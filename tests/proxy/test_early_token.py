@@ -12,7 +12,7 @@ def prefilled(path=COMPLETIONS, text="ab", token=7, finish_reason="length", **me
     said = {"message": {"content": text, **message}} if path == CHAT else {"text": text}
     choice = {"index": 0, "finish_reason": finish_reason, **said}
     params = {"kvpipe": {"first_token": token}}
-    return EarlyToken.of(path, orjson.dumps(HEAD | {"choices": [choice], "kv_transfer_params": params}))
+    return EarlyToken.of(path, HEAD | {"choices": [choice], "kv_transfer_params": params})
 
 
 def chunk(text, path=COMPLETIONS, finish_reason=None, **more):
@@ -106,10 +106,10 @@ def test_usage_and_errors_pass():
         prefilled(text=None),
         prefilled(CHAT, reasoning="so"),
         prefilled(CHAT, tool_calls=[{}]),
-        EarlyToken.of(COMPLETIONS, b'{"choices":[{"text":"a"}],"kv_transfer_params":null}'),
-        EarlyToken.of(COMPLETIONS, b"no JSON"),
-        EarlyToken.of(COMPLETIONS, b"[]"),
-        EarlyToken.of(COMPLETIONS, b'{"choices":[]}'),
+        EarlyToken.of(COMPLETIONS, {"choices": [{"text": "a"}], "kv_transfer_params": None}),
+        EarlyToken.of(COMPLETIONS, {}),
+        EarlyToken.of(COMPLETIONS, {"choices": []}),
+        EarlyToken.of(COMPLETIONS, {"choices": "a", "kv_transfer_params": 1}),
     ],
 )
 def test_a_token_that_is_incomplete_or_ends_the_request_is_not_sent_early(answer):

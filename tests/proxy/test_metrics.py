@@ -184,7 +184,7 @@ def test_attempts_that_nobody_knows_are_counted_and_so_are_the_instances_that_we
     monkeypatch.setattr("kvpipe.proxy.results._ABORTED_AFTER_S", 0.0)
 
     async def scene():
-        async with stage(prefill=[answers(500), answers()], decode=[answers(500), answers()]) as s:
+        async with stage(prefill=[answers(503), answers()], decode=[answers(503), answers()]) as s:
             assert (await s.post())[0] == 200
             found = await counted(s, "kvpipe_handoffs_total", "unknown", value=3)
             assert found["kvpipe_replaced_instances_total", "failed", "prefill"] == 1

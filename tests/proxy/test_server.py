@@ -91,7 +91,8 @@ def test_a_signal_stops_accepting_and_lets_running_requests_finish(number):
                 await client.get(url + "/health")
             may_end.set()
             assert await response.read() == b""
-            assert await process.stdout.read() == b"proxy.stopped\n"
+            said = (await process.stdout.read()).decode().splitlines()
+            assert [line.split()[0] for line in said] == ["request.end", "released", "proxy.stopped"]
             assert await process.wait() == 0
 
     run(scene)
@@ -108,10 +109,11 @@ def test_after_the_drain_deadline_running_requests_are_cancelled_and_released():
             said = (await process.stdout.read()).decode().splitlines()
             assert [line.split()[0] for line in said] == [
                 "proxy.draining",
+                "request.end",
                 "released",
                 "proxy.stopped",
             ]
-            assert said[1].split()[1] == response.headers["x-kvpipe-handoff"]
+            assert said[2].split()[1] == response.headers["x-kvpipe-handoff"]
             assert await process.wait() == 0
 
     run(scene)

@@ -54,6 +54,7 @@ class SchedulerRole:
         self._role = str(vllm_config.kv_transfer_config.kv_role)
         self._first_token_support = FirstTokenSupport(vllm_config)
         self._reasoning_parser = str(vllm_config.structured_outputs_config.reasoning_parser or "")
+        self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._fingerprint = fingerprint(vllm_config)
         for name, value in self._fingerprint:
             if "not compared" in value:
@@ -139,6 +140,7 @@ class SchedulerRole:
             "fingerprint": dict(self._fingerprint),
             "forces_first_tokens": self._first_token_support.is_supported(),
             "reasoning_parser": self._reasoning_parser,
+            "max_model_len": self._max_model_len,
         }
         self._out.control.describe_as(json.dumps(description))
 

@@ -1,8 +1,8 @@
 """The HTTP surface: routes, and errors in OpenAI's form."""
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -14,15 +14,19 @@ from multidict import CIMultiDict
 from kvpipe.proxy.bodies import CHAT_PATH, BodyError, error_body, parse_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control
-from kvpipe.proxy.dispatch import Call, Dispatcher
+from kvpipe.proxy.dispatch import Dispatcher
+from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.headers import request_headers
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.pairs import Pairs
 from kvpipe.proxy.relay import relay
+from kvpipe.proxy.request_record import RequestRecord
+from kvpipe.proxy.results import RecentHandoff
 from kvpipe.proxy.upstream import InstanceError, Role, Upstream, open_session
 
-logger = logging.getLogger(__name__)
+# The log has no more of a client's name for a request.
+_MAX_REQUEST_ID = 64
 
 
 def create_app(config: ProxyConfig, control: Control) -> web.Application:
@@ -63,18 +67,17 @@ class _Proxy:
                 yield
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        with self._metrics.request() as outcome:
+        request_id = request.headers.get("X-Request-Id", "")[:_MAX_REQUEST_ID]
+        with _recorded(RequestRecord(request.path, self._metrics, request_id)) as record:
             read = await self._read(request)
-            call = Call(request.path, parse_body(read), len(read), request_headers(request.headers))
+            call = Call(parse_body(read), len(read), request_headers(request.headers), record)
             async with self._dispatcher.answer(call) as answer:
-                response = await relay(request, answer, self._config.client_timeout_s)
-                outcome.is_of(answer)
-            return response
+                return await relay(request, answer, self._config.client_timeout_s, record)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         headers = request_headers(request.headers)
         answer = await self._dispatcher.ask_decode(request.path, headers)
-        return await relay(request, answer, self._config.client_timeout_s)
+        return await relay(request, answer, self._config.client_timeout_s, RequestRecord(request.path, self._metrics))
 
     async def health(self, _: web.Request) -> web.Response:
         prefill, decode = await _probe_instances(self._config, self._upstream)
@@ -85,18 +88,19 @@ class _Proxy:
         return self._metrics.response()
 
     async def status(self, request: web.Request) -> web.Response:
-        handoff = request.match_info["handoff"]
+        handoff = self._dispatcher.recent.answering(request.match_info["handoff"])
+        recent = self._dispatcher.recent.get(handoff)
+        if recent is None:
+            message = f"this proxy does not remember handoff {handoff}; ask the proxy that answered the request"
+            return _error(HTTPStatus.NOT_FOUND, message)
+        story = _story(recent)
         result, failures = await self._dispatcher.results.ask(handoff)
         if result is not None:
-            return _json(HTTPStatus.OK, result | self._dispatch_of(handoff))
+            return _json(HTTPStatus.OK, result | story)
         if failures:
             reasons = "; ".join(f"{address}: {reason}" for address, reason in failures.items())
             return _error(HTTPStatus.BAD_GATEWAY, f"result of {handoff}: {reasons}")
         return _error(HTTPStatus.NOT_FOUND, f"no instance knows handoff {handoff}")
-
-    def _dispatch_of(self, handoff: str) -> dict[str, Any]:
-        timing = self._dispatcher.recent.timing(handoff)
-        return {} if timing is None else {"dispatch": timing.report()}
 
     async def _read(self, request: web.Request) -> bytes:
         try:
@@ -106,6 +110,36 @@ class _Proxy:
             raise web.HTTPRequestTimeout from None
 
 
+@contextmanager
+def _recorded(record: RequestRecord) -> Iterator[RequestRecord]:
+    """Count and log a request when it has ended."""
+    try:
+        yield record
+    except (BodyError, web.RequestPayloadError) as error:
+        record.refused(HTTPStatus.BAD_REQUEST, str(error))
+        raise
+    except web.HTTPClientError as error:
+        record.refused(error.status, error.reason)
+        raise
+    except InstanceError as error:
+        record.failed(error.status, str(error))
+        raise
+    except ConnectionError:
+        raise
+    except Exception as error:
+        record.failed(HTTPStatus.INTERNAL_SERVER_ERROR, type(error).__name__)
+        raise
+    finally:
+        record.end()
+
+
+def _story(recent: RecentHandoff) -> dict[str, Any]:
+    """What the proxy adds to a handoff's result: its timing, and its attempts where there was more than one."""
+    attempts = [attempt.report() for attempt in recent.record.attempts]
+    timing = {} if recent.timing is None else {"dispatch": recent.timing.report()}
+    return timing | ({"attempts": attempts} if len(attempts) > 1 else {})
+
+
 @web.middleware
 async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
@@ -113,7 +147,7 @@ async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except (BodyError, web.RequestPayloadError) as error:
         return _error(HTTPStatus.BAD_REQUEST, str(error))
     except InstanceError as error:
-        return _error(HTTPStatus.BAD_GATEWAY, str(error))
+        return _error(error.status, str(error))
     except web.HTTPClientError as error:
         response = _error(HTTPStatus(error.status), f"{request.method} {request.path}: {error.text}")
         if "Allow" in error.headers:
@@ -126,8 +160,7 @@ def _json(status: HTTPStatus, value: dict[str, Any]) -> web.Response:
 
 
 def _error(status: HTTPStatus, message: str) -> web.Response:
-    kind = status.phrase.title().replace(" ", "") + "Error"  # BadRequestError, NotFoundError, …
-    return web.Response(status=status, body=error_body(status, message, kind), content_type="application/json")
+    return web.Response(status=status, body=error_body(status, message), content_type="application/json")
 
 
 async def _probe_instances(config: ProxyConfig, upstream: Upstream) -> tuple[dict[str, str], dict[str, str]]:

@@ -1,5 +1,6 @@
 """Request bodies for P and D, made from the client's body. Pure."""
 
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -9,6 +10,7 @@ from kvpipe.exceptions import KVPipeError
 
 CHAT_PATH = "/v1/chat/completions"
 _PARAMS = "kv_transfer_params"
+_FIRST_ERROR, _LAST_ERROR = 400, 599
 
 
 class BodyError(KVPipeError, ValueError):
@@ -63,7 +65,26 @@ def plain_body(body: dict[str, Any]) -> bytes:
     return orjson.dumps(body)
 
 
-def error_body(status: int, message: str, kind: str) -> bytes:
+def error_in_first_event(first: bytes) -> tuple[int, bytes] | None:
+    """Status and JSON body of an error that is a stream's first event; None if the stream begins with anything else.
+
+    vLLM answers 200 before the engine has accepted a streamed request, and sends a later error as an event.
+    """
+    data = first.partition(b"\n\n")[0].removeprefix(b"data:").strip()
+    if not data.startswith(b'{"error"'):
+        return None
+    try:
+        error = orjson.loads(data)["error"]
+    except orjson.JSONDecodeError:
+        return None
+    code = error.get("code") if isinstance(error, dict) else None
+    if isinstance(code, int) and _FIRST_ERROR <= code <= _LAST_ERROR:
+        return code, data
+    return HTTPStatus.INTERNAL_SERVER_ERROR, data
+
+
+def error_body(status: HTTPStatus, message: str) -> bytes:
     """An error in OpenAI's form, as vLLM writes it."""
+    kind = status.phrase.title().replace(" ", "") + "Error"  # BadRequestError, NotFoundError, …
     error = {"message": message, "type": kind, "param": None, "code": status}
     return orjson.dumps({"error": error})

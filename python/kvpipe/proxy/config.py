@@ -7,6 +7,7 @@ from kvpipe.exceptions import ConfigError
 from kvpipe.proxy.instances import Instance
 
 Dispatch = Literal["just-in-time", "sequential", "concurrent"]
+OnPrefillFailure = Literal["decode", "fail"]
 
 _MAX_PORT = 65535
 _TIMES = (
@@ -30,14 +31,17 @@ class ProxyConfig:
         dispatch: when D gets a request. `sequential`: after P's answer. `concurrent`: at once, so that D's admission
             overlaps the prefill, while waiting costs CPU on D. `just-in-time`: before the predicted end of the prefill,
             by the time that D takes to admit a request.
+        on_prefill_failure: what happens when no P is left for a request. `decode`: D computes its prompt. `fail`: the
+            client gets an error.
         token: shared secret for the control ports; None leaves the choice to the control client.
         max_body_bytes: largest accepted request body; a request in progress takes about three times its size in memory.
         connect_timeout_s: limit for name lookup, TCP and TLS of a connection to an instance, and for a health probe.
-        silence_timeout_s: limit for an instance without output: P until its answer, D until its first byte and between
-            bytes. An answer that is not streamed counts as silence until it is complete. The default is that of
-            OpenAI's clients.
+        silence_timeout_s: limit for an instance without output, then the request fails: P until its answer, D until its
+            first byte and between bytes. An answer that is not streamed counts as silence until it is complete. The
+            default is that of OpenAI's clients.
         client_timeout_s: limit for a client to send its body, or to accept one piece.
-        control_timeout_s: limit for one call to a control port (`release`, `result`).
+        control_timeout_s: limit for one call to a control port (`release`, `result`, `describe`), and for D's answer
+            to `/tokenize`.
         drain_timeout_s: time for running requests to end after SIGTERM or SIGINT.
     """
 
@@ -46,6 +50,7 @@ class ProxyConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     dispatch: Dispatch = "just-in-time"
+    on_prefill_failure: OnPrefillFailure = "decode"
     token: str | None = field(default=None, repr=False)
     max_body_bytes: int = 64 << 20
     connect_timeout_s: float = 5.0
@@ -60,8 +65,8 @@ class ProxyConfig:
         for instance in self.prefill:
             wanted = "http://host:port,control-host:port (D fetches the KV cache there)"
             _check("prefill", instance.url, wanted, ok=bool(instance.control))
-        choices = get_args(Dispatch)
-        _check("dispatch", self.dispatch, " or ".join(choices), ok=self.dispatch in choices)
+        for key, choices in (("dispatch", get_args(Dispatch)), ("on_prefill_failure", get_args(OnPrefillFailure))):
+            _check(key, getattr(self, key), " or ".join(choices), ok=getattr(self, key) in choices)
         _check("port", self.port, f"0 to {_MAX_PORT}", ok=0 <= self.port <= _MAX_PORT)
         _check("max_body_bytes", self.max_body_bytes, "at least 1", ok=self.max_body_bytes >= 1)
         for key in _TIMES:

@@ -1,61 +1,34 @@
-"""Answers requests by attempts at a handoff: selects instances, sends them requests, releases KV afterwards.
+"""Answers requests: selects instances, and decides after each failure who is asked next.
 
 Ownership: `Dispatcher._tasks` holds every task until it has ended, the requests' own tasks included, and
 `Dispatcher.close` waits for all of them. A setting of `ProxyConfig` bounds every wait: `connect_timeout_s` and
 `silence_timeout_s` bound HTTP, `control_timeout_s` bounds control ports. P's answer ends a subscription.
 """
 
-import asyncio
-import logging
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Self, TypeVar
+from typing import Self
 
 from multidict import CIMultiDict
 
-from kvpipe.exceptions import KVPipeError
-from kvpipe.proxy.attempt import Attempt
-from kvpipe.proxy.bodies import CHAT_PATH, decode_body, plain_body, prefill_body, resumed_body
+from kvpipe.proxy.attempt import PREFILL_GRACE_S, Attempt, Services
+from kvpipe.proxy.bodies import plain_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control, FailureLog
-from kvpipe.proxy.early_token import EarlyToken, allows_early_token
-from kvpipe.proxy.exchanges import (
-    discard,
-    failed,
-    final_error,
-    has_answer,
-    has_begun,
-    has_no_token,
-    without_server_error,
-)
+from kvpipe.proxy.descriptions import Descriptions
+from kvpipe.proxy.exchanges import Call, Exchanges
 from kvpipe.proxy.headers import HANDOFF
-from kvpipe.proxy.instances import Instance
-from kvpipe.proxy.just_in_time import JustInTime, Timing
+from kvpipe.proxy.just_in_time import JustInTime
+from kvpipe.proxy.limits import LengthCheck, is_contradictory, output_limit
 from kvpipe.proxy.metrics import Metrics
+from kvpipe.proxy.modes import MODES
 from kvpipe.proxy.results import RecentHandoffs, ResultRecorder, Results
+from kvpipe.proxy.resumption import Resumption
+from kvpipe.proxy.retries import Retries, RetryBudget
 from kvpipe.proxy.routing import RoundRobin, goes_to_decode_alone
 from kvpipe.proxy.tasks import OwnedTasks
-from kvpipe.proxy.upstream import Answer, EarlyStart, Fault, InstanceError, Upstream
-
-# With concurrent dispatch D's answer can be complete before P's has arrived.
-_PREFILL_GRACE_S = 2.0
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A client's request: API path, parsed body, size of the body, headers for the instances."""
-
-    path: str
-    body: dict[str, Any]
-    num_bytes: int
-    headers: CIMultiDict[str]
+from kvpipe.proxy.upstream import Answer, EarlyStart, InstanceError, Role, Upstream
 
 
 class Dispatcher:
@@ -69,31 +42,42 @@ class Dispatcher:
     """
 
     def __init__(self, config: ProxyConfig, upstream: Upstream, control: Control, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._upstream = upstream
-        self._control = control
         self._control_timeout_s = config.control_timeout_s
         self._prefill = RoundRobin(config.prefill)
         self._decode = RoundRobin(config.decode)
-        exchanges = {
-            "sequential": self._sequential,
-            "concurrent": self._concurrent,
-            "just-in-time": self._just_in_time,
-        }
-        self._exchange = exchanges[config.dispatch]
-        all_addresses = [i.control for i in (*config.decode, *config.prefill) if i.control]
-        self.recent = RecentHandoffs(tuple(dict.fromkeys(all_addresses)))
-        self.results = Results(control, self.recent, config.control_timeout_s)
-        self._failures = FailureLog()
-        self._timer = JustInTime(control, self._failures, config.silence_timeout_s)
-        self._recorder = ResultRecorder(self.results, metrics, self._timer.leads, self._failures)
-        self._is_timed = config.dispatch == "just-in-time"
+        self._mode = MODES[config.dispatch]
+        self._falls_back = config.on_prefill_failure == "decode"
+        self._metrics = metrics
+        self._budget = RetryBudget()
         self._tasks = OwnedTasks()
+        failures = FailureLog()
+        addresses = dict.fromkeys(instance.control for instance in (*config.decode, *config.prefill))
+        self.descriptions = Descriptions(control, addresses, failures, config.control_timeout_s)
+        self._exchanges = Exchanges(upstream, failures, self.descriptions)
+        self._length = LengthCheck(upstream, self.descriptions, config.control_timeout_s)
+        self.recent = RecentHandoffs()
+        self.results = Results(control, self.recent, config.control_timeout_s)
+        timer = JustInTime(control, failures, config.silence_timeout_s)
+        self._recorder = ResultRecorder(self.results, metrics, timer.leads, failures)
+        self._services = Services(
+            exchanges=self._exchanges,
+            control=control,
+            control_timeout_s=config.control_timeout_s,
+            descriptions=self.descriptions,
+            failures=failures,
+            metrics=metrics,
+            recent=self.recent,
+            recorder=self._recorder,
+            tasks=self._tasks,
+            timer=timer,
+            is_timed=config.dispatch == "just-in-time",
+        )
 
     def __repr__(self) -> str:
         return f"<Dispatcher {self._prefill} {self._decode}, {len(self._tasks)} tasks>"
 
     async def __aenter__(self) -> Self:
+        await self.descriptions.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -102,256 +86,124 @@ class Dispatcher:
     async def close(self) -> None:
         """Wait for running tasks, mainly releases; cancel those that take too long."""
         self._recorder.close()
-        await self._tasks.close(self._control_timeout_s + _PREFILL_GRACE_S)
+        await self._tasks.close(self._control_timeout_s + PREFILL_GRACE_S)
+        await self.descriptions.close()
 
     @asynccontextmanager
     async def answer(self, call: Call) -> AsyncIterator[Answer]:
         """Yields the answer to a call, with its status; leaving before its end aborts requests and releases KV.
 
         Raises:
-            InstanceError: every instance of a role has failed.
+            InstanceError: an instance has failed, and no other may be asked.
         """
         self._tasks.adopt_current()
-        answer, attempt = await self._dispatch(call)
+        answer, resumption = await self._dispatch(call)
         try:
             yield answer
         finally:
             answer.close()
-            if attempt is not None:
-                self._settle(attempt, is_delivered=answer.is_complete)
+            if resumption is not None:
+                resumption.latest.settle(is_delivered=answer.is_complete)
 
     async def ask_decode(self, path: str, headers: CIMultiDict[str]) -> Answer:
         """Send a GET to decode instances, until one answers without a server error."""
-        return await self._until_one_answers(lambda instance: self._upstream.get("decode", instance, path, headers))
-
-    async def _dispatch(self, call: Call) -> tuple[Answer, Attempt | None]:
-        if goes_to_decode_alone(call.body):
-            return await self._decode_alone(call), None
-        left = {"prefill": self._prefill.order(), "decode": self._decode.order()}
-        while True:
-            attempt = Attempt(left["prefill"][0], left["decode"][0])
-            try:
-                return await self._attempt(call, attempt), attempt
-            except InstanceError as error:
-                if error.answer is not None:
-                    error.answer.headers[HANDOFF] = attempt.handoff  # the reason is in its result
-                del left[error.role][0]
-                if not left[error.role]:
-                    return final_error(error), None
-                self._metrics.replaced(error.role, "failed")
-
-    async def _decode_alone(self, call: Call) -> Answer:
-        body = plain_body(call.body)
-        return await self._until_one_answers(
-            lambda instance: self._upstream.post("decode", instance, call.path, call.headers, body)
-        )
-
-    async def _until_one_answers(self, ask: Callable[[Instance], Awaitable[Answer]]) -> Answer:
         instances = self._decode.order()
         while True:
             try:
-                return await self._checked(ask(instances.pop(0)))
+                return await self._exchanges.get("decode", instances.pop(0), path, headers)
             except InstanceError as error:
                 if not instances:
-                    return final_error(error)
+                    return _final(error)
 
-    async def _attempt(self, call: Call, attempt: Attempt) -> Answer:
-        attempt.timing = self._begin_timing(attempt, call.num_bytes)
-        if allows_early_token(call.body) and attempt.decode.control:
-            attempt.early_token = asyncio.get_running_loop().create_future()
-            attempt.repeats_token = self._tasks.spawn(self._decode_repeats_token(attempt.decode, call.path))
-        addresses = attempt.decode.control, attempt.prefill.control
-        self.recent.remember(attempt.handoff, *addresses, timing=attempt.timing)
-        logger.debug(
-            "handoff.start handoff=%s prefill=%s decode=%s",
-            attempt.handoff,
-            attempt.prefill.url,
-            attempt.decode.url,
-        )
+    async def _dispatch(self, call: Call) -> tuple[Answer, Resumption | None]:
+        self._budget.add_request()
+        if goes_to_decode_alone(call.body) or is_contradictory(call.body, call.path):
+            return await self._ask_alone("decode", call, self._retries(prefill=False)), None
+        retries = self._retries()
+        if output_limit(call.body, call.path) == 1:
+            return await self._ask_alone("prefill", call, retries), None
+        if await self._length.is_too_long(call, retries.first("decode")):
+            return await self._ask_alone("decode", call, retries), None
+        while retries.has("prefill"):
+            attempt = Attempt(self._services, call, retries)
+            resumption = Resumption(self._services, call, retries, attempt)
+            try:
+                return await self._attempt(attempt, resumption), resumption
+            except InstanceError as error:
+                if error.answer is not None:
+                    error.answer.headers[HANDOFF] = attempt.handoff  # the reason is in its result
+                if self._next_role(error, call, retries) is None:
+                    return _final(error), None
+        return await self._ask_alone("decode", call, retries), None
+
+    def _retries(self, *, prefill: bool = True) -> Retries:
+        return Retries(self._prefill.order() if prefill else (), self._decode.order(), self._budget, self._metrics)
+
+    async def _attempt(self, attempt: Attempt, resumption: Resumption) -> Answer:
+        attempt.begin()
         try:
-            answer = await self._exchange(call, attempt)
+            answer = await self._mode(attempt)
+            answer = await _with_stream_begun(answer, attempt, resumption)
         except BaseException:
-            self._settle(attempt, is_delivered=False)
+            attempt.settle(is_delivered=False)
             raise
-        if answer.status >= HTTPStatus.BAD_REQUEST:
-            self._settle(attempt, is_delivered=False)
+        if answer.status >= HTTPStatus.BAD_REQUEST or answer.role == "prefill":
+            attempt.settle(is_delivered=False)
         return answer
 
-    def _begin_timing(self, attempt: Attempt, num_bytes: int) -> Timing | None:
-        return self._timer.begin(attempt.prefill.url, attempt.decode.url, num_bytes) if self._is_timed else None
+    async def _ask_alone(self, role: Role, call: Call, retries: Retries) -> Answer:
+        """Have an instance answer without a handoff: D, or P where its one token is all that the client wants."""
+        body = plain_body(call.body)
+        while True:
+            instance = retries.first(role)
+            urls = (instance.url, "") if role == "prefill" else ("", instance.url)
+            call.record.begin_attempt("", *urls)
+            try:
+                return await self._exchanges.post(role, instance, call, body)
+            except InstanceError as error:
+                next_role = self._next_role(error, call, retries)
+                if next_role is None:
+                    return _final(error)
+                role = next_role
 
-    async def _sequential(self, call: Call, attempt: Attempt) -> Answer:
-        return await self._ask_prefill(call, attempt) or await self._ask_decode(call, attempt)
-
-    async def _concurrent(self, call: Call, attempt: Attempt) -> Answer:
-        attempt.prefilling = self._tasks.spawn(self._ask_prefill(call, attempt))
-        return await self._overlap(attempt.prefilling, call, attempt)
-
-    async def _just_in_time(self, call: Call, attempt: Attempt) -> Answer:
-        """Ask P, then D shortly before the predicted end of P's prefill, or when P has answered."""
-        attempt.prefilling = self._tasks.spawn(self._ask_prefill(call, attempt))
-        await self._until_due(attempt.prefilling, attempt)
-        if attempt.prefilling.done():
-            return attempt.prefilling.result() or await self._ask_decode(call, attempt)
-        return await self._overlap(attempt.prefilling, call, attempt)
-
-    async def _until_due(self, prefilling: asyncio.Task[Answer | None], attempt: Attempt) -> None:
-        if attempt.timing is None:
-            return
-        due = self._timer.is_due(attempt.timing, attempt.prefill.control, attempt.handoff)
-        waiting = self._tasks.spawn(due)
-        try:
-            await asyncio.wait({prefilling, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            if not prefilling.done() and not waiting.result():
-                await asyncio.wait({prefilling})
-        finally:
-            waiting.cancel()
-
-    async def _overlap(self, prefilling: asyncio.Task[Answer | None], call: Call, attempt: Attempt) -> Answer:
-        """Ask D while P computes. D's answer is used once it begins; until then P's refusal is."""
-        decoding = self._tasks.spawn(self._ask_decode(call, attempt))
-        try:
-            await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
-            if has_answer(decoding) and (start := decoding.result().early_start) is not None:
-                either: set[asyncio.Task[Any]] = {prefilling, start.first_bytes}
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not has_begun(decoding) and prefilling.done():
-                refusal = prefilling.result()
-                if refusal is not None:
-                    discard(decoding)
-                    return refusal
-            return await self._without_early_token(await decoding)
-        except BaseException:
-            discard(decoding)
-            raise
-
-    async def _without_early_token(self, answer: Answer) -> Answer:
-        """Wait for the first bytes of a stream without an early token: until then another D can be asked."""
-        start = answer.early_start
-        if start is not None and (start.first_bytes.done() or has_no_token(start)):
-            answer.body = await self._logged(start.first_bytes)
-            answer.early_start = None
-        return answer
-
-    async def _ask_prefill(self, call: Call, attempt: Attempt) -> Answer | None:
-        """Ask P; returns None on success, and P's answer when the request itself is bad."""
-        body = prefill_body(call.body, call.path, attempt.handoff)
-        attempt.may_hold_kv = True
-        try:
-            answer = await self._checked(self._upstream.post("prefill", attempt.prefill, call.path, call.headers, body))
-        except InstanceError as error:
-            attempt.may_hold_kv = error.reached
-            attempt.set_early_token(None)
-            raise
-        early_token = EarlyToken.of(call.path, answer.body)
-        if attempt.repeats_token is not None and not await attempt.repeats_token:
-            early_token = None
-        attempt.set_early_token(early_token)
-        if answer.status == HTTPStatus.OK:
-            if attempt.timing is not None:
-                self._timer.answered(attempt.timing, attempt.prefill.url)
-                self._metrics.prefill_answered(attempt.timing)
+    def _next_role(self, error: InstanceError, call: Call, retries: Retries) -> Role | None:
+        """Role of the instance that is asked after a failure; None if none may be."""
+        call.record.replaced(error)
+        retries.failed(error)
+        role: Role = error.role
+        if not retries.has(role) and role == "prefill" and self._falls_back:
+            role = "decode"
+        if not retries.has(role) or not retries.allows_after(error):
             return None
-        attempt.may_hold_kv = False
-        return answer
-
-    async def _ask_decode(self, call: Call, attempt: Attempt) -> Answer:
-        body = decode_body(call.body, attempt.handoff, attempt.prefill.control)
-        attempt.is_decode_asked = True
-        if attempt.timing is not None:
-            self._metrics.dispatched(attempt.timing)
-            arguments = attempt.decode.url, attempt.prefill.control, attempt.handoff
-            attempt.measuring = self._tasks.spawn(self._timer.measure(attempt.timing, *arguments))
-        early_token = attempt.early_token
-        may_come_early = early_token is not None and (not early_token.done() or early_token.result() is not None)
-        answer = await self._post_to_decode(call, attempt.decode, body, awaits_first_byte=not may_come_early)
-        answer.headers[HANDOFF] = attempt.handoff
-        if early_token is not None and may_come_early and not answer.is_complete:
-            first_bytes = self._tasks.spawn(answer.piece())
-            answer.early_start = EarlyStart(
-                early_token,
-                first_bytes,
-                self._metrics.early_token_sent,
-                lambda token, fault: self._retry_decode(call, attempt.decode, token, fault),
-            )
-        return answer
-
-    async def _retry_decode(self, call: Call, decode: Instance, token: EarlyToken, fault: Fault) -> Answer:
-        """Ask for a stream that begins with the early token, from another D if there is one, without P's KV.
-
-        The handoff id is new, because the same D may not have ended the first request yet.
-        """
-        others = [instance for instance in self._decode.order() if instance != decode]
-        if others:
-            self._metrics.replaced("decode", fault)
-            decode = others[0]
-        body = resumed_body(call.body, secrets.token_hex(16), token.token)
-        answer = await self._post_to_decode(call, decode, body, awaits_first_byte=True)
-        if answer.is_complete:
-            raise failed(answer)
-        return answer
-
-    async def _post_to_decode(self, call: Call, instance: Instance, body: bytes, *, awaits_first_byte: bool) -> Answer:
-        asked = self._upstream.post(
-            "decode", instance, call.path, call.headers, body, awaits_first_byte=awaits_first_byte
-        )
-        return await self._checked(asked)
-
-    async def _decode_repeats_token(self, decode: Instance, path: str) -> bool:
-        """Whether a D's stream begins with P's token unchanged; a reasoning parser may split it."""
-        try:
-            async with asyncio.timeout(self._control_timeout_s):
-                described = await self._control.describe(decode.control, self._control_timeout_s)
-        except (KVPipeError, OSError) as error:
-            reason = f"describe: {error or type(error).__name__}"
-            self._failures.note("control", decode.control, reason, asyncio.get_running_loop().time())
-            return False
-        has_parser = path == CHAT_PATH and bool(described.get("reasoning_parser"))
-        return described.get("forces_first_tokens") is True and not has_parser
-
-    async def _checked(self, exchange: Awaitable[Answer]) -> Answer:
-        """Return an answer unless it is a server error, which is logged and raised as `InstanceError`."""
-        return await self._logged(without_server_error(exchange))
-
-    async def _logged(self, exchange: Awaitable[T]) -> T:
-        try:
-            return await exchange
-        except InstanceError as error:
-            now_s = asyncio.get_running_loop().time()
-            self._failures.note(error.role, error.instance.url, error.reason, now_s)
-            raise
-
-    def _settle(self, attempt: Attempt, *, is_delivered: bool) -> None:
-        """End an attempt: abort P's request and release its KV, unless D has answered."""
-        attempt.end_timing()
-        if not attempt.is_settled:
-            arguments = attempt.handoff, attempt.decode, attempt.timing
-            self._tasks.spawn(self._recorder.record(*arguments, is_decode_asked=attempt.is_decode_asked))
-        attempt.is_settled = True
-        prefilling, attempt.prefilling = attempt.prefilling, None
-        if is_delivered:
-            if prefilling is not None and not prefilling.done():
-                self._tasks.spawn(self._await_prefill(attempt, prefilling))
-            return
-        if prefilling is not None:
-            prefilling.cancel()
-        if attempt.may_hold_kv:
-            attempt.may_hold_kv = False
-            self._tasks.spawn(self._release(attempt))
-
-    async def _await_prefill(self, attempt: Attempt, prefilling: asyncio.Task[Answer | None]) -> None:
-        _, pending = await asyncio.wait({prefilling}, timeout=_PREFILL_GRACE_S)
-        if pending:
-            prefilling.cancel()
-            await self._release(attempt)
-
-    async def _release(self, attempt: Attempt) -> None:
-        address, handoff = attempt.prefill.control, attempt.handoff
-        try:
-            async with asyncio.timeout(self._control_timeout_s):
-                is_known = await self._control.release(address, handoff, self._control_timeout_s)
-        except (KVPipeError, OSError) as error:
-            reason = f"release: {error or type(error).__name__}"
-            self._failures.note("control", address, reason, asyncio.get_running_loop().time())
+        if role == error.role:
+            self._metrics.replaced(error)
         else:
-            logger.debug("handoff.released handoff=%s known=%s", handoff, is_known)
+            self._metrics.fell_back()
+        return role
+
+
+async def _with_stream_begun(answer: Answer, attempt: Attempt, resumption: Resumption) -> Answer:
+    """Have P's token sent before the stream begins; without one wait for the stream: until then another D can be asked.
+
+    Raises:
+        InstanceError: D failed before its stream began.
+    """
+    if (first_bytes := answer.first_bytes) is None:
+        return answer
+    token = attempt.early_token
+    if token is not None and not first_bytes.done():
+        answer.early_start = EarlyStart(token, resumption)
+        return answer
+    try:
+        answer.body, answer.first_bytes = await first_bytes, None
+    except BaseException:
+        answer.close()
+        raise
+    return answer.with_first_event_checked()
+
+
+def _final(error: InstanceError) -> Answer:
+    """Returns D's own error as the client's answer; otherwise raises."""
+    if error.role == "decode" and error.answer is not None:
+        return error.answer
+    raise error

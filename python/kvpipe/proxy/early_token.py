@@ -37,6 +37,13 @@ def allows_early_token(body: dict[str, Any]) -> bool:
     return body.get("stream") is True and not has_usage_in_chunks and is_plain
 
 
+def repeats_first_token(described: dict[str, Any] | None, path: str) -> bool:
+    """Whether a D, by its description, begins its stream with P's token unchanged; a reasoning parser may split it."""
+    if described is None or described.get("forces_first_tokens") is not True:
+        return False
+    return path != CHAT_PATH or not described.get("reasoning_parser")
+
+
 def _is_set(value: Any) -> bool:
     """Whether a field requests something; `logprobs: 0` does."""
     return value is not None and value is not False and value not in ("", [])
@@ -59,21 +66,20 @@ class EarlyToken:
     head: dict[str, Any]
 
     @classmethod
-    def of(cls, path: str, answer: bytes) -> Self | None:
-        """Read P's answer; None if its token cannot be sent alone.
+    def of(cls, path: str, parsed: dict[str, Any]) -> Self | None:
+        """Read P's parsed answer; None if its token cannot be sent alone.
 
         These are: text that ends within a character, text that a parser has split, a token that ends the request, and
         an answer without a token, because P has withdrawn the handoff.
         """
         try:
-            parsed = orjson.loads(answer)
             choice = parsed["choices"][0]
             token = parsed["kv_transfer_params"]["kvpipe"]["first_token"]
             message = choice["message"] if path == CHAT_PATH else choice
             text = message["content"] if path == CHAT_PATH else message["text"]
             kind = "chat.completion.chunk" if path == CHAT_PATH else "text_completion"
             head = {"id": parsed["id"], "object": kind, "created": parsed["created"], "model": parsed["model"]}
-        except (orjson.JSONDecodeError, LookupError, TypeError, ValueError):
+        except (LookupError, TypeError):
             return None
         is_split = any(message.get(field) for field in ("reasoning", "reasoning_content", "tool_calls"))
         if type(token) is not int or not isinstance(text, str) or is_split:

@@ -1,59 +1,79 @@
-"""State of an exchange with an instance, and the error that its client gets."""
+"""Sends requests to instances. A failure is logged, and has the description of the instance read again."""
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any, TypeVar
 
-from kvpipe.proxy.upstream import Answer, EarlyStart, InstanceError
+from multidict import CIMultiDict
+
+from kvpipe.proxy.control import FailureLog
+from kvpipe.proxy.descriptions import Descriptions
+from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.request_record import RequestRecord
+from kvpipe.proxy.upstream import Answer, InstanceError, Role, Upstream, failed
+
+T = TypeVar("T")
 
 
-def has_answer(task: asyncio.Task[Answer]) -> bool:
-    """Whether the exchange has ended with an answer."""
-    return task.done() and not task.cancelled() and task.exception() is None
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A client's request: parsed body, size of the body, headers for the instances, record with its API path."""
+
+    body: dict[str, Any]
+    num_bytes: int
+    headers: CIMultiDict[str]
+    record: RequestRecord
+
+    @property
+    def path(self) -> str:
+        """The API path."""
+        return self.record.path
 
 
-async def without_server_error(exchange: Awaitable[Answer]) -> Answer:
-    """Returns an answer that is no server error.
+class Exchanges:
+    """Exchanges with instances; every server error is an `InstanceError`.
 
-    Raises:
-        InstanceError: It is one.
+    Args:
+        upstream: HTTP client of the instances.
+        failures: log of failures.
+        descriptions: descriptions of the instances' engines.
     """
+
+    def __init__(self, upstream: Upstream, failures: FailureLog, descriptions: Descriptions) -> None:
+        self._upstream = upstream
+        self._failures = failures
+        self._descriptions = descriptions
+
+    async def post(
+        self, role: Role, instance: Instance, call: Call, body: bytes, *, awaits_first_byte: bool = True
+    ) -> Answer:
+        """Post a body to the call's path; arguments and errors as those of `Upstream.post`."""
+        return await self._checked(
+            self._upstream.post(role, instance, call.path, call.headers, body, awaits_first_byte=awaits_first_byte)
+        )
+
+    async def get(self, role: Role, instance: Instance, path: str, headers: CIMultiDict[str]) -> Answer:
+        """Send a GET; errors as those of `Upstream.post`."""
+        return await self._checked(self._upstream.get(role, instance, path, headers))
+
+    async def logged(self, exchange: Awaitable[T]) -> T:
+        """Returns the result of an exchange; logs its failure."""
+        try:
+            return await exchange
+        except InstanceError as error:
+            now_s = asyncio.get_running_loop().time()
+            self._failures.note(error.role, error.instance.url, error.reason, now_s)
+            self._descriptions.refresh(error.instance.control)
+            raise
+
+    async def _checked(self, exchange: Awaitable[Answer]) -> Answer:
+        return await self.logged(_without_server_error(exchange))
+
+
+async def _without_server_error(exchange: Awaitable[Answer]) -> Answer:
     answer = await exchange
     if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         raise failed(answer)
     return answer
-
-
-def has_no_token(start: EarlyStart) -> bool:
-    """Whether it is certain that nothing can be sent before the stream begins."""
-    return start.token.done() and start.token.result() is None
-
-
-def has_begun(decoding: asyncio.Task[Answer]) -> bool:
-    """Whether D has answered, and a stream has its first bytes or has ended."""
-    if not has_answer(decoding):
-        return False
-    start = decoding.result().early_start
-    return start is None or start.first_bytes.done()
-
-
-def discard(decoding: asyncio.Task[Answer]) -> None:
-    """Abort the exchange with D, whether it has an answer or not."""
-    if has_answer(decoding):
-        decoding.result().close()
-    else:
-        decoding.cancel()
-
-
-def failed(answer: Answer) -> InstanceError:
-    """Turns a server error into an `InstanceError`."""
-    excerpt = answer.body[:200].decode(errors="replace")
-    reason = f"answered {answer.status}: {excerpt}"
-    return InstanceError(answer.role, answer.instance, reason, answer=answer)
-
-
-def final_error(error: InstanceError) -> Answer:
-    """Returns D's own error as the client's answer, when no instance is left; otherwise raises."""
-    if error.role == "decode" and error.answer is not None:
-        return error.answer
-    raise error

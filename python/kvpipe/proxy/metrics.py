@@ -1,36 +1,25 @@
 """Metrics of the proxy, in Prometheus' text format. `/status/ID` has the same facts for one handoff."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http import HTTPStatus
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 
-from kvpipe.proxy.bodies import BodyError
 from kvpipe.proxy.just_in_time import Timing
-from kvpipe.proxy.upstream import Answer, Fault, Role
+from kvpipe.proxy.upstream import InstanceError
 
 # From one step of an engine to the longest lead.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-_REFUSALS = (BodyError, web.HTTPClientError, web.RequestPayloadError)
-
-
-class Outcome:
-    """Outcome of a client's request; the default applies when the client leaves."""
-
-    def __init__(self) -> None:
-        self.name = "client_left"
-
-    def is_of(self, answer: Answer) -> None:
-        """Set the outcome from an answer that has been relayed."""
-        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            self.name = "failed"
-        elif answer.status >= HTTPStatus.BAD_REQUEST:
-            self.name = "refused"
-        else:
-            self.name = "answered" if answer.is_complete else "broken_off"
+# Those of vLLM's metrics of the same names.
+_FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_INTERVAL_SECONDS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
 
 
 class Metrics:
@@ -57,31 +46,37 @@ class Metrics:
         self._early_tokens = self._counter(
             "early_tokens", "Tokens of prefill that were sent to the client before decode's stream."
         )
-        about = "Instances replaced by another one for a handoff: they failed, or contradicted the early token."
+        about = "Instances replaced by another one for a request: they failed, or contradicted the early token."
         self._replaced = self._counter("replaced_instances", about, "role", "reason")
+        self._denied = self._counter(
+            "denied_retries", "Failed requests that were not sent to another instance.", "reason"
+        )
+        self._fallbacks = self._counter(
+            "prefill_fallbacks", "Requests sent to decode alone because no prefill was left."
+        )
+        about = "Time from a request's arrival to the first bytes of its stream."
+        self._first_tokens = self._histogram("time_to_first_token_seconds", about, buckets=_FIRST_TOKEN_SECONDS)
+        about = "Time between the events of a stream, each of which is about one token."
+        self._intervals = self._histogram("inter_token_latency_seconds", about, buckets=_INTERVAL_SECONDS)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"kvpipe_{name}", about, labels, registry=self._registry)
 
-    def _histogram(self, name: str, about: str, *labels: str) -> Histogram:
-        return Histogram(f"kvpipe_{name}", about, labels, registry=self._registry, buckets=_SECONDS)
+    def _histogram(self, name: str, about: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+        return Histogram(f"kvpipe_{name}", about, labels, registry=self._registry, buckets=buckets)
 
-    @contextmanager
-    def request(self) -> Iterator[Outcome]:
-        """Count one request of a client when it ends."""
-        outcome = Outcome()
-        try:
-            yield outcome
-        except _REFUSALS:
-            outcome.name = "refused"
-            raise
-        except ConnectionError:
-            raise
-        except Exception:
-            outcome.name = "failed"
-            raise
-        finally:
-            self._requests.labels(outcome.name).inc()
+    def request_ended(self, outcome: str) -> None:
+        """Count a request of a client."""
+        self._requests.labels(outcome).inc()
+
+    def first_token_sent(self, seconds: float) -> None:
+        """Record the time from a request's arrival to the first bytes of its stream."""
+        self._first_tokens.observe(seconds)
+
+    def events_sent(self, num_events: int, seconds: float) -> None:
+        """Record events of a stream that were sent together, so long after the previous ones."""
+        for _ in range(num_events):
+            self._intervals.observe(seconds / num_events)
 
     def handoff_ended(self, result: dict[str, Any] | None) -> None:
         """Count a handoff by its result; None if no instance knows it."""
@@ -104,9 +99,18 @@ class Metrics:
         """Count an early token."""
         self._early_tokens.inc()
 
-    def replaced(self, role: Role, reason: Fault) -> None:
+    def replaced(self, error: InstanceError) -> None:
         """Count an instance that is replaced by another one."""
-        self._replaced.labels(role, reason).inc()
+        reason = "contradicted" if error.failure == "contradicted" else "failed"
+        self._replaced.labels(error.role, reason).inc()
+
+    def retry_denied(self, reason: str) -> None:
+        """Count a failed request that is not sent to another instance."""
+        self._denied.labels(reason).inc()
+
+    def fell_back(self) -> None:
+        """Count a request that D gets alone because no P is left."""
+        self._fallbacks.inc()
 
     def response(self) -> web.Response:
         """All metrics as an HTTP response."""

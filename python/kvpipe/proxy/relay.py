@@ -1,4 +1,4 @@
-"""Sends an answer to the client, at once and unchanged except for an early token.
+"""Sends an answer to the client, at once and unchanged except for an early token and the number of cached tokens.
 
 A client that accepts no data for `client_timeout_s` loses its connection, which cancels the handler.
 """
@@ -6,13 +6,14 @@ A client that accepts no data for `client_timeout_s` loses its connection, which
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any
 
 from aiohttp import web
 
 from kvpipe.proxy.bodies import error_body
-from kvpipe.proxy.early_token import Continuation, ContradictionError, EarlyToken
-from kvpipe.proxy.upstream import Answer, EarlyStart, Fault, InstanceError
+from kvpipe.proxy.early_token import Continuation, ContradictionError
+from kvpipe.proxy.request_record import RequestRecord
+from kvpipe.proxy.upstream import Answer, EarlyStart, InstanceError
+from kvpipe.proxy.usage import StreamUsage, with_cached_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +22,14 @@ class StalledClientError(ConnectionError):
     """The client accepted no data for too long."""
 
 
-async def relay(request: web.Request, answer: Answer, timeout_s: float) -> web.StreamResponse:
+async def relay(request: web.Request, answer: Answer, timeout_s: float, record: RequestRecord) -> web.StreamResponse:
     """Send an answer; every write is bounded by `timeout_s`.
+
+    Args:
+        request: the client's request.
+        answer: the answer.
+        timeout_s: limit for one write.
+        record: has the cached tokens as P counted them, and gets tokens and times of the answer.
 
     Raises:
         ConnectionError: the client left or stalled; aiohttp's server drops it silently.
@@ -30,25 +37,39 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float) -> web.S
     """
     client = _Client(request, timeout_s)
     if answer.stream is None:
-        response: web.StreamResponse = web.Response(status=answer.status, headers=answer.headers, body=answer.body)
+        body = _with_usage(answer.body, record)
+        response: web.StreamResponse = web.Response(status=answer.status, headers=answer.headers, body=body)
     else:
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
     await client.send(response.prepare(request))
     if answer.stream is not None:
-        await _relay_stream(client, response, answer)
+        await _relay_stream(client, response, answer, record)
     await client.send(response.write_eof())
+    record.answered(answer)
     return response
 
 
-async def _relay_stream(client: "_Client", response: web.StreamResponse, answer: Answer) -> None:
+def _with_usage(body: bytes, record: RequestRecord) -> bytes:
+    record.read_usage(body)
+    return body if record.cached_tokens is None else with_cached_tokens(body, record.cached_tokens)
+
+
+async def _relay_stream(client: "_Client", response: web.StreamResponse, answer: Answer, record: RequestRecord) -> None:
     last = b"\n\n"
+    usage = StreamUsage()
     try:
         async for piece in (
             _pieces(answer) if answer.early_start is None else _with_early_token(answer, answer.early_start)
         ):
-            await client.send(response.write(piece))
-            last = piece
+            corrected = piece if record.cached_tokens is None else usage.feed(piece, record.cached_tokens)
+            if corrected:
+                await client.send(response.write(corrected))
+                record.sent(corrected)
+                last = corrected
+        if rest := usage.end():
+            await client.send(response.write(rest))
     except InstanceError as error:
+        record.error = str(error)
         await client.send(response.write(_error_event(error, last)))
 
 
@@ -60,45 +81,36 @@ async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
 
 
 async def _with_early_token(answer: Answer, start: EarlyStart) -> AsyncIterator[bytes]:
-    """Yields P's token if it arrives first, then D's stream.
+    """Yields P's token, then D's stream after it.
 
     Raises:
         InstanceError: the stream broke off, or no instance's stream begins with the early token.
     """
-    either: set[asyncio.Future[Any]] = {start.first_bytes, start.token}
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    token = None if start.first_bytes.done() else start.token.result()
-    if token is None:
-        answer.body = await start.first_bytes
-        async for piece in _pieces(answer):
-            yield piece
-        return
-    start.on_sent()
-    yield token.events()
-    async for event in _after(token, answer, start):
+    start.resumption.token_sent()
+    yield start.token.events()
+    async for event in _after(start, answer):
         yield event
 
 
-async def _after(token: EarlyToken, answer: Answer, start: EarlyStart) -> AsyncIterator[bytes]:
-    continuation = Continuation(token)
-    try:
-        answer.body = await start.first_bytes
-        async for event in _continued(continuation, answer):
-            yield event
-    except (ContradictionError, InstanceError) as error:
-        if continuation.has_sent:
-            raise
-        logger.warning("early_token.retry url=%s: %s", answer.instance.url, error)
-        fault: Fault = "contradicted" if isinstance(error, ContradictionError) else "failed"
-    else:
-        return
-    answer.close()
-    answer.replace_stream(await start.retry(token, fault))
-    try:
-        async for event in _continued(Continuation(token), answer):
-            yield event
-    except ContradictionError as error:
-        raise InstanceError(answer.role, answer.instance, str(error)) from error
+async def _after(start: EarlyStart, answer: Answer) -> AsyncIterator[bytes]:
+    while True:
+        continuation = Continuation(start.token)
+        try:
+            if answer.first_bytes is not None:
+                answer.body = await answer.first_bytes
+            async for event in _continued(continuation, answer):
+                yield event
+        except ContradictionError as contradiction:
+            error = InstanceError("decode", answer.instance, str(contradiction), "contradicted")
+        except InstanceError as failure:
+            if continuation.has_sent:
+                raise
+            error = failure
+        else:
+            return
+        logger.warning("early_token.retry url=%s: %s", answer.instance.url, error.reason)
+        answer.close()
+        answer.replace_stream(await start.resumption.retry(start.token, error))
 
 
 async def _continued(continuation: Continuation, answer: Answer) -> AsyncIterator[bytes]:
@@ -112,7 +124,7 @@ async def _continued(continuation: Continuation, answer: Answer) -> AsyncIterato
 def _error_event(error: InstanceError, last: bytes) -> bytes:
     """An SSE event with the error; it begins a new event where the last one broke off."""
     gap = b"" if last.endswith(b"\n\n") else b"\n\n"
-    return gap + b"data: " + error_body(502, str(error), "BadGatewayError") + b"\n\n"
+    return gap + b"data: " + error_body(error.status, str(error)) + b"\n\n"
 
 
 class _Client:

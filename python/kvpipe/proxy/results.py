@@ -3,6 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from kvpipe.exceptions import KVPipeError
@@ -10,34 +11,58 @@ from kvpipe.proxy.control import Control, FailureLog
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.just_in_time import Leads, Timing
 from kvpipe.proxy.metrics import Metrics
+from kvpipe.proxy.request_record import RequestRecord
 
-# About 4 MB; the proxy asks every instance about older handoffs.
+# About 7 MB.
 _MAX_REMEMBERED = 10_000
 # An abort reaches D's scheduler between two steps; on CPUs one takes up to 1.3 s.
 _ABORTED_AFTER_S = 2.0
 
 
+@dataclass(slots=True)
+class RecentHandoff:
+    """What the proxy knows about a handoff.
+
+    Attributes:
+        addresses: control addresses to ask about it, in this order.
+        record: the client's request.
+        timing: timing of D's part, with just-in-time dispatch.
+        continued_as: handoff by which another D has gone on after the early token; empty if none has.
+    """
+
+    addresses: tuple[str, ...]
+    record: RequestRecord
+    timing: Timing | None
+    continued_as: str = ""
+
+
 class RecentHandoffs:
-    """Control addresses and timing of the latest handoffs, by id."""
+    """The latest handoffs, by id."""
 
-    def __init__(self, all_addresses: tuple[str, ...], capacity: int = _MAX_REMEMBERED) -> None:
-        self._all_addresses = all_addresses
+    def __init__(self, capacity: int = _MAX_REMEMBERED) -> None:
         self._capacity = capacity
-        self._known: OrderedDict[str, tuple[tuple[str, ...], Timing | None]] = OrderedDict()
+        self._known: OrderedDict[str, RecentHandoff] = OrderedDict()
 
-    def remember(self, handoff: str, *addresses: str, timing: Timing | None = None) -> None:
-        """Store the addresses to ask about a handoff, in this order; empty ones are left out."""
-        self._known[handoff] = (tuple(address for address in addresses if address), timing)
+    def remember(self, handoff: str, *addresses: str, record: RequestRecord, timing: Timing | None) -> None:
+        """Store a handoff; empty addresses are left out."""
+        self._known[handoff] = RecentHandoff(tuple(filter(None, addresses)), record, timing)
         if len(self._known) > self._capacity:
             self._known.popitem(last=False)
 
-    def addresses(self, handoff: str) -> tuple[str, ...]:
-        """Addresses to ask about a handoff: those of its instances, or all if it is not stored."""
-        return self._known.get(handoff, (self._all_addresses, None))[0]
+    def continued(self, handoff: str, by: str) -> None:
+        """Note that another handoff has gone on with a stream."""
+        if (known := self._known.get(handoff)) is not None:
+            known.continued_as = by
 
-    def timing(self, handoff: str) -> Timing | None:
-        """Timing of a handoff; None if it is not stored, or was not dispatched just in time."""
-        return self._known.get(handoff, ((), None))[1]
+    def get(self, handoff: str) -> RecentHandoff | None:
+        """The handoff; None if it is not stored."""
+        return self._known.get(handoff)
+
+    def answering(self, handoff: str) -> str:
+        """The handoff of the D that answered the client who has this id."""
+        while (known := self._known.get(handoff)) is not None and known.continued_as:
+            handoff = known.continued_as
+        return handoff
 
 
 class Results:
@@ -56,8 +81,9 @@ class Results:
 
     async def ask(self, handoff: str) -> tuple[dict[str, Any] | None, dict[str, str]]:
         """Returns the first result, and the addresses that failed before it, with the reason."""
-        failures = {}
-        for address in self._recent.addresses(handoff):
+        failures: dict[str, str] = {}
+        recent = self._recent.get(handoff)
+        for address in recent.addresses if recent is not None else ():
             try:
                 async with asyncio.timeout(self._timeout_s):
                     result = await self._control.result(address, handoff, self._timeout_s)
@@ -90,15 +116,19 @@ class ResultRecorder:
         """Stop waiting for results that are not there yet."""
         self._is_closing.set()
 
-    async def record(self, handoff: str, decode: Instance, timing: Timing | None, *, is_decode_asked: bool) -> None:
-        """Count a handoff, and learn D's backlog from it: the time to read blocks that were ready when D came."""
+    async def record(
+        self, handoff: str, decode: Instance, timing: Timing | None, *, is_decode_asked: bool
+    ) -> dict[str, Any] | None:
+        """Count a handoff, and learn D's backlog from it: the time to read blocks that were ready when D came.
+
+        Returns the result; None if no instance knows it.
+        """
         result = await self._result(handoff, decode, is_decode_asked=is_decode_asked)
         self._metrics.handoff_ended(result)
-        if timing is None or result is None or "backlog_ms" not in result:
-            return
         # A failed load does not measure the backlog.
-        if result.get("result") == "full":
+        if timing is not None and result is not None and "backlog_ms" in result and result.get("result") == "full":
             self._leads.moved(decode.url, result["backlog_ms"] / 1000, timing.num_bytes)
+        return result
 
     async def _result(self, handoff: str, decode: Instance, *, is_decode_asked: bool) -> dict[str, Any] | None:
         """Returns the result; a D that does not know it yet, as after an abort, is asked once more."""

@@ -1,24 +1,26 @@
 """HTTP client of the instances. Every failure of an exchange is an `InstanceError`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from http import HTTPStatus
 from io import BytesIO
-from typing import Literal
+from typing import Literal, Protocol
 
 import aiohttp
 from multidict import CIMultiDict
 
 from kvpipe.exceptions import KVPipeError
+from kvpipe.proxy.bodies import error_in_first_event
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.early_token import EarlyToken
 from kvpipe.proxy.headers import response_headers
 from kvpipe.proxy.instances import Instance
 
 Role = Literal["prefill", "decode"]
-# Why another instance is asked: this one failed, or its stream contradicts the early token.
-Fault = Literal["failed", "contradicted"]
+# How an instance failed: no connection; silence after it was reached; a reset or a broken answer; a server error; a
+# stream that contradicts the early token.
+Failure = Literal["unreached", "timeout", "broken", "answered", "contradicted"]
 
 # vLLM's uvicorn closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A POST that races with that
 # close fails and cannot safely be repeated, so the proxy closes idle connections well before.
@@ -32,7 +34,9 @@ class InstanceError(KVPipeError):
 
     Attributes:
         role: the role in which it was asked.
-        reached: False when there was no connection, so the instance never saw the request.
+        instance: the instance.
+        reason: what happened, without the instance's name.
+        failure: the kind of failure.
         answer: the error response, if there was one.
     """
 
@@ -41,33 +45,49 @@ class InstanceError(KVPipeError):
         role: Role,
         instance: Instance,
         reason: str,
-        *,
-        reached: bool = True,
+        failure: Failure,
         answer: "Answer | None" = None,
     ) -> None:
         super().__init__(f"{role} instance {instance.url}: {reason}")
         self.role: Role = role
         self.instance = instance
         self.reason = reason
-        self.reached = reached
+        self.failure: Failure = failure
         self.answer = answer
+
+    @property
+    def has_broken_off(self) -> bool:
+        """Whether the request may have ended the engine; vLLM answers 500 to the requests of an engine that died."""
+        is_500 = self.answer is not None and self.answer.status == HTTPStatus.INTERNAL_SERVER_ERROR
+        return self.failure == "broken" or is_500
+
+    @property
+    def status(self) -> HTTPStatus:
+        """HTTP status for the client."""
+        return HTTPStatus.GATEWAY_TIMEOUT if self.failure == "timeout" else HTTPStatus.BAD_GATEWAY
+
+
+class Resumes(Protocol):
+    """Continues a stream after the client has P's token; `kvpipe.proxy.resumption.Resumption` does."""
+
+    def token_sent(self) -> None:
+        """Note that the client has the token."""
+
+    async def retry(self, token: EarlyToken, error: InstanceError) -> "Answer":
+        """Ask for a stream that begins with the token, after one that failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyStart:
-    """What the proxy can send to the client before D's stream begins.
+    """What the proxy sends to the client before D's stream begins.
 
     Attributes:
-        token: P's token, or None when it cannot be sent early.
-        first_bytes: the first bytes of D's stream.
-        on_sent: called when the token is sent.
-        retry: asks for a stream that begins with the token, after one that failed for the given reason.
+        token: P's token.
+        resumption: asks other D's for a stream that begins with the token.
     """
 
-    token: asyncio.Future[EarlyToken | None]
-    first_bytes: asyncio.Task[bytes]
-    on_sent: Callable[[], None]
-    retry: "Callable[[EarlyToken, Fault], Awaitable[Answer]]"
+    token: EarlyToken
+    resumption: Resumes
 
 
 @dataclass(slots=True)
@@ -80,7 +100,8 @@ class Answer:
         body: all bytes, or the first bytes of a stream; empty for a stream that has not begun.
         stream: the open response of an unfinished stream; `close` ends it.
         is_complete: whether the last byte has arrived.
-        early_start: what can be sent before the stream begins.
+        first_bytes: waits for the first bytes of a stream that has not begun.
+        early_start: what is sent before the stream begins.
     """
 
     role: Role
@@ -90,12 +111,26 @@ class Answer:
     body: bytes
     stream: aiohttp.ClientResponse | None = None
     is_complete: bool = True
+    first_bytes: asyncio.Task[bytes] | None = None
     early_start: EarlyStart | None = None
 
     def replace_stream(self, other: "Answer") -> None:
         """Continue with the stream of another answer."""
+        self.close()
         self.instance, self.body, self.stream = other.instance, other.body, other.stream
-        self.is_complete = other.is_complete
+        self.is_complete, self.first_bytes = other.is_complete, None
+
+    async def begin(self) -> bytes:
+        """Returns the first bytes of a stream, none if it ends without.
+
+        Raises:
+            InstanceError: as `rest`, or the first event is a server error.
+        """
+        first = await self.piece()
+        error = error_in_first_event(first)
+        if error is not None and error[0] >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise failed(self._replaced_by(*error))
+        return first
 
     async def rest(self) -> AsyncIterator[bytes]:
         """Yields the bytes after `body`, as they arrive.
@@ -113,17 +148,34 @@ class Answer:
         try:
             piece = await self.stream.content.readany()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = f"failed in mid-stream: {_describe(error)}"
-            raise InstanceError(self.role, self.instance, reason) from error
+            raise _instance_error(self.role, self.instance, error, "failed in mid-stream: ") from error
         self.is_complete = not piece
         return piece
 
+    def with_first_event_checked(self) -> "Answer":
+        """The error in the first event as a complete answer with its status; else this answer."""
+        error = error_in_first_event(self.body)
+        return self if error is None else self._replaced_by(*error)
+
     def close(self) -> None:
         """Close the connection of an unfinished stream, which aborts the request in vLLM."""
-        if self.early_start is not None:
-            self.early_start.first_bytes.cancel()
+        if self.first_bytes is not None:
+            self.first_bytes.cancel()
         if self.stream is not None:
             self.stream.close()
+
+    def _replaced_by(self, status: int, body: bytes) -> "Answer":
+        if self.stream is not None:
+            self.stream.close()
+        headers = self.headers.copy()
+        headers["Content-Type"] = "application/json"
+        return Answer(self.role, self.instance, status, headers, body)
+
+
+def failed(answer: Answer) -> InstanceError:
+    """Turns a server error into an `InstanceError`."""
+    excerpt = answer.body[:200].decode(errors="replace")
+    return InstanceError(answer.role, answer.instance, f"answered {answer.status}: {excerpt}", "answered", answer)
 
 
 class Upstream:
@@ -177,8 +229,7 @@ class Upstream:
             async with asyncio.timeout(self._silence_timeout_s):
                 return await _read(role, instance, await request, awaits_first_byte=awaits_first_byte)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            is_unreached = isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
-            raise InstanceError(role, instance, _describe(error), reached=not is_unreached) from error
+            raise _instance_error(role, instance, error) from error
 
 
 def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
@@ -203,11 +254,21 @@ async def _read(role: Role, instance: Instance, response: aiohttp.ClientResponse
     try:
         if response.status == HTTPStatus.OK and response.content_type == "text/event-stream":
             first = await response.content.readany() if awaits_first_byte else b""
-            return Answer(role, instance, response.status, headers, first, response, is_complete=False)
+            answer = Answer(role, instance, response.status, headers, first, response, is_complete=False)
+            return answer.with_first_event_checked()
         return Answer(role, instance, response.status, headers, await response.read())
     except BaseException:
         response.close()
         raise
+
+
+def _instance_error(role: Role, instance: Instance, error: Exception, context: str = "") -> InstanceError:
+    failure: Failure = "broken"
+    if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+        failure = "unreached"
+    elif isinstance(error, TimeoutError):
+        failure = "timeout"
+    return InstanceError(role, instance, context + _describe(error), failure)
 
 
 def _describe(error: Exception) -> str:

@@ -1,0 +1,106 @@
+"""Continues a stream at other D's after the client has P's token: they compute the prompt, and begin with the token."""
+
+import secrets
+
+from kvpipe.proxy.attempt import Attempt, Services
+from kvpipe.proxy.bodies import resumed_body
+from kvpipe.proxy.early_token import EarlyToken
+from kvpipe.proxy.exchanges import Call
+from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.retries import Retries
+from kvpipe.proxy.upstream import Answer, InstanceError, failed
+
+
+class ResumedAttempt:
+    """An attempt at one D without a P. The id is new, because a D may not have ended the first request yet.
+
+    Args:
+        services: what all attempts share.
+        call: the client's request.
+        decode: D.
+    """
+
+    def __init__(self, services: Services, call: Call, decode: Instance) -> None:
+        self.handoff = secrets.token_hex(16)
+        self._services = services
+        self._call = call
+        self._decode = decode
+        self._is_settled = False
+
+    async def ask(self, token: EarlyToken) -> Answer:
+        """Ask D for a stream that begins with the token.
+
+        Raises:
+            InstanceError: D failed.
+        """
+        call, decode = self._call, self._decode
+        call.record.continue_attempt(self.handoff, "", decode.url)
+        self._services.recent.remember(self.handoff, decode.control, record=call.record, timing=None)
+        body = resumed_body(call.body, self.handoff, token.token)
+        answer = await self._services.exchanges.post("decode", decode, call, body)
+        if answer.is_complete:
+            raise failed(answer)
+        return answer
+
+    def settle(self, *, is_delivered: bool) -> None:  # noqa: ARG002 - no P holds blocks, whatever became of the answer
+        """Count the result, once."""
+        if not self._is_settled:
+            self._is_settled = True
+            counted = self._services.recorder.record(self.handoff, self._decode, None, is_decode_asked=True)
+            self._services.tasks.spawn(counted)
+
+
+class Resumption:
+    """The attempts of one stream after its early token.
+
+    Args:
+        services: what all attempts share.
+        call: the client's request.
+        retries: the D's that may be asked.
+        attempt: the attempt whose handoff the client knows.
+
+    Attributes:
+        latest: the latest attempt, which its owner has to settle.
+    """
+
+    def __init__(self, services: Services, call: Call, retries: Retries, attempt: Attempt) -> None:
+        self.latest: Attempt | ResumedAttempt = attempt
+        self._services = services
+        self._call = call
+        self._retries = retries
+        self._is_first = True
+
+    def token_sent(self) -> None:
+        """Note that the client has the token."""
+        self._services.metrics.early_token_sent()
+        self._retries.token_shown()
+
+    async def retry(self, token: EarlyToken, error: InstanceError) -> Answer:
+        """Ask for a stream that begins with the token, after one that failed.
+
+        Raises:
+            InstanceError: the last D's, when none may be asked any more.
+        """
+        while True:
+            self.latest.settle(is_delivered=False)
+            self._retries.failed(error)
+            decode = self._next(error)
+            if decode is None or not self._retries.allows_after(error):
+                raise error
+            self._call.record.replaced(error)
+            if decode != error.instance:
+                self._services.metrics.replaced(error)
+            attempt = ResumedAttempt(self._services, self._call, decode)
+            self._services.recent.continued(self.latest.handoff, attempt.handoff)
+            self.latest = attempt
+            try:
+                return await attempt.ask(token)
+            except InstanceError as failure:
+                error = failure
+
+    def _next(self, error: InstanceError) -> Instance | None:
+        """Another D; where there is none, the one that failed gets a second chance, if it was reached."""
+        is_first, self._is_first = self._is_first, False
+        if self._retries.has("decode"):
+            return self._retries.first("decode")
+        return error.instance if is_first and error.failure != "unreached" else None

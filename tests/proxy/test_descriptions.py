@@ -1,0 +1,106 @@
+"""What the proxy knows of the engines without a request that waits for it."""
+
+import asyncio
+
+from kvpipe.exceptions import ConnectError
+from kvpipe.proxy.control import FailureLog
+from kvpipe.proxy.descriptions import Descriptions
+
+from .harness import RecordingControl, answers, never_ends, run, stage, streams
+from .test_early_streams import STREAMED, prefilled
+from .test_early_token import DONE, chunk, text_of
+
+
+class CountingControl(RecordingControl):
+    """Counts questions, and answers them when it may."""
+
+    def __init__(self, *, is_silent=False):
+        super().__init__()
+        self.is_silent = is_silent
+        self.described = []
+
+    async def describe(self, address, timeout=5.0):  # noqa: ASYNC109 - the real one has it
+        self.described.append(address)
+        self._changed.set()
+        if self.is_silent:
+            await never_ends(None)
+        return await super().describe(address, timeout)
+
+    async def until_described(self, num):
+        while len(self.described) < num:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+async def described(control, *addresses):
+    descriptions = Descriptions(control, addresses, FailureLog(), 5.0)
+    await descriptions.start()
+    return descriptions
+
+
+def test_no_request_waits_for_a_silent_control_port(monkeypatch):
+    monkeypatch.setattr("kvpipe.proxy.descriptions._START_S", 0.01)
+
+    async def scene():
+        control = CountingControl(is_silent=True)
+        decode = [streams(chunk("abcd"), DONE)]
+        async with stage([prefilled()], decode, control=control, control_timeout_s=1000.0) as s:
+            _, body, _ = await s.post(body=STREAMED)
+            assert body == chunk("abcd") + DONE  # no early token
+
+    run(scene)
+
+
+def test_requests_ask_no_control_port_for_a_description():
+    async def scene():
+        control = CountingControl()
+        async with stage([prefilled()], [streams(chunk("abcd"), DONE)], control=control) as s:
+            for _ in range(5):
+                _, body, _ = await s.post(body=STREAMED)
+                assert text_of(body) == "abcd"
+            assert sorted(control.described) == [s.decode[0].control, s.prefill[0].control]
+
+    run(scene)
+
+
+def test_descriptions_are_read_again_after_an_interval(monkeypatch):
+    monkeypatch.setattr("kvpipe.proxy.descriptions._REFRESH_S", 0.02)
+    monkeypatch.setattr("kvpipe.proxy.descriptions._MIN_INTERVAL_S", 0.01)
+
+    async def scene():
+        control = CountingControl()
+        descriptions = await described(control, "d:1")
+        control.description = {"engine_id": "new"}
+        while descriptions.of("d:1") != {"engine_id": "new"}:
+            await control.until_described(len(control.described) + 1)
+            await asyncio.sleep(0)
+        await descriptions.close()
+
+    run(scene)
+
+
+def test_the_description_of_an_instance_that_failed_is_read_again(monkeypatch):
+    monkeypatch.setattr("kvpipe.proxy.descriptions._REFRESH_S", 1000.0)
+    monkeypatch.setattr("kvpipe.proxy.descriptions._MIN_INTERVAL_S", 0.01)
+
+    async def scene():
+        control = CountingControl()
+        async with stage(decode=[answers(503)], control=control) as s:
+            await s.post()
+            await control.until_described(3)
+            assert control.described[2] == s.decode[0].control
+
+    run(scene)
+
+
+def test_an_instance_that_does_not_answer_has_an_error_and_no_description():
+    async def scene():
+        control = CountingControl()
+        control.description = ConnectError("refused")
+        descriptions = await described(control, "d:1", "")
+        assert (descriptions.of("d:1"), descriptions.error("d:1")) == (None, "refused")
+        assert (descriptions.of(""), descriptions.error("")) == (None, "")
+        assert control.described == ["d:1"]
+        await descriptions.close()
+
+    run(scene)
