@@ -1,5 +1,6 @@
 //! A prefill's and a decode's control port, which stay: handoffs, leases, queries.
 
+use std::net::TcpListener;
 use std::time::Duration;
 
 use super::{Rng, TIMEOUTS, TOKEN, is_busy};
@@ -38,6 +39,8 @@ fn opening() -> Opening {
 pub(super) struct Ports {
     pub(super) prefill: Control,
     pub(super) decode: Control,
+    /// Connections to it are made, and nobody answers.
+    silent: TcpListener,
     /// Handoffs that the prefill's scheduler has to end.
     open: Vec<HandoffId>,
     num_released: usize,
@@ -46,9 +49,12 @@ pub(super) struct Ports {
 
 impl Ports {
     pub(super) fn new() -> Self {
+        let silent = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        silent.set_nonblocking(true).expect("a socket");
         Self {
             prefill: port(TOKEN),
             decode: port(TOKEN),
+            silent,
             open: Vec::new(),
             num_released: 0,
             num_lost: 0,
@@ -70,11 +76,13 @@ impl Ports {
         self.open.last().copied()
     }
 
-    /// A router asks the prefill whether it can use a producer that refuses connections.
+    /// A router asks the prefill whether it can use a producer that says nothing.
     fn check_producer(&self) {
+        while self.silent.accept().is_ok() {}
         let allowed = self.prefill.allow_checks(AllowedHosts::default());
         allowed.expect("it runs");
-        self.query(ControlQuery::Check("127.0.0.1:1".to_owned()));
+        let producer = self.silent.local_addr().expect("it listens");
+        self.query(ControlQuery::Check(producer.to_string()));
     }
 
     fn query(&self, query: ControlQuery) {
