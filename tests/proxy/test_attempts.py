@@ -146,6 +146,16 @@ def test_a_decode_that_is_silent_after_a_shown_token_ends_the_stream_with_504():
     run(scene)
 
 
+def test_one_failing_instance_does_not_use_up_the_retries_of_the_others():
+    async def scene():
+        async with stage(prefill=[BUSY, answers()], decode=[answers(), BUSY]) as s:
+            statuses = [(await s.post())[0] for _ in range(60)]
+            assert statuses == [200] * 60
+            assert len(s.prefill[0].bodies) == len(s.decode[1].bodies) == 1
+
+    run(scene)
+
+
 def test_retries_are_bounded_to_a_share_of_all_requests():
     async def scene():
         num_requests, num_saved, share = 60, 10, 0.2

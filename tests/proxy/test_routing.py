@@ -30,7 +30,17 @@ HANDED_OFF = [
 
 def test_round_robin_starts_one_further_each_time_and_offers_all():
     pool = RoundRobin([A, B, C])
-    assert [pool.order() for _ in range(4)] == [[A, B, C], [B, C, A], [C, A, B], [A, B, C]]
+    assert [pool.order(0.0) for _ in range(4)] == [[A, B, C], [B, C, A], [C, A, B], [A, B, C]]
+
+
+def test_an_instance_that_has_failed_is_asked_last_for_five_seconds():
+    pool = RoundRobin([A, B, C])
+    pool.failed(A, 10.0)
+    assert [pool.order(14.9) for _ in range(3)] == [[B, C, A], [B, C, A], [C, B, A]]
+    pool.failed(B, 11.0)
+    pool.failed(C, 12.0)
+    assert pool.order(14.9) == [A, B, C]
+    assert pool.order(15.0)[0] == A
 
 
 @pytest.mark.parametrize("body", ALONE)

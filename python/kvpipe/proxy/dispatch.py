@@ -5,6 +5,7 @@ Ownership: `Dispatcher._tasks` holds every task until it has ended, the requests
 `silence_timeout_s` bound HTTP, `control_timeout_s` bounds control ports. P's answer ends a subscription.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -19,6 +20,7 @@ from kvpipe.proxy.control import Control, FailureLog
 from kvpipe.proxy.descriptions import Descriptions
 from kvpipe.proxy.exchanges import Call, Exchanges
 from kvpipe.proxy.headers import HANDOFF
+from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.just_in_time import JustInTime
 from kvpipe.proxy.limits import LengthCheck, is_contradictory, output_limit
 from kvpipe.proxy.metrics import Metrics
@@ -43,8 +45,10 @@ class Dispatcher:
 
     def __init__(self, config: ProxyConfig, upstream: Upstream, control: Control, metrics: Metrics) -> None:
         self._control_timeout_s = config.control_timeout_s
-        self._prefill = RoundRobin(config.prefill)
-        self._decode = RoundRobin(config.decode)
+        self._pools: dict[Role, RoundRobin] = {
+            "prefill": RoundRobin(config.prefill),
+            "decode": RoundRobin(config.decode),
+        }
         self._mode = MODES[config.dispatch]
         self._falls_back = config.on_prefill_failure == "decode"
         self._metrics = metrics
@@ -53,7 +57,7 @@ class Dispatcher:
         failures = FailureLog()
         addresses = dict.fromkeys(instance.control for instance in (*config.decode, *config.prefill))
         self.descriptions = Descriptions(control, addresses, failures, config.control_timeout_s)
-        self._exchanges = Exchanges(upstream, failures, self.descriptions)
+        self._exchanges = Exchanges(upstream, failures, self.descriptions, self._pools)
         self._length = LengthCheck(upstream, self.descriptions, config.control_timeout_s)
         self.recent = RecentHandoffs()
         self.results = Results(control, self.recent, config.control_timeout_s)
@@ -74,7 +78,7 @@ class Dispatcher:
         )
 
     def __repr__(self) -> str:
-        return f"<Dispatcher {self._prefill} {self._decode}, {len(self._tasks)} tasks>"
+        return f"<Dispatcher {self._pools['prefill']} {self._pools['decode']}, {len(self._tasks)} tasks>"
 
     async def __aenter__(self) -> Self:
         await self.descriptions.start()
@@ -107,7 +111,7 @@ class Dispatcher:
 
     async def ask_decode(self, path: str, headers: CIMultiDict[str]) -> Answer:
         """Send a GET to decode instances, until one answers without a server error."""
-        instances = self._decode.order()
+        instances = self._order("decode")
         while True:
             try:
                 return await self._exchanges.get("decode", instances.pop(0), path, headers)
@@ -137,7 +141,10 @@ class Dispatcher:
         return await self._ask_alone("decode", call, retries), None
 
     def _retries(self, *, prefill: bool = True) -> Retries:
-        return Retries(self._prefill.order() if prefill else (), self._decode.order(), self._budget, self._metrics)
+        return Retries(self._order("prefill") if prefill else (), self._order("decode"), self._budget, self._metrics)
+
+    def _order(self, role: Role) -> list[Instance]:
+        return self._pools[role].order(asyncio.get_running_loop().time())
 
     async def _attempt(self, attempt: Attempt, resumption: Resumption) -> Answer:
         attempt.begin()

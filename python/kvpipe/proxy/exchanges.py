@@ -1,7 +1,7 @@
-"""Sends requests to instances. A failure is logged, and has the description of the instance read again."""
+"""Sends requests to instances. One that fails is logged, avoided for a while, and its description is read again."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from kvpipe.proxy.control import FailureLog
 from kvpipe.proxy.descriptions import Descriptions
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.request_record import RequestRecord
+from kvpipe.proxy.routing import RoundRobin
 from kvpipe.proxy.upstream import Answer, InstanceError, Role, Upstream, failed
 
 T = TypeVar("T")
@@ -39,10 +40,14 @@ class Exchanges:
         upstream: HTTP client of the instances.
         failures: log of failures.
         descriptions: descriptions of the instances' engines.
+        pools: the instances of each role.
     """
 
-    def __init__(self, upstream: Upstream, failures: FailureLog, descriptions: Descriptions) -> None:
+    def __init__(
+        self, upstream: Upstream, failures: FailureLog, descriptions: Descriptions, pools: Mapping[Role, RoundRobin]
+    ) -> None:
         self._upstream = upstream
+        self._pools = pools
         self._failures = failures
         self._descriptions = descriptions
 
@@ -66,6 +71,7 @@ class Exchanges:
             now_s = asyncio.get_running_loop().time()
             self._failures.note(error.role, error.instance.url, error.reason, now_s)
             self._descriptions.refresh(error.instance.control)
+            self._pools[error.role].failed(error.instance, now_s)
             raise
 
     async def _checked(self, exchange: Awaitable[Answer]) -> Answer:

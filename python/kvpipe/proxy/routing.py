@@ -5,22 +5,37 @@ from typing import Any
 
 from kvpipe.proxy.instances import Instance
 
+# An instance that has failed is asked after the others for so long; then one request tries it.
+_AVOIDED_S = 5.0
+
 
 class RoundRobin:
-    """Gives each request the next instance, and the others after it in case that one fails."""
+    """Gives each request the next instance, and the others after it in case that one fails.
+
+    Instances that have just failed come last, so that they use up few retries.
+    """
 
     def __init__(self, instances: Sequence[Instance]) -> None:
         self._instances = tuple(instances)
         self._next = 0
+        self._failed_at_s: dict[Instance, float] = {}
 
     def __repr__(self) -> str:
         return f"<RoundRobin next={self._instances[self._next].url} of {len(self._instances)}>"
 
-    def order(self) -> list[Instance]:
+    def failed(self, instance: Instance, now_s: float) -> None:
+        """Note that an instance has failed."""
+        self._failed_at_s[instance] = now_s
+
+    def order(self, now_s: float) -> list[Instance]:
         """All instances, the next one first."""
         start = self._next
         self._next = (start + 1) % len(self._instances)
-        return [*self._instances[start:], *self._instances[:start]]
+        turn = [*self._instances[start:], *self._instances[:start]]
+        return sorted(turn, key=lambda instance: self._is_avoided(instance, now_s))
+
+    def _is_avoided(self, instance: Instance, now_s: float) -> bool:
+        return now_s - self._failed_at_s.get(instance, -_AVOIDED_S) < _AVOIDED_S
 
 
 def goes_to_decode_alone(body: dict[str, Any]) -> bool:
