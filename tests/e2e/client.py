@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvpipe import transfer_params
+from kvpipe.control import ControlClient
 from kvpipe.launch.deployment import DeploymentThread, Instance
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -136,9 +137,13 @@ class Servers:
         """What one undivided instance answers."""
         return self.answer(self.undivided.url, path, body)[0]
 
-    def result(self, handoff: str) -> dict[str, Any]:
-        """How a handoff ended."""
-        return until(lambda: json.loads(get(self.url, f"/status/{handoff}") or b"null"))
+    def result(self, handoff: str, instance: Instance | None = None) -> dict[str, Any]:
+        """How a handoff ended, as its consumer's control port says; by default that is decode."""
+        client = ControlClient(TOKEN)
+        try:
+            return until(lambda: client.result((instance or self.decode).control, handoff).wait(5))
+        finally:
+            client.close()
 
     def metric(self, instance: Instance, name: str) -> float:
         """The sum of a metric over its labels."""

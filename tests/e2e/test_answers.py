@@ -1,5 +1,6 @@
 """The same answers as one undivided instance; that the tests would see others is proved in `test_proof.py`."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -102,7 +103,7 @@ def test_just_in_time_dispatch_asks_decode_before_prefill_has_answered(servers: 
     body = completion(prompt(3500, seed=33))
     text, handoff = servers.answer(servers.url, COMPLETIONS, body)
     assert text == servers.expected(COMPLETIONS, body)
-    dispatch = servers.result(handoff)["dispatch"]
+    dispatch = until(lambda: json.loads(get(servers.url, f"/status/{handoff}")).get("dispatch"))
     assert dispatch["trigger"] == "due"
     assert dispatch.keys() >= {"lead_ms", "admission_ms", "prediction_error_ms"}
 

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvpipe.control import ControlClient
 from tests.e2e.client import (
     CHAT,
     COMPLETIONS,
-    TOKEN,
     Servers,
     chat,
     completion,
@@ -24,7 +22,6 @@ from tests.e2e.client import (
     post,
     produce,
     prompt,
-    until,
 )
 from tests.e2e.faulty_connector import SPOILT
 
@@ -52,11 +49,7 @@ def through(servers: Servers) -> str:
 
 def result_of(servers: Servers, handoff: str) -> dict[str, Any]:
     """The handoff's result as the strict instance's control port tells it."""
-    client = ControlClient(TOKEN)
-    try:
-        return until(lambda: client.result(servers.prefill.control, handoff).wait(5))
-    finally:
-        client.close()
+    return servers.result(handoff, servers.prefill)
 
 
 def assert_failed(servers: Servers, handoff: str, reason: str) -> None:

@@ -274,7 +274,7 @@ mod tests {
         assert_eq!(out.messages, replies);
         assert_eq!(lines.len(), 1, "{lines:?}");
         assert!(lines[0].contains(&reason), "{lines:?}");
-        assert!(checks.sizes().iter().all(|(_, size)| *size == 0));
+        assert_eq!(checks.num_waiting, 0);
     }
 
     #[test]

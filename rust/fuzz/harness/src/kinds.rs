@@ -86,4 +86,5 @@ pub(crate) mod control {
     pub(crate) const SUBSCRIBE: u8 = 10;
     pub(crate) const WATCHED: u8 = 11;
     pub(crate) const PROGRESS: u8 = 12;
+    pub(crate) const CHECK: u8 = 13;
 }

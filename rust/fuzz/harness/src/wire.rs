@@ -77,9 +77,11 @@ pub(crate) fn control(handoff: [u8; 16], opening: &Opening, state: &SequenceStat
     let opened = opened.u32(opening.num_tokens);
     let frames = [
         of_handoff(control::WATCH),
-        opened.list(&opening.ranks, |w, rank| {
-            w.str(&rank.address).raw(&rank.incarnation)
-        }),
+        opened
+            .list(&opening.ranks, |w, rank| {
+                w.str(&rank.address).raw(&rank.incarnation)
+            })
+            .str(&opening.adapter),
         of_handoff(control::FINISHED)
             .list(&state.output_ids, |w, id| w.u32(*id))
             .str(&state.finish_reason)
@@ -93,6 +95,7 @@ pub(crate) fn control(handoff: [u8; 16], opening: &Opening, state: &SequenceStat
         question(control::SUBSCRIBE).u64(200_000),
         question(control::WATCHED),
         question(control::PROGRESS).u64(70_000),
+        head(control::CHECK, 1).str("10.0.0.1:7001"),
         head(control::REPLY, 1).str("{}"),
     ];
     frames.map(Writer::finish).to_vec()
