@@ -138,10 +138,13 @@ class Servers:
         return self.answer(self.undivided.url, path, body)[0]
 
     def result(self, handoff: str, instance: Instance | None = None) -> dict[str, Any]:
-        """How a handoff ended, as its consumer's control port says; by default that is decode."""
+        """How a handoff ended, as its consumer's control port says: that of decode, or prefill where they changed."""
+        asked = [instance] if instance is not None else [self.decode, self.prefill]
         client = ControlClient(TOKEN)
         try:
-            return until(lambda: client.result((instance or self.decode).control, handoff).wait(5))
+            return until(
+                lambda: next(filter(None, (client.result(each.control, handoff).wait(5) for each in asked)), None)
+            )
         finally:
             client.close()
 
