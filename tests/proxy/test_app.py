@@ -58,6 +58,16 @@ def test_models_come_from_a_decode_instance_that_answers():
     run(scene)
 
 
+def test_models_are_not_asked_of_another_decode_after_a_time_out():
+    async def scene():
+        async with stage(decode=[never_ends, never_ends], silence_timeout_s=0.2) as s:
+            async with s.client.get(s.url + "/v1/models") as response:
+                assert response.status == 504
+            assert [decode.asked.is_set() for decode in s.decode].count(True) == 1
+
+    run(scene)
+
+
 def test_status_is_decodes_result_of_the_handoff():
     async def scene():
         async with stage([answers()] * 2, [answers()] * 2) as s:
@@ -116,6 +126,16 @@ def test_a_body_that_is_no_json_object_gives_400(raw):
                 error = orjson.loads(await response.read())["error"]
                 assert (response.status, error["type"]) == (400, "BadRequestError")
             assert s.prefill[0].bodies == s.decode[0].bodies == []
+
+    run(scene)
+
+
+def test_a_body_that_is_nested_too_deeply_to_be_passed_on_gives_400():
+    async def scene():
+        async with stage() as s:
+            raw = b'{"model": "m", "prompt": "a", "x": ' + b"[" * 600 + b"]" * 600 + b"}"
+            async with s.client.post(s.url + COMPLETIONS, data=raw) as response:
+                assert (response.status, orjson.loads(await response.read())["error"]["code"]) == (400, 400)
 
     run(scene)
 

@@ -41,11 +41,45 @@ async def status_of(s, handoff):
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_request_that_kills_every_engine_which_computes_it_takes_two_at_most(role, killed, dispatch):
     async def scene():
-        waiting = {"decode": [never_ends]} if role == "prefill" else {}  # for KV that does not come
-        async with stage(**{role: [killed] * 4}, **waiting, dispatch=dispatch) as s:
+        async def waits(request):
+            await s.prefill[0].asked.wait()
+            return await answers()(request)
+
+        pools = {"decode": [waits]} | {role: [killed] * 4}
+        async with stage(**pools, dispatch=dispatch) as s:
             status, _, _ = await s.post(body=STREAMED)
-            assert status == (500 if killed is KILLED[2] and role == "decode" else 502)
-            assert num_asked(getattr(s, role)) == 2
+            if role == "prefill" and s.decode[0].bodies:
+                # Decode was asked before prefill broke, and is the second engine.
+                assert (status, num_asked(s.prefill), num_asked(s.decode)) == (200, 1, 1)
+            else:
+                assert status == (500 if killed is KILLED[2] and role == "decode" else 502)
+                assert num_asked(getattr(s, role)) == 2
+
+    run(scene)
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("killed", KILLED)
+def test_a_request_that_kills_engines_of_both_roles_takes_two_at_most(killed, dispatch):
+    async def scene():
+        async def dies_a_step_later(request):
+            await s.prefill[0].asked.wait()
+            await asyncio.sleep(0.1)
+            return await killed(request)
+
+        async with stage([killed] * 4, [dies_a_step_later] * 4, dispatch=dispatch) as s:
+            await s.post(body=STREAMED)
+            assert sum(len(instance.bodies) for instance in (*s.prefill, *s.decode)) == 2
+
+    run(scene)
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_without_a_decode_left_the_failure_of_prefill_is_the_answer(dispatch):
+    async def scene():
+        for _ in range(8):  # both fail in one tick, in either order
+            async with stage([DEAD, answers()], [DEAD], dispatch=dispatch) as s:
+                assert (await s.post())[0] == 502
 
     run(scene)
 
@@ -156,17 +190,63 @@ def test_one_failing_instance_does_not_use_up_the_retries_of_the_others():
     run(scene)
 
 
+@pytest.mark.parametrize("result", [{"result": "partial", "bytes": None}, []])
+def test_blocks_are_released_where_decodes_result_cannot_be_read(result):
+    async def scene():
+        async with stage() as s:
+            s.control.results = {s.decode[0].control: result}
+            assert (await s.post())[0] == 200
+            await s.control.until_released()
+
+    run(scene)
+
+
+async def writes_an_error_in_pieces(request):
+    response = await streams(ERROR_EVENT[:9])(request)
+    for piece in (ERROR_EVENT[9:20], ERROR_EVENT[20:], DONE):
+        await asyncio.sleep(0.02)  # so that they arrive apart
+        await response.write(piece)
+    return response
+
+
+@pytest.mark.parametrize("stream", [writes_an_error_in_pieces, streams()])
+def test_a_stream_that_begins_with_a_part_of_an_error_or_with_nothing_goes_to_another_decode(stream):
+    async def scene():
+        async with stage(decode=[stream, streams(chunk("abcd"), DONE)]) as s:
+            status, body, _ = await s.post(body=STREAMED)
+            assert (status, text_of(body)) == (200, "abcd")
+
+    run(scene)
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_a_prefill_that_answers_with_a_stream_is_replaced_and_its_request_ends(dispatch):
+    async def scene():
+        endless = streams(chunk("a"), then=never_ends)
+        async with stage([endless, answers()], on_prefill_failure="fail", dispatch=dispatch) as s:
+            assert (await s.post())[0] == 200
+            await s.prefill[0].aborted.wait()
+
+    run(scene)
+
+
 def test_retries_are_bounded_to_a_share_of_all_requests():
     async def scene():
         num_requests, num_saved, share = 60, 10, 0.2
-        async with stage(prefill=[BUSY, BUSY]) as s:
+        async with stage(prefill=[BUSY, BUSY], on_prefill_failure="fail") as s:
             statuses = [(await s.post())[0] for _ in range(num_requests)]
             num_asked_again = sum(len(p.bodies) for p in s.prefill) - num_requests
-            num_alone = len(s.decode[0].bodies)
-            assert statuses.count(502) > 0
-            assert num_asked_again + num_alone <= num_saved + share * num_requests + 1e-6
-            found = await metrics(s)
-            assert found["kvpipe_denied_retries_total", "budget"] == statuses.count(502)
+            assert statuses == [502] * num_requests
+            assert 0 < num_asked_again <= num_saved + share * num_requests + 1e-6
+            assert (await metrics(s))["kvpipe_denied_retries_total", "budget"] == num_requests - num_asked_again
+
+    run(scene)
+
+
+def test_decode_answers_every_request_alone_when_the_only_prefill_fails():
+    async def scene():
+        async with stage(prefill=[BUSY]) as s:
+            assert [(await s.post())[0] for _ in range(60)] == [200] * 60  # more than the budget of retries
 
     run(scene)
 

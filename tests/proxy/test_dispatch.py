@@ -170,13 +170,32 @@ def test_a_failing_prefill_is_followed_by_the_next_with_a_new_handoff(failure):
 
 
 @pytest.mark.parametrize("failure", [answers(500), breaks_off])
-def test_a_failing_prefill_aborts_concurrent_decode_which_is_asked_anew(failure):
+def test_decode_that_was_asked_goes_on_alone_when_prefill_breaks(failure):
+    """Decode computes then what prefill broke on: another prefill could be a third engine that the request ends."""
+
+    async def scene():
+        async def fails(request):
+            await s.decode[0].asked.wait()
+            return await failure(request)
+
+        async def decode(request):
+            await s.prefill[0].asked.wait()
+            return await answers()(request)
+
+        async with stage([fails, answers()], [decode], dispatch="concurrent") as s:
+            assert (await s.post())[0] == 200
+            assert (len(s.decode[0].bodies), s.prefill[1].bodies) == (1, [])
+
+    run(scene)
+
+
+def test_a_failing_prefill_aborts_concurrent_decode_which_is_asked_anew():
     async def scene():
         d_asked, p_done = asyncio.Event(), asyncio.Event()
 
         async def fails(request):
             await d_asked.wait()
-            return await failure(request)
+            return await answers(503)(request)
 
         async def works(request):
             p_done.set()

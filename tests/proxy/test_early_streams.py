@@ -59,8 +59,13 @@ def test_the_client_has_the_first_token_before_decodes_stream(dispatch, path):
     run(scene)
 
 
+NO_CHUNKS = [
+    [b'data: {"choices": ' + choices + b"}\n\n"] for choices in (b"5", b"[5]", b'[{"text": 5}]', b'[{"text": ["a"]}]')
+]
+
+
 @pytest.mark.parametrize("dispatch", MODES)
-@pytest.mark.parametrize("spoiled", [[chunk("xb"), DONE], [chunk("a"), chunk("x")], [chunk("a")], []])
+@pytest.mark.parametrize("spoiled", [[chunk("xb"), DONE], [chunk("a"), chunk("x")], [chunk("a")], [], *NO_CHUNKS])
 def test_a_decode_that_contradicts_is_replaced_by_one_that_gets_the_token(dispatch, spoiled):
     async def scene():
         first, go = held(*spoiled)
@@ -76,6 +81,18 @@ def test_a_decode_that_contradicts_is_replaced_by_one_that_gets_the_token(dispat
             params = parse(s.decode[1].bodies[0]["kv_transfer_params"])
             assert (params.first_token, params.producer) == (7, "")
             assert params.handoff.hex() != s.decode[0].handoffs[0]
+
+    run(scene)
+
+
+@pytest.mark.parametrize("malformed", NO_CHUNKS)
+def test_what_is_no_chunk_passes_unchanged_once_decode_has_spoken(malformed):
+    async def scene():
+        decode = streams(chunk("abc"), *malformed, chunk("d"), DONE)
+        async with stage(prefill=[prefilled()], decode=[decode, decode]) as s:
+            _, body, _ = await s.post(body=STREAMED)
+            assert malformed[0] in body
+            assert s.decode[1].bodies == []
 
     run(scene)
 
@@ -206,7 +223,7 @@ def test_a_prefill_that_fails_beside_a_waiting_decode_is_replaced():
 
         async def fails(request):
             await s.decode[0].asked.wait()
-            return await answers(500)(request)
+            return await answers(503)(request)
 
         async with stage(prefill=[fails, prefilled()], decode=[waits_first], dispatch="concurrent") as s:
             _, body, _ = await s.post(body=STREAMED)

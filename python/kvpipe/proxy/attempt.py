@@ -103,6 +103,9 @@ class Attempt:
         except InstanceError as error:
             self._may_hold_kv = error.failure != "unreached"
             raise
+        if not answer.is_complete:
+            answer.close()
+            raise InstanceError("prefill", self.prefill, "answered a stream, which was not asked for", "broken")
         self._is_prefilled = True
         if answer.status != HTTPStatus.OK:
             self._may_hold_kv = False
@@ -133,6 +136,12 @@ class Attempt:
                 if error.failure != "unreached" or not self._replace_decode(error):
                     raise
 
+    def note_failed_prefill(self) -> None:
+        """Note that P has failed too, where D went on and failed."""
+        error = self.prefilling.exception() if self.prefilling is not None and self.prefilling.done() else None
+        if isinstance(error, InstanceError):
+            self._retries.failed(error)
+
     def settle(self, *, is_delivered: bool) -> None:
         """End the attempt, once: abort P's request, release its blocks unless D has them all, count the result."""
         if self._is_settled:
@@ -148,9 +157,13 @@ class Attempt:
             if pending:
                 self.prefilling.cancel()
                 await self._release()
-        result = await self._record()
-        if result is None or result.get("result") != "full":
-            await self._release()
+        is_full = False
+        try:
+            result = await self._record()
+            is_full = result is not None and result.get("result") == "full"
+        finally:
+            if not is_full:
+                await self._release()
 
     async def _settle_failed(self) -> None:
         if self.prefilling is not None:

@@ -11,6 +11,8 @@ from kvpipe.exceptions import KVPipeError
 CHAT_PATH = "/v1/chat/completions"
 _PARAMS = "kv_transfer_params"
 _FIRST_ERROR, _LAST_ERROR = 400, 599
+_ERROR_EVENT = b'data: {"error"'
+_MAX_ERROR_BYTES = 1 << 16
 
 
 class BodyError(KVPipeError, ValueError):
@@ -47,22 +49,40 @@ def prefill_body(body: dict[str, Any], path: str, handoff: str) -> bytes:
     if isinstance(min_tokens := body.get("min_tokens"), int):
         changed["min_tokens"] = min(1, min_tokens)
     changed[_PARAMS] = transfer_params.produce(handoff)
-    return orjson.dumps(changed)
+    return written(changed)
 
 
 def decode_body(body: dict[str, Any], handoff: str, producer: str) -> bytes:
     """Body for D: the client's request, consuming `handoff` from the control port `producer`."""
-    return orjson.dumps(body | {_PARAMS: transfer_params.consume(handoff, producer)})
+    return written(body | {_PARAMS: transfer_params.consume(handoff, producer)})
 
 
 def resumed_body(body: dict[str, Any], handoff: str, first_token: int) -> bytes:
     """Body for a D that continues alone after an early token; `handoff` is a new id."""
-    return orjson.dumps(body | {_PARAMS: transfer_params.resume(handoff, first_token)})
+    return written(body | {_PARAMS: transfer_params.resume(handoff, first_token)})
 
 
 def plain_body(body: dict[str, Any]) -> bytes:
     """Body for a D that works alone, without a handoff."""
-    return orjson.dumps(body)
+    return written(body)
+
+
+def written(body: dict[str, Any]) -> bytes:
+    """Writes a body.
+
+    Raises:
+        BodyError: it is nested deeper than JSON is written here.
+    """
+    try:
+        return orjson.dumps(body)
+    except orjson.JSONEncodeError as error:
+        raise BodyError(f"request body cannot be passed on: {error}") from error
+
+
+def may_begin_with_error(first: bytes) -> bool:
+    """Whether the first bytes of a stream may be a part of an event with an error."""
+    is_open = b"\n\n" not in first and len(first) < _MAX_ERROR_BYTES
+    return is_open and (first.startswith(_ERROR_EVENT) or _ERROR_EVENT.startswith(first))
 
 
 def error_in_first_event(first: bytes) -> tuple[int, bytes] | None:

@@ -116,7 +116,7 @@ class Dispatcher:
             try:
                 return await self._exchanges.get("decode", instances.pop(0), path, headers)
             except InstanceError as error:
-                if not instances:
+                if not instances or error.failure == "timeout":
                     return _final(error)
 
     async def _dispatch(self, call: Call) -> tuple[Answer, Resumption | None]:
@@ -128,7 +128,7 @@ class Dispatcher:
             return await self._ask_alone("prefill", call, retries), None
         if await self._length.is_too_long(call, retries.first("decode")):
             return await self._ask_alone("decode", call, retries), None
-        while retries.has("prefill"):
+        while retries.has("prefill") and retries.has("decode"):
             attempt = Attempt(self._services, call, retries)
             resumption = Resumption(self._services, call, retries, attempt)
             try:
@@ -136,7 +136,7 @@ class Dispatcher:
             except InstanceError as error:
                 if error.answer is not None:
                     error.answer.headers[HANDOFF] = attempt.handoff  # the reason is in its result
-                if self._next_role(error, call, retries) is None:
+                if self._next_role(error, call, retries) is None or not retries.has("decode"):
                     return _final(error), None
         return await self._ask_alone("decode", call, retries), None
 
@@ -151,7 +151,9 @@ class Dispatcher:
         try:
             answer = await self._mode(attempt)
             answer = await _with_stream_begun(answer, attempt, resumption)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, InstanceError) and error.role == "decode":
+                attempt.note_failed_prefill()
             attempt.settle(is_delivered=False)
             raise
         if answer.status >= HTTPStatus.BAD_REQUEST or answer.role == "prefill":
@@ -177,16 +179,14 @@ class Dispatcher:
         """Role of the instance that is asked after a failure; None if none may be."""
         call.record.replaced(error)
         retries.failed(error)
-        role: Role = error.role
-        if not retries.has(role) and role == "prefill" and self._falls_back:
-            role = "decode"
-        if not retries.has(role) or not retries.allows_after(error):
-            return None
-        if role == error.role:
+        if retries.has(error.role) and retries.allows_after(error):
             self._metrics.replaced(error)
-        else:
+            return error.role
+        is_prefill = error.role == "prefill"
+        if is_prefill and self._falls_back and retries.has("decode") and retries.allows_decode_alone_after(error):
             self._metrics.fell_back()
-        return role
+            return "decode"
+        return None
 
 
 async def _with_stream_begun(answer: Answer, attempt: Attempt, resumption: Resumption) -> Answer:

@@ -137,14 +137,26 @@ class Continuation:
     def _continued(self, event: bytes) -> bytes | None:
         data = event.strip().removeprefix(b"data:").strip()
         chunk = _parsed(data)
-        has_content = not chunk.get("choices")
-        for choice in chunk.get("choices") or ():
+        choices = chunk.get("choices") or []
+        if not self._is_well_formed(choices):
+            if self._missing:
+                raise ContradictionError(f"decode sent {data[:200]!r}, which is no chunk of this API")
+            return event + b"\n\n"
+        has_content = not choices
+        for choice in choices:
             has_content |= self._strip(choice)
         if not has_content:
             return None
         if self._missing:
             raise ContradictionError(f"decode sent {data[:200]!r} before {self._missing!r}, which prefill had sampled")
         return _written(chunk | self._head) if "choices" in chunk else event + b"\n\n"
+
+    def _is_well_formed(self, choices: object) -> bool:
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            return False
+        messages = [(choice.get("delta") or {}) if self._is_chat else choice for choice in choices]
+        field = "content" if self._is_chat else "text"
+        return all(isinstance(message, dict) and isinstance(message.get(field) or "", str) for message in messages)
 
     def _strip(self, choice: dict[str, Any]) -> bool:
         """Remove the early token from a choice; returns whether anything else is left."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from kvpipe.proxy.bodies import CHAT_PATH
+from kvpipe.proxy.bodies import CHAT_PATH, written
 from kvpipe.proxy.descriptions import Descriptions
 from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.instances import Instance
@@ -111,7 +111,7 @@ def exceeds(body: dict[str, Any], path: str, num_bytes: int, max_model_len: int)
 
 def tokenize_body(body: dict[str, Any]) -> bytes:
     """Body that asks an instance how many tokens the prompt has."""
-    return orjson.dumps({name: body[name] for name in _TOKENIZED_FIELDS if name in body})
+    return written({name: body[name] for name in _TOKENIZED_FIELDS if name in body})
 
 
 def num_tokens(answer: bytes) -> int | None:

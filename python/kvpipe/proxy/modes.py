@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpipe.proxy.attempt import Attempt
 from kvpipe.proxy.config import Dispatch
-from kvpipe.proxy.upstream import Answer
+from kvpipe.proxy.upstream import Answer, InstanceError
 
 
 async def _sequential(attempt: Attempt) -> Answer:
@@ -55,6 +55,8 @@ async def _overlap(attempt: Attempt, prefilling: asyncio.Task[Answer | None]) ->
         if _has_answer(decoding) and (first_bytes := decoding.result().first_bytes) is not None:
             either: set[asyncio.Task[Any]] = {prefilling, first_bytes}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if _is_left_to_decode(prefilling):
+            return await decoding
         if not _has_begun(decoding) and prefilling.done() and (answer := prefilling.result()) is not None:
             _discard(decoding)
             return answer
@@ -62,6 +64,12 @@ async def _overlap(attempt: Attempt, prefilling: asyncio.Task[Answer | None]) ->
     except BaseException:
         _discard(decoding)
         raise
+
+
+def _is_left_to_decode(prefilling: asyncio.Task[Answer | None]) -> bool:
+    """Whether P has broken off. D computes the request then: one more P could be the third engine that it ends."""
+    error = prefilling.exception() if prefilling.done() else None
+    return isinstance(error, InstanceError) and error.has_broken_off
 
 
 def _has_answer(task: asyncio.Task[Answer]) -> bool:

@@ -105,6 +105,7 @@ class RequestRecord:
         self.status = answer.status
         if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self.outcome = "failed"
+            self.error = self.error or (self.attempts[-1].reason if self.attempts else "")
         elif answer.status >= HTTPStatus.BAD_REQUEST:
             self.outcome = "refused"
         else:

@@ -80,6 +80,10 @@ class Retries:
         self._num_reached[error.role] += error.failure != "unreached"
         self._num_broken += error.has_broken_off
 
+    def allows_decode_alone_after(self, error: InstanceError) -> bool:
+        """Whether D may compute alone after a failure of P. That is no retry: it uses no budget."""
+        return error.failure != "timeout" and self._num_broken < _MAX_BROKEN
+
     def allows_after(self, error: InstanceError) -> bool:
         """Whether another instance may be asked after this failure, which `failed` has noted; uses the budget."""
         denial: Denial | None = None

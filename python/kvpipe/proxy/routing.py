@@ -5,7 +5,7 @@ from typing import Any
 
 from kvpipe.proxy.instances import Instance
 
-# An instance that has failed is asked after the others for so long; then one request tries it.
+# An instance that has failed is asked after the others for so long.
 _AVOIDED_S = 5.0
 
 

@@ -1,7 +1,7 @@
 """HTTP client of the instances. Every failure of an exchange is an `InstanceError`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from io import BytesIO
@@ -11,7 +11,7 @@ import aiohttp
 from multidict import CIMultiDict
 
 from kvpipe.exceptions import KVPipeError
-from kvpipe.proxy.bodies import error_in_first_event
+from kvpipe.proxy.bodies import error_in_first_event, may_begin_with_error
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.early_token import EarlyToken
 from kvpipe.proxy.headers import response_headers
@@ -121,12 +121,12 @@ class Answer:
         self.is_complete, self.first_bytes = other.is_complete, None
 
     async def begin(self) -> bytes:
-        """Returns the first bytes of a stream, none if it ends without.
+        """Returns the first bytes of a stream.
 
         Raises:
-            InstanceError: as `rest`, or the first event is a server error.
+            InstanceError: as `rest`, or the stream is empty, or its first event is a server error.
         """
-        first = await self.piece()
+        first = await _first_bytes(self.role, self.instance, self.piece)
         error = error_in_first_event(first)
         if error is not None and error[0] >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise failed(self._replaced_by(*error))
@@ -253,13 +253,27 @@ async def _read(role: Role, instance: Instance, response: aiohttp.ClientResponse
     headers = response_headers(response.headers)
     try:
         if response.status == HTTPStatus.OK and response.content_type == "text/event-stream":
-            first = await response.content.readany() if awaits_first_byte else b""
+            first = await _first_bytes(role, instance, response.content.readany) if awaits_first_byte else b""
             answer = Answer(role, instance, response.status, headers, first, response, is_complete=False)
             return answer.with_first_event_checked()
         return Answer(role, instance, response.status, headers, await response.read())
     except BaseException:
         response.close()
         raise
+
+
+async def _first_bytes(role: Role, instance: Instance, read: Callable[[], Awaitable[bytes]]) -> bytes:
+    """Reads as much of a stream as shows whether it begins with an error.
+
+    Raises:
+        InstanceError: the stream is empty.
+    """
+    first = await read()
+    if not first:
+        raise InstanceError(role, instance, "ended its stream before the first event", "broken")
+    while may_begin_with_error(first) and (piece := await read()):
+        first += piece
+    return first
 
 
 def _instance_error(role: Role, instance: Instance, error: Exception, context: str = "") -> InstanceError:
