@@ -224,7 +224,7 @@ def test_a_mismatch_is_logged_by_the_consumer_at_once_and_once(consumer, client,
     for _ in range(2):
         client.check(consumer.address, "127.0.0.1:1").wait(10)
     deadline = time.monotonic() + 10
-    while "127.0.0.1:1 " not in caplog.text:
+    while '"127.0.0.1:1"' not in caplog.text:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     lines = [record.getMessage() for record in caplog.records if "pair.unusable" in record.getMessage()]

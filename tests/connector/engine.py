@@ -3,6 +3,7 @@
 import itertools
 import secrets
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
+from kvpipe.connector.sampling import Sampling
 
 BLOCK = 32
 STEP_TOKENS = 256
@@ -55,6 +57,16 @@ def cache_config(num_blocks: int = NUM_BLOCKS) -> KVCacheConfig:
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], spec)]
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def sampling(reasoning_parser: str = "", logits_processors: tuple[str, ...] = ()) -> Sampling:
+    """How an engine with these settings samples."""
+    structured = SimpleNamespace(reasoning_parser=reasoning_parser, enable_in_reasoning=False)
+    model = SimpleNamespace(logits_processors=logits_processors)
+    return Sampling(SimpleNamespace(structured_outputs_config=structured, model_config=model))
+
+
+SAMPLING = sampling()
 
 
 class Engine:

@@ -1,5 +1,6 @@
 """LoRA adapters: a request is loaded only where its producer used the same adapter, by name and by content."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -100,26 +101,64 @@ def test_name_and_content_identify_an_adapter(tmp_path: Path, form: str) -> None
     assert described(adapter(tmp_path / "d", 1.0, "other", form)) == first.replace("style", "other")
 
 
-def test_the_files_of_an_adapter_are_read_again_when_they_have_changed_and_not_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num_read = 0
+@pytest.fixture
+def num_read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The weights that were read."""
+    read: list[Path] = []
 
-    def counted(paths: Any) -> str:
-        nonlocal num_read
-        num_read += 1
+    def counted(paths: list[Path]) -> str:
+        read.extend(paths)
         return model_files.sample_files(paths)
 
     monkeypatch.setattr(adapters, "sample_files", counted)
+    return read
 
+
+def test_the_files_of_an_adapter_are_read_once(tmp_path: Path, num_read: list[Path]) -> None:
+    lora, known = adapter(tmp_path / "style"), Adapters()
+    assert described(lora, known) == described(lora, known)
+    assert len(num_read) == 1
+
+
+def test_an_adapter_whose_files_have_changed_is_not_compared_any_more(tmp_path: Path) -> None:
+    """The engine may have the old ones in memory, or blocks of theirs in its prefix cache."""
     lora, known = adapter(tmp_path / "style", 1.0), Adapters()
     first = described(lora, known)
-    assert described(lora, known) == first
-    assert num_read == 1
     adapter(tmp_path / "style", 2.0)
     os.utime(tmp_path / "style" / "adapter_model.safetensors", ns=(1, 1))
-    assert described(lora, known) != first
-    assert num_read == 2
+    assert described(lora, known) == "style (not compared: its files have changed since its first use here)"
+    assert described(LoRARequest("style", 2, lora.lora_path), known) != first
+
+
+def test_the_files_that_count_are_those_of_the_first_request_of_any_kind(engine: Engine, tmp_path: Path) -> None:
+    lora = adapter(tmp_path / "style", 1.0)
+    engine.add(prompt(100), lora_request=lora)
+    adapter(tmp_path / "style", 2.0)
+    os.utime(tmp_path / "style" / "adapter_model.safetensors", ns=(1, 1))
+    assert "have changed" in described(lora, engine.role._adapters)
+
+
+def test_an_adapter_that_neither_side_can_compare_is_not_loaded(engine: Engine, producer: _kvpipe.Control) -> None:
+    lora = LoRARequest("style", 1, "tests/nowhere")
+    request, handoff = consuming(engine, producer, lora, described(lora))
+    assert scheduled(engine, request) == 100
+    assert "not compared" in reported(engine, handoff)["reason"]
+
+
+def test_a_path_in_a_home_folder_is_found_as_vllm_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    lora = adapter(tmp_path / "style")
+    assert described(LoRARequest("style", 1, "~/style")) == described(lora)
+
+
+def test_a_disk_that_fails_is_no_error_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = adapter(tmp_path / "style")
+
+    def fails(*_: Any) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "is_dir", fails)
+    assert described(lora) == f"style (not compared: {lora.lora_path}: Stale file handle)"
 
 
 def test_an_adapter_without_files_is_said_not_to_be_compared(tmp_path: Path) -> None:

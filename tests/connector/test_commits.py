@@ -6,9 +6,9 @@ import pytest
 
 from kvpipe.connector.commits import Commits
 from kvpipe.connector.metadata import StepMetadata, WorkerOutcomes
-from kvpipe.connector.requests import prompt_hash, sampling_hash
+from kvpipe.connector.requests import prompt_hash
 from kvpipe.transfer_params import consume
-from tests.connector.engine import NUM_BLOCKS, Engine, new_id, outcome
+from tests.connector.engine import NUM_BLOCKS, SAMPLING, Engine, new_id, outcome
 from tests.connector.wire import Wire
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Scene:
         return self.step(kv_connector_worker_meta=verified)
 
     def send_finished(self) -> None:
-        self.wire.send_finished(self.handoff, [7], sampling_hash(self.request))
+        self.wire.send_finished(self.handoff, [7], SAMPLING.hash(self.request))
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvpipe import _kvpipe
 from kvpipe.connector.metadata import HandshakeMetadata
-from kvpipe.connector.requests import prompt_hash, sampling_hash
+from kvpipe.connector.requests import prompt_hash
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, parse, produce, resume
-from tests.connector.engine import BLOCK, Engine, new_id, outcome
+from tests.connector.engine import BLOCK, SAMPLING, Engine, new_id, outcome, sampling
 from tests.connector.test_scheduler import RANKS, consuming, loading, opened, prompt, reported, until
 
 pytestmark = pytest.mark.vllm
@@ -102,7 +102,7 @@ def test_a_request_whose_kv_is_all_cached_waits_for_the_producers_token(
     until(lambda: engine.step() and engine.role._consuming._consumed.of(handoff).phase == "opened")
     for _ in range(20):
         assert not engine.step()[0].num_scheduled_tokens
-    producer.finish(handoff, [THEIRS], "length", 0, sampling_hash(request))
+    producer.finish(handoff, [THEIRS], "length", 0, SAMPLING.hash(request))
     assert forced(engine, request, handoff) == THEIRS
 
 
@@ -114,7 +114,7 @@ def test_a_token_given_with_a_producer_is_not_forced_for_another_prompt(
     params = consume(handoff, producer.address) | {"kvpipe": {"handoff": handoff, "num_tokens": 40, "first_token": 9}}
     request = engine.add(prompt(40), params=params)
     producer.open(bytes.fromhex(handoff), bytes(32), 40, RANKS)
-    producer.finish(bytes.fromhex(handoff), [9], "length", 0, sampling_hash(request))
+    producer.finish(bytes.fromhex(handoff), [9], "length", 0, SAMPLING.hash(request))
     assert forced(engine, request, bytes.fromhex(handoff)) is None
     assert reported(engine, handoff)["first_token"] == "sampled"
 
@@ -201,7 +201,7 @@ def test_the_token_of_another_prompt_is_never_forced(
     producer.open(handoff, bytes(32), 40, [("127.0.0.1:1", bytes(16))])
     if is_late:
         engine.step()
-    producer.finish(handoff, [THEIRS], "length", 0, sampling_hash(request))
+    producer.finish(handoff, [THEIRS], "length", 0, SAMPLING.hash(request))
     assert forced(engine, request, handoff) is None
     assert reported(engine, handoff.hex())["first_token"] == "sampled"
 
@@ -215,6 +215,7 @@ def test_the_token_of_another_prompt_is_never_forced(
         SamplingParams(logit_bias={5: 1.0}),
         SamplingParams(min_tokens=2, stop_token_ids=[9]),
         SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"])),
+        SamplingParams(extra_args={"of_a_processor": 1}),
     ],
 )
 def test_a_token_that_was_sampled_with_other_parameters_is_not_forced(
@@ -223,7 +224,7 @@ def test_a_token_that_was_sampled_with_other_parameters_is_not_forced(
     """A router may change a client's parameters for prefill; of a seeded request each child has a seed of its own."""
     request, handoff = consuming(engine, producer, prompt(40))
     producer.open(handoff, prompt_hash(request), 40, RANKS)
-    producer.finish(handoff, [THEIRS], "length", 0, sampling_hash(with_sampling(theirs)))
+    producer.finish(handoff, [THEIRS], "length", 0, SAMPLING.hash(with_sampling(theirs)))
     loaded(engine, request, handoff)
     assert forced(engine, request, handoff) is None
     assert reported(engine, handoff.hex())["first_token_reason"] == "the producer sampled with other parameters"
@@ -238,11 +239,19 @@ def test_a_prefill_that_a_router_of_nixl_asks_for_samples_any_token(engine: Engi
     assert engine.add(prompt(40), sampling_params=knowing).sampling_params.min_tokens == 1
 
 
+def test_a_token_that_an_engine_of_other_settings_sampled_is_not_forced() -> None:
+    plain, choice = SamplingParams(), SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    parses, processes = sampling(reasoning_parser="qwen3"), sampling(logits_processors=("custom:Processor",))
+    assert parses.hash(with_sampling(plain)) == SAMPLING.hash(with_sampling(plain))
+    assert parses.hash(with_sampling(choice)) != SAMPLING.hash(with_sampling(choice))
+    assert processes.hash(with_sampling(plain)) != SAMPLING.hash(with_sampling(plain))
+
+
 def test_lengths_stops_and_logprobs_do_not_decide_whether_a_token_is_forced() -> None:
     theirs = SamplingParams(max_tokens=1, logprobs=2, stop=["x"], stop_token_ids=[9], min_tokens=0)
-    assert sampling_hash(with_sampling(theirs)) == sampling_hash(with_sampling(SamplingParams(max_tokens=100)))
+    assert SAMPLING.hash(with_sampling(theirs)) == SAMPLING.hash(with_sampling(SamplingParams(max_tokens=100)))
     one, many = (SamplingParams(min_tokens=n, max_tokens=99) for n in (1, 50))
-    assert sampling_hash(with_sampling(one)) == sampling_hash(with_sampling(many))
+    assert SAMPLING.hash(with_sampling(one)) == SAMPLING.hash(with_sampling(many))
 
 
 def test_without_a_producer_decode_samples_and_reports_the_reason(engine: Engine, producer: _kvpipe.Control) -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from vllm.v1.request import Request
 
-from kvpipe.connector.requests import prompt_hash, sampling_hash
+from kvpipe.connector.requests import prompt_hash
 from kvpipe.transfer_params import consume, produce, resume
-from tests.connector.engine import BLOCK, engine_config
+from tests.connector.engine import BLOCK, SAMPLING, engine_config
 from tests.connector.world import THEIRS, Transfer, World
 
 pytestmark = pytest.mark.vllm
@@ -280,7 +280,7 @@ class Engines(RuleBasedStateMachine):
             self._send_finished(transfer.load.handoff)
 
     def _send_finished(self, handoff: bytes) -> None:
-        self.world.wire.send_finished(handoff, [THEIRS], sampling_hash(self._request_of(handoff)))
+        self.world.wire.send_finished(handoff, [THEIRS], SAMPLING.hash(self._request_of(handoff)))
 
     def _incomplete(self) -> list[Transfer]:
         transfers = self.world.transfers.values()

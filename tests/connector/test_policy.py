@@ -73,6 +73,31 @@ def test_a_pure_consumer_ignores_a_producing_request_and_says_so(
     assert (engine.num_free_blocks, len(engine.role._producing)) == (FREE, 0)
 
 
+def test_a_request_that_is_not_produced_ends_the_wait_of_its_consumers_with_the_reason(
+    engine_of: Callable[..., Engine],
+) -> None:
+    """A router may have asked decode already."""
+    engine, handoff = engine_of({"kv_role": "kv_consumer"}), new_id()
+    consumer = _kvpipe.Control(None, b"", "consumer")
+    consumer.watch(bytes.fromhex(handoff), engine.role.address)
+    engine.add(prompt(100), max_tokens=1, params=produce(handoff))
+    [ended] = until(lambda: [event for event in consumer.drain() if event["event"] == "ended"])
+    assert "kv_role=kv_consumer" in ended["reason"]
+    consumer.close()
+
+
+def test_a_second_request_of_a_handoff_does_not_end_the_first(engine_of: Callable[..., Engine]) -> None:
+    engine, handoff = engine_of({}), new_id()
+    consumer = _kvpipe.Control(None, b"", "consumer")
+    consumer.watch(bytes.fromhex(handoff), engine.role.address)
+    engine.add(prompt(100), max_tokens=1, params=produce(handoff))
+    engine.add(prompt(100), max_tokens=1, params=produce(handoff))
+    seen: list[str] = []
+    until(lambda: engine.step() and (seen.extend(event["event"] for event in consumer.drain()), "finished" in seen)[1])
+    assert [name for name in seen if name != "log"] == ["opened", "finished"]
+    consumer.close()
+
+
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
 def test_an_instance_that_produces_does_so_in_each_of_its_roles(engine_of: Callable[..., Engine], role: str) -> None:
     engine = engine_of({"kv_role": role})

@@ -10,10 +10,10 @@ from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
 from kvpipe.connector.first_token import consumed_handoff
-from kvpipe.connector.requests import prompt_hash, sampling_hash
+from kvpipe.connector.requests import prompt_hash
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, produce
-from tests.connector.engine import BLOCK, NUM_BLOCKS, Engine, new_id, outcome
+from tests.connector.engine import BLOCK, NUM_BLOCKS, SAMPLING, Engine, new_id, outcome
 
 pytestmark = pytest.mark.vllm
 
@@ -43,7 +43,7 @@ def consuming(
 
 def opened(producer: _kvpipe.Control, request: Request, handoff: bytes) -> None:
     producer.open(handoff, prompt_hash(request), request.num_prompt_tokens, RANKS)
-    producer.finish(handoff, [7], "length", 0, sampling_hash(request))
+    producer.finish(handoff, [7], "length", 0, SAMPLING.hash(request))
 
 
 def loading(engine: Engine, request: Request) -> Any:

@@ -80,7 +80,7 @@ class Wire:
             produced.state, produced.output_ids = "finished", output_ids
 
     def withdraw(self, handoff: bytes, reason: str) -> None:
-        self.produced[handoff].state = "ended"
+        self.produced.setdefault(handoff, Produced()).state = "ended"
 
     def release(self, handoff: bytes) -> None:
         """Ends a handoff: it was acknowledged or released, its lease ended, or its consumer died."""

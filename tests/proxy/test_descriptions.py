@@ -93,6 +93,23 @@ def test_the_description_of_an_instance_that_failed_is_read_again(monkeypatch):
     run(scene)
 
 
+def test_an_address_that_does_not_answer_is_asked_again_before_the_interval_is_over(monkeypatch):
+    monkeypatch.setattr("kvpipe.proxy.descriptions._REFRESH_S", 1000.0)
+    monkeypatch.setattr("kvpipe.proxy.descriptions._MIN_INTERVAL_S", 0.01)
+
+    async def scene():
+        control = CountingControl()
+        working, control.description = control.description, ConnectError("refused")
+        descriptions = await described(control, "d:1")
+        control.description = working  # its engine has started
+        await control.until_described(2)
+        await asyncio.sleep(0)
+        assert (descriptions.of("d:1"), descriptions.error("d:1")) == (working, "")
+        await descriptions.close()
+
+    run(scene)
+
+
 def test_an_instance_that_does_not_answer_has_an_error_and_no_description():
     async def scene():
         control = CountingControl()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import TYPE_CHECKING
 
-from kvpipe.connector.model_files import find_files, sample_files
+from kvpipe.connector.model_files import NOT_COMPARED, find_files, sample_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,17 +17,27 @@ if TYPE_CHECKING:
 _CONFIG = "adapter_config.json"
 # vLLM loads the first that exists.
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-# Adapters come and go while an engine runs.
-_CACHE_CAP = 1024
+# Paths of adapters that one engine remembers.
+_CACHE_CAP = 4096
 
 _Stamp = tuple[tuple[str, int, int], ...]
 
 
 class Adapters:
-    """Identifies the adapters of requests. The files of an adapter are read again when they have changed."""
+    """Identifies the adapters of requests.
+
+    Nobody knows which files an engine has in memory, or in its prefix cache, once the files of a path have changed. So
+    an adapter is not compared from then on.
+    """
 
     def __init__(self) -> None:
-        self._hashes: dict[tuple[str, _Stamp], str] = {}
+        self._first: dict[str, tuple[_Stamp, str]] = {}
+
+    def note(self, request: Request) -> None:
+        """Reads the files of the adapter that a new request uses if it is the first: vLLM loads them now."""
+        adapter = request.lora_request
+        if adapter is not None and adapter.lora_path not in self._first:
+            self._content(adapter)
 
     def describe(self, request: Request) -> str:
         """Returns name and content hash of the adapter that a request uses; empty without one."""
@@ -34,20 +45,24 @@ class Adapters:
         return "" if adapter is None else f"{adapter.lora_name} ({self._content(adapter)})"
 
     def _content(self, adapter: LoRARequest) -> str:
-        files = find_files(adapter.lora_path)
+        try:
+            return self._compared(adapter.lora_path)
+        except OSError as error:
+            return f"{NOT_COMPARED}: {error.filename or adapter.lora_path}: {error.strerror or type(error).__name__}"
+
+    def _compared(self, lora_path: str) -> str:
+        files = find_files(os.path.expanduser(lora_path))  # noqa: PTH111 - as vLLM does, which knows no failure of it
         if files.folder is None:
             return files.name
         paths = [files.folder / _CONFIG]
         paths += [files.folder / name for name in _WEIGHTS if (files.folder / name).is_file()][:1]
-        try:
-            key = str(files.folder), _stamp(paths)
-            if key not in self._hashes:
-                if len(self._hashes) >= _CACHE_CAP:
-                    self._hashes.clear()
-                self._hashes[key] = _hash(paths)
-        except OSError as error:
-            return f"not compared: {error.filename}: {error.strerror}"
-        return self._hashes[key]
+        stamp = _stamp(paths)
+        if lora_path not in self._first:
+            if len(self._first) >= _CACHE_CAP:
+                return f"{NOT_COMPARED}: this engine has used {_CACHE_CAP} adapters"
+            self._first[lora_path] = stamp, _hash(paths)
+        first, content = self._first[lora_path]
+        return content if stamp == first else f"{NOT_COMPARED}: its files have changed since its first use here"
 
 
 def _stamp(paths: list[Path]) -> _Stamp:

@@ -1,4 +1,4 @@
-"""Addresses of one engine: where its ports are bound, and what other instances are told."""
+"""Addresses of one engine: where its ports are bound, and what it advertises."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Addresses:
     Attributes:
         host: Host to bind; may be a wildcard.
         port: Port of the control port; 0 takes a free one.
-        advertised_host: Host that other instances are told; empty: the bound one.
-        advertised_port: Port that they are told for the control port; 0: the bound one.
+        advertised_host: Host that other instances get; empty: the bound one.
+        advertised_port: Port that they get for the control port; 0: the bound one.
         agent_ports: Ports of the workers' agents, `first-last`; `0` takes a free one.
     """
 

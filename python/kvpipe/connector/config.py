@@ -24,7 +24,7 @@ class ConnectorConfig:
     Attributes:
         listen: `host:port` of the control port. Port 0 picks a free port, which the log names; each data-parallel rank
             adds its rank to another port. The workers' agents listen on the same host. A wildcard needs `advertise`.
-        advertise: `host` or `host:port` that other instances are told instead of `listen`: for the control port both,
+        advertise: `host` or `host:port` that other instances get instead of `listen`: for the control port both,
             for the agents the host. Empty: `listen`'s.
         agent_ports: `first-last`: each worker's agent takes the first free port of these. Empty: any free port.
         on_load_failure: What happens to a request whose KV does not arrive: `recompute` (decode computes what is

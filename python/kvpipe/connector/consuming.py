@@ -10,7 +10,8 @@ from vllm.v1.request import RequestStatus
 
 from kvpipe.connector.commits import Commits
 from kvpipe.connector.metadata import Load, merge
-from kvpipe.connector.requests import Consumed, Handoffs, LossReason, prompt_hash, sampling_hash
+from kvpipe.connector.model_files import NOT_COMPARED
+from kvpipe.connector.requests import Consumed, Handoffs, LossReason, prompt_hash
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvpipe.connector.adapters import Adapters
     from kvpipe.connector.first_token_support import FirstTokenSupport
     from kvpipe.connector.outbox import Outbox
+    from kvpipe.connector.sampling import Sampling
 
 logger = init_logger("vllm.kvpipe.scheduler")
 
@@ -31,6 +33,7 @@ class Consuming:
         outbox: Outgoing messages to producers and workers.
         first_token_support: Whether this engine can force the producer's first token.
         adapters: Identifies the LoRA adapters of requests.
+        sampling: How this engine samples first tokens.
         block_size: Tokens of a block.
         vocab_size: Size of the sampler's vocabulary.
         num_ranks: Workers of this engine.
@@ -42,6 +45,7 @@ class Consuming:
         outbox: Outbox,
         first_token_support: FirstTokenSupport,
         adapters: Adapters,
+        sampling: Sampling,
         *,
         block_size: int,
         vocab_size: int,
@@ -51,6 +55,7 @@ class Consuming:
         self._out = outbox
         self._first_token_support = first_token_support
         self._adapters = adapters
+        self._sampling = sampling
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._is_recomputed = is_recomputed
@@ -125,7 +130,7 @@ class Consuming:
         if (opening["prompt_hash"], opening["num_tokens"]) != (prompt_hash(request), request.num_prompt_tokens):
             return "the producer computed another prompt", LossReason.OTHER_PROMPT
         ours, theirs = self._adapters.describe(request), opening["adapter"]
-        if ours != theirs:
+        if ours != theirs or NOT_COMPARED in ours:
             message = f"LoRA adapter is {ours or 'none'} here and {theirs or 'none'} at the producer"
             return message, LossReason.OTHER_ADAPTER
         return "", LossReason.NONE
@@ -302,7 +307,7 @@ class Consuming:
             self._out.step.commits.append(consumed.handoff)
 
     def _note_first_token(self, consumed: Consumed, state: dict[str, Any]) -> None:
-        if state["sampling_hash"] == sampling_hash(consumed.request):
+        if state["sampling_hash"] == self._sampling.hash(consumed.request):
             consumed.first_token = state["output_ids"][0]
             self._check_first_token(consumed)
         elif not consumed.unsupported_reason:

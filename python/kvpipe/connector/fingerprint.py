@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvpipe.connector.model_files import ModelFiles, find_files, hash_weights
+from kvpipe.connector.model_files import NOT_COMPARED, ModelFiles, find_files, hash_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +26,8 @@ _TOKENIZER_FILES = (
     "special_tokens_map.json",
     "tokenizer_config.json",
 )
-# What transformers writes into a configuration when it reads it, by where it was read from.
-_KEYS_OF_ITS_SOURCE = ("_name_or_path", "_commit_hash", "auto_map")
+# What transformers writes into a configuration when it reads it: where it was read from, and by which version.
+_KEYS_OF_ITS_SOURCE = ("_name_or_path", "_commit_hash", "auto_map", "transformers_version")
 
 
 def fingerprint(config: VllmConfig) -> list[tuple[str, str]]:
@@ -105,7 +105,7 @@ def _instruction_set(config: VllmConfig) -> str:
 
 def _weights(config: VllmConfig, files: ModelFiles) -> str:
     if config.model_config.model_weights:
-        return f"not compared: {config.model_config.model_weights}"
+        return f"{NOT_COMPARED}: {config.model_config.model_weights}"
     return hash_weights(files, str(config.load_config.load_format))
 
 

@@ -14,12 +14,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+# How a value begins, or what it has in brackets, that says why something is not compared.
+NOT_COMPARED = "not compared"
 # Bytes sampled from the middle of each weight tensor: they distinguish checkpoints, and 100,000 tensors stay cheap.
 _SAMPLE_BYTES = 16
 # Samples of a file whose tensors cannot be told apart.
 _NUM_SAMPLES = 1024
 # What files raise that are not of the form that their names say.
-_DAMAGED = (AttributeError, LookupError, OverflowError, TypeError, ValueError, struct.error, zipfile.BadZipFile)
+_DAMAGED = (
+    *(AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError),
+    *(struct.error, zipfile.BadZipFile),
+)
 # vLLM's own name for the files of each way to load them, in the order in which it looks for them.
 _PATTERNS = {
     "hf": ("*.safetensors", "*.bin", "*.pt"),
@@ -77,12 +82,12 @@ def find_files(model: str, revision: str | None = None, cache_dirs: Sequence[str
 
     wanted = f"{model}@{revision or 'main'}"
     if envs.VLLM_USE_MODELSCOPE:
-        return ModelFiles(None, f"not compared: {wanted} is from ModelScope")
+        return ModelFiles(None, f"{NOT_COMPARED}: {wanted} is from ModelScope")
     for cache_dir in cache_dirs:
         folder = _snapshot(model, revision, cache_dir)
         if folder is not None:
             return _local(folder)
-    return ModelFiles(None, f"not compared: {wanted} is not on this disk")
+    return ModelFiles(None, f"{NOT_COMPARED}: {wanted} is not on this disk")
 
 
 def _local(folder: Path) -> ModelFiles:
@@ -113,9 +118,9 @@ def hash_weights(files: ModelFiles, load_format: str) -> str:
     if files.folder is None:
         return files.name
     if load_format != "auto" and load_format not in _PATTERNS:
-        return f"not compared: loaded by load_format={load_format}"
+        return f"{NOT_COMPARED}: loaded by load_format={load_format}"
     found = _weight_files(files.folder, load_format)
-    return sample_files(found) if found else f"not compared: no weights for load_format={load_format}"
+    return sample_files(found) if found else f"{NOT_COMPARED}: no weights for load_format={load_format}"
 
 
 def _weight_files(folder: Path, load_format: str) -> list[Path]:

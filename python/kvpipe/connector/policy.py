@@ -15,8 +15,8 @@ logger = init_logger("vllm.kvpipe.policy")
 
 _DEFAULT = "recompute"
 _VLLMS_DEFAULT = "fail"
-# The names under which vLLM registers NixlConnector and what derives from it.
-_NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
+# Connectors of vLLM that read the same parameters of requests.
+_SAME_PARAMS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector")
 
 
 def load_failure_policy(on_load_failure: str, vllms: str) -> str:
@@ -63,9 +63,9 @@ def check_parent(parent: KVTransferConfig, policy: str) -> None:
     if parent.kv_connector != "MultiConnector":
         return
     names = [str(part.get("kv_connector")) for part in parent.kv_connector_extra_config.get("connectors", ())]
-    if nixl := next((name for name in names if name in _NIXL), ""):
+    if other := next((name for name in names if name in _SAME_PARAMS), ""):
         message = (
-            f"MultiConnector has {nixl} beside KVPipeConnector: both read the same kv_transfer_params, and would "
+            f"MultiConnector has {other} beside KVPipeConnector: both read the same kv_transfer_params, and would "
             "take each other's handoffs; leave one of them"
         )
         raise ConfigError(message)

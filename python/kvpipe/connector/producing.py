@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from kvpipe import transfer_params
 from kvpipe.connector.prediction import PrefillClock
-from kvpipe.connector.requests import Handoffs, Produced, prompt_hash, sampling_hash
+from kvpipe.connector.requests import Handoffs, Produced, prompt_hash
 from kvpipe.connector.steps import written_blocks
 from kvpipe.exceptions import ConfigError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from kvpipe.connector.adapters import Adapters
     from kvpipe.connector.outbox import Outbox
+    from kvpipe.connector.sampling import Sampling
 
 _FINISH_REASONS = {
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
@@ -33,6 +34,7 @@ class Producing:
     Args:
         outbox: Outgoing messages to consumers and workers.
         adapters: Identifies the LoRA adapters of requests.
+        sampling: How this engine samples first tokens.
         engine_id: Name of this engine.
         block_size: Tokens of a block.
 
@@ -41,11 +43,12 @@ class Producing:
         manager: Knows the blocks of each request; `None` before vLLM provides it.
     """
 
-    def __init__(self, outbox: Outbox, adapters: Adapters, engine_id: str, block_size: int) -> None:
+    def __init__(self, outbox: Outbox, adapters: Adapters, sampling: Sampling, engine_id: str, block_size: int) -> None:
         self.ranks: list[tuple[str, bytes]] = []
         self.manager: KVCacheManager | None = None
         self._out = outbox
         self._adapters = adapters
+        self._sampling = sampling
         self._engine_id = engine_id
         self._block_size = block_size
         self._produced: Handoffs[Produced] = Handoffs()
@@ -55,6 +58,11 @@ class Producing:
 
     def __len__(self) -> int:
         return len(self._produced)
+
+    def refuse(self, handoff: bytes, reason: str) -> None:
+        """Ends a handoff of which this engine produces nothing, so that no consumer waits for it."""
+        if self._produced.of(handoff) is None:
+            self._out.control.withdraw(handoff, reason)
 
     def add(self, request: Request, produced: Produced) -> None:
         """Adds a new request.
@@ -181,7 +189,7 @@ class Producing:
             list(request.output_token_ids),
             reason,
             produced.num_cached_tokens or 0,
-            sampling_hash(request),
+            self._sampling.hash(request),
         )
         return True, transfer_params.produced(
             produced.handoff.hex(),

@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from kvpipe.connector.allowed_producers import AllowedProducers
 
 
-# Of vLLM's sampling parameters. It compiles those with an underscore itself, from others.
-_FIRST_TOKEN_FIELDS = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "watermarking"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "allowed_token_ids", "bad_words", "thinking_token_budget"),
-)
-
-
 class LossReason(StrEnum):
     """Why a consumer did not get all KV of a handoff, as metrics count it. The text of a result says more."""
 
@@ -299,22 +291,3 @@ def prompt_hash(request: Request) -> bytes:
     for feature in request.mm_features or ():
         digest.update(repr((feature.identifier, feature.mm_position.offset)).encode())
     return digest.digest()
-
-
-def sampling_hash(request: Request) -> bytes:
-    """Hashes what a request's first token depends on besides its prompt.
-
-    The requests of one handoff may differ in it: a router may change or drop parameters for the producer, and of a
-    request with a seed and n > 1 each child has a seed of its own.
-    """
-    params = request.sampling_params
-    if params is None:
-        return bytes(32)
-    structured = params.structured_outputs
-    fields: list[Any] = [getattr(params, name) for name in _FIRST_TOKEN_FIELDS]
-    # While there are fewer tokens than `min_tokens`, none that stops the request is sampled.
-    fields.append(sorted(params.all_stop_token_ids) if params.min_tokens else None)
-    fields.append(
-        None if structured is None else {key: value for key, value in vars(structured).items() if key[0] != "_"}
-    )
-    return hashlib.sha256(repr(fields).encode()).digest()

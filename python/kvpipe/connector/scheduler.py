@@ -21,11 +21,14 @@ from kvpipe.connector.consuming import Consuming
 from kvpipe.connector.fingerprint import fingerprint, merge_ranks
 from kvpipe.connector.first_token import consumed_handoff
 from kvpipe.connector.first_token_support import FirstTokenSupport
+from kvpipe.connector.model_files import NOT_COMPARED
 from kvpipe.connector.outbox import Outbox
 from kvpipe.connector.producing import Producing
 from kvpipe.connector.requests import Consumed, Produced, read_params
+from kvpipe.connector.sampling import Sampling
 from kvpipe.connector.steps import scheduled
 from kvpipe.exceptions import ConfigError
+from kvpipe.transfer_params import ProduceParams, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +60,7 @@ class SchedulerRole:
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._fingerprint = fingerprint(vllm_config)
         for name, value in self._fingerprint:
-            if "not compared" in value:
+            if NOT_COMPARED in value:
                 logger.warning("fingerprint.incomplete %s is %s", name, value)
         self._config = config
         self._data_parallel_index = vllm_config.parallel_config.data_parallel_index
@@ -65,12 +68,13 @@ class SchedulerRole:
         self._allowed_producers = AllowedProducers(config.allowed_producers)
         self._out = Outbox(_kvpipe.Trace(config.trace, f"{self._role} scheduler {self._engine_id}"))
         block_size = vllm_config.cache_config.block_size
-        adapters = Adapters()
-        self._producing = Producing(self._out, adapters, self._engine_id, block_size)
+        self._adapters, self._sampling = Adapters(), Sampling(vllm_config)
+        self._producing = Producing(self._out, self._adapters, self._sampling, self._engine_id, block_size)
         self._consuming = Consuming(
             self._out,
             self._first_token_support,
-            adapters,
+            self._adapters,
+            self._sampling,
             block_size=block_size,
             vocab_size=vllm_config.model_config.get_vocab_size(),
             num_ranks=vllm_config.parallel_config.world_size,
@@ -148,6 +152,7 @@ class SchedulerRole:
 
     def on_new_request(self, request: Request) -> None:
         """Reads the transfer parameters of a request; a request without them takes no part."""
+        self._adapters.note(request)
         try:
             if request.abort_immediately:
                 self._release_refused(request)
@@ -155,9 +160,19 @@ class SchedulerRole:
                 self._note(request)
         except ConfigError as error:
             _hide_handoff_from_workers(request)
+            self._refuse_to_produce(request, str(error))
             logger.warning(
                 "request.ignored request_id=%s KV transfer is disabled for it: %s", request.request_id, error
             )
+
+    def _refuse_to_produce(self, request: Request, reason: str) -> None:
+        """Tells consumers that may watch already that this handoff will not come."""
+        try:
+            wanted = parse(request.kv_transfer_params)
+        except ConfigError:
+            return
+        if isinstance(wanted, ProduceParams) and wanted.handoff is not None:
+            self._producing.refuse(wanted.handoff, f"the producer ignores the request: {reason}")
 
     def _release_refused(self, request: Request) -> None:
         """Releases the handoff of a request that the API server refused: vLLM adds one that is aborted in its place.

@@ -4,6 +4,7 @@ A request reads the latest description and never waits for a control port.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvpipe.proxy.control import Control, FailureLog
 from kvpipe.proxy.tasks import OwnedTasks
 
 _REFRESH_S = 10.0
-# Also when instances fail one request after the other.
+# While an address does not answer, and when instances fail one request after the other.
 _MIN_INTERVAL_S = 1.0
 # The proxy begins to serve after this time even if control ports do not answer.
 _START_S = 1.0
@@ -67,11 +68,10 @@ class Descriptions:
         wanted = self._wanted[address]
         while True:
             await asyncio.sleep(_MIN_INTERVAL_S)
-            try:
-                async with asyncio.timeout(_REFRESH_S - _MIN_INTERVAL_S):
-                    await wanted.wait()
-            except TimeoutError:
-                pass
+            if address not in self._errors:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_REFRESH_S - _MIN_INTERVAL_S):
+                        await wanted.wait()
             wanted.clear()
             await self._ask(address)
 

@@ -50,7 +50,7 @@ class RecentHandoffs:
             self._known.popitem(last=False)
 
     def continued(self, handoff: str, by: str) -> None:
-        """Note that another handoff has gone on with a stream."""
+        """Note that a stream continues under another handoff."""
         if (known := self._known.get(handoff)) is not None:
             known.continued_as = by
 

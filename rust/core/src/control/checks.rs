@@ -9,6 +9,7 @@ use super::messages::ControlMessage;
 use super::service::ControlOutbox;
 use crate::error::Error;
 use crate::ids::SessionKey;
+use crate::net::address::check_address;
 
 /// Checks that may wait for a connection: bounds what peers make this engine remember.
 const CHECKS_CAP: usize = 1024;
@@ -98,7 +99,7 @@ impl Checks {
         };
         let host = producer.rsplit_once(':').map_or("", |(host, _)| host);
         let host = host.trim_start_matches('[').trim_end_matches(']');
-        if host.is_empty() || producer.len() > ADDRESS_CAP {
+        if check_address(producer).is_err() || producer.len() > ADDRESS_CAP {
             "expected HOST:PORT of a producer".to_owned()
         } else if !allowed.contain(host) {
             format!("{host:?} is not among allowed_producers")
@@ -129,7 +130,7 @@ impl Checks {
             check.send_reply(out, "");
             if self.reasons.remove(&check.producer).is_some() {
                 let producer = check.producer;
-                tracing::info!("pair.usable producer={producer}");
+                tracing::info!("pair.usable producer={producer:?}");
             }
         }
     }
@@ -165,7 +166,7 @@ impl Checks {
         {
             return;
         }
-        tracing::warn!("pair.unusable producer={producer} reason={reason:?}");
+        tracing::warn!("pair.unusable producer={producer:?} reason={reason:?}");
         if self.reasons.len() >= CHECKS_CAP {
             self.reasons.clear();
         }

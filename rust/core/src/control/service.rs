@@ -141,7 +141,7 @@ impl ControlService {
         }
     }
 
-    /// Connects to a producer on behalf of a peer, which is told whether that succeeds.
+    /// Connects to a producer on behalf of a peer, and replies whether that succeeds.
     fn check(&mut self, cx: &mut ReactorContext, check: Check) {
         if let Some(check) = self.checks.admit(&mut self.out, check) {
             let to_producer = self.session_to(cx, &check.producer);
