@@ -1,4 +1,4 @@
-"""Which decode instances can use which prefill instances: asked in the background, reported in the log and in `/health`."""
+"""Which decode instances can use which prefill instances: asked in the background, for the log and `/health`."""
 
 import asyncio
 import contextlib
