@@ -97,6 +97,12 @@ def _add_proxy(commands: Commands) -> None:
         default="decode",
         help="when no prefill instance is left: decode computes the prompt (default), or the request fails",
     )
+    parser.add_argument(
+        "--early-token",
+        choices=("on", "off"),
+        default="on",
+        help="whether a plain stream begins with prefill's token before decode has answered (default), or waits",
+    )
     _add_endpoint(parser)
     parser.set_defaults(command=_proxy)
 
@@ -167,6 +173,7 @@ def _proxy(args: argparse.Namespace) -> int:
         port=args.port,
         dispatch=args.dispatch,
         on_prefill_failure=args.on_prefill_failure,
+        early_token=args.early_token,
         token=args.token or os.environ.get("KVPIPE_TOKEN"),
     )
     try:

@@ -198,6 +198,22 @@ def test_no_early_token_is_sent_where_decode_may_begin_with_something_else(dispa
     run(scene)
 
 
+@pytest.mark.parametrize("dispatch", MODES)
+def test_with_early_token_off_the_stream_begins_with_decodes_first_event(dispatch):
+    async def scene():
+        decode, go = held(chunk("ab"), chunk("cd", finish_reason="length"), DONE)
+        async with stage(prefill=[prefilled()], decode=[decode], dispatch=dispatch, early_token="off") as s:
+            asking = asyncio.create_task(s.client.post(s.url + COMPLETIONS, json=STREAMED))
+            await s.decode[0].asked.wait()
+            await asyncio.wait({asking}, timeout=0.3)
+            assert not asking.done()
+            go.set()
+            async with await asking as response:
+                assert await response.read() == b"".join([chunk("ab"), chunk("cd", finish_reason="length"), DONE])
+
+    run(scene)
+
+
 def test_no_early_token_is_sent_where_the_stream_is_not_plain():
     async def scene():
         decode, go = held(chunk("ab"), DONE)

@@ -43,6 +43,7 @@ class Services:
     tasks: OwnedTasks
     timer: JustInTime
     is_timed: bool
+    sends_early_tokens: bool
 
 
 class Attempt:
@@ -112,7 +113,7 @@ class Attempt:
             return answer
         prefilled = PrefillAnswer.parse(answer.body)
         call.record.prompt_tokens, call.record.cached_tokens = prefilled.prompt_tokens, prefilled.cached_tokens
-        if allows_early_token(call.body):
+        if self._allows_early_token():
             self.early_token = EarlyToken.of(call.path, prefilled.fields)
         if self.timing is not None:
             self.services.timer.answered(self.timing, self.prefill.url)
@@ -202,9 +203,12 @@ class Attempt:
             answer.first_bytes = services.tasks.spawn(services.exchanges.logged(answer.begin()))
         return answer
 
+    def _allows_early_token(self) -> bool:
+        return self.services.sends_early_tokens and allows_early_token(self._call.body)
+
     def _may_come_early(self) -> bool:
         """Whether the client can have P's token before D's stream, as far as is known when D is asked."""
-        if not allows_early_token(self._call.body) or (self._is_prefilled and self.early_token is None):
+        if not self._allows_early_token() or (self._is_prefilled and self.early_token is None):
             return False
         return repeats_first_token(self.services.descriptions.of(self.decode.control), self._call.path)
 
