@@ -173,7 +173,7 @@ def _proxy(args: argparse.Namespace) -> int:
         port=args.port,
         dispatch=args.dispatch,
         on_prefill_failure=args.on_prefill_failure,
-        early_token=args.early_token,
+        early_token=args.early_token == "on",  # noqa: S105 - not a secret
         token=args.token or os.environ.get("KVPIPE_TOKEN"),
     )
     try:

@@ -4,7 +4,9 @@ Every run asks the relay of examples/. It asks `vllm-router` of PyPI and vLLM's 
 KVPIPE_TEST_VLLM_ROUTER and KVPIPE_TEST_EXAMPLE_PROXY say where they are.
 """
 
+import contextlib
 import http
+import http.client
 import json
 import os
 import subprocess
@@ -121,10 +123,14 @@ def test_a_stop_token_that_a_client_does_not_want_yet_is_not_taken_from_prefill(
     assert (result["result"], result["first_token"]) == ("full", "sampled"), result
 
 
-def test_a_tool_call_is_that_of_one_instance(router: Router) -> None:
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_tool_call_is_that_of_one_instance(router: Router, *, stream: bool) -> None:
     choice = {"type": "function", "function": {"name": "remember"}}
-    body = hot_chat("Who was it?", 65, max_tokens=48, tools=[TOOL], tool_choice=choice, stream=False)
+    body = hot_chat("Who was it?", 65, max_tokens=48, tools=[TOOL], tool_choice=choice, stream=stream)
+    num_ended = len(router.results())
     assert called(router.url, body)[0] == called(router.servers.undivided.url, body)[0]
+    result = until(lambda: router.results()[num_ended:])[0]
+    assert (result["result"], result["first_token"]) == ("full", "exact"), result
 
 
 SEVERAL_PROMPTS = {"several prompts": {}, "two choices of each": {"n": 2, "temperature": 1.2, "seed": 9}}
@@ -166,6 +172,19 @@ def test_a_request_that_decode_refuses_leaves_nothing_leased(servers: Servers) -
         response.read()
     until(lambda: servers.holds_no_block(servers.prefill), timeout_s=5)
     servers.come_to_rest()
+
+
+def test_a_request_that_decode_refuses_leaves_nothing_leased_behind_a_router(router: Router) -> None:
+    body = completion(prompt(200, seed=85), max_tokens=100_000)
+    if router.name == "example proxy":  # it answers 200, and breaks off
+        with contextlib.suppress(http.client.HTTPException), post(router.url, COMPLETIONS, body) as response:
+            response.read()
+    else:
+        with post(router.url, COMPLETIONS, body) as response:
+            assert response.status == http.HTTPStatus.BAD_REQUEST
+            response.read()
+    until(lambda: router.servers.holds_no_block(router.servers.prefill), timeout_s=5)
+    router.servers.come_to_rest()
 
 
 @pytest.mark.smoke

@@ -39,11 +39,16 @@ def test_health_is_503_and_names_who_does_not_answer(behaviour, reason):
     run(scene)
 
 
-def test_health_is_503_without_a_prefill():
+@pytest.mark.parametrize(
+    ("on_prefill_failure", "expected"), [("decode", (200, "degraded")), ("fail", (503, "unavailable"))]
+)
+def test_health_without_a_prefill_says_whether_decode_answers_alone(on_prefill_failure, expected):
     async def scene():
-        async with stage([DEAD]) as s:
+        async with stage([DEAD], on_prefill_failure=on_prefill_failure) as s:
             status, report = await get(s, "/health")
-            assert (status, report["decode"]) == (503, {s.decode[0].url: "ok"})
+            assert (status, report["status"]) == expected
+            assert report["decode"] == {s.decode[0].url: "ok"}
+            assert (await s.post())[0] == (200 if status == 200 else 502)
 
     run(scene)
 

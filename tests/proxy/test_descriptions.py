@@ -51,6 +51,34 @@ def test_no_request_waits_for_a_silent_control_port(monkeypatch):
     run(scene)
 
 
+class HangingControl(RecordingControl):
+    """Answers neither when a prefill is due nor when a consumer has come."""
+
+    def __init__(self):
+        super().__init__()
+        self.hanging = set()
+
+    async def subscribe(self, *_):
+        self.hanging.add("subscribe")
+        return await never_ends(None)
+
+    async def watched(self, *_):
+        self.hanging.add("watched")
+        return await never_ends(None)
+
+
+def test_no_request_waits_for_a_control_port_that_never_says_when_to_ask_decode():
+    async def scene():
+        control = HangingControl()
+        decode = [streams(chunk("ab"), chunk("cd"), DONE)]
+        async with stage([prefilled()], decode, control=control, dispatch="just-in-time") as s:
+            _, body, _ = await s.post(body=STREAMED)
+            assert text_of(body) == "abcd"
+        assert control.hanging == {"subscribe", "watched"}
+
+    run(scene)
+
+
 def test_requests_ask_no_control_port_for_a_description():
     async def scene():
         control = CountingControl()

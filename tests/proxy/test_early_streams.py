@@ -202,7 +202,7 @@ def test_no_early_token_is_sent_where_decode_may_begin_with_something_else(dispa
 def test_with_early_token_off_the_stream_begins_with_decodes_first_event(dispatch):
     async def scene():
         decode, go = held(chunk("ab"), chunk("cd", finish_reason="length"), DONE)
-        async with stage(prefill=[prefilled()], decode=[decode], dispatch=dispatch, early_token="off") as s:
+        async with stage(prefill=[prefilled()], decode=[decode], dispatch=dispatch, early_token=False) as s:
             asking = asyncio.create_task(s.client.post(s.url + COMPLETIONS, json=STREAMED))
             await s.decode[0].asked.wait()
             await asyncio.wait({asking}, timeout=0.3)

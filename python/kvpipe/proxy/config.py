@@ -8,14 +8,8 @@ from kvpipe.proxy.instances import Instance
 
 Dispatch = Literal["just-in-time", "sequential", "concurrent"]
 OnPrefillFailure = Literal["decode", "fail"]
-EarlyToken = Literal["on", "off"]
 
 _MAX_PORT = 65535
-_CHOICES = {
-    "dispatch": get_args(Dispatch),
-    "on_prefill_failure": get_args(OnPrefillFailure),
-    "early_token": get_args(EarlyToken),
-}
 _TIMES = (
     "connect_timeout_s",
     "silence_timeout_s",
@@ -58,7 +52,7 @@ class ProxyConfig:
     port: int = 8000
     dispatch: Dispatch = "just-in-time"
     on_prefill_failure: OnPrefillFailure = "decode"
-    early_token: EarlyToken = "on"
+    early_token: bool = True
     token: str | None = field(default=None, repr=False)
     max_body_bytes: int = 64 << 20
     connect_timeout_s: float = 5.0
@@ -73,7 +67,7 @@ class ProxyConfig:
         for instance in self.prefill:
             wanted = "http://host:port,control-host:port (D fetches the KV cache there)"
             _check("prefill", instance.url, wanted, ok=bool(instance.control))
-        for key, choices in _CHOICES.items():
+        for key, choices in (("dispatch", get_args(Dispatch)), ("on_prefill_failure", get_args(OnPrefillFailure))):
             _check(key, getattr(self, key), " or ".join(choices), ok=getattr(self, key) in choices)
         _check("port", self.port, f"0 to {_MAX_PORT}", ok=0 <= self.port <= _MAX_PORT)
         _check("max_body_bytes", self.max_body_bytes, "at least 1", ok=self.max_body_bytes >= 1)

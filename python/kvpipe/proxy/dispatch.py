@@ -75,7 +75,7 @@ class Dispatcher:
             tasks=self._tasks,
             timer=timer,
             is_timed=config.dispatch == "just-in-time",
-            sends_early_tokens=config.early_token == "on",
+            sends_early_tokens=config.early_token,
         )
 
     def __repr__(self) -> str:

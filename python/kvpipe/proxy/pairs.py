@@ -46,6 +46,7 @@ class Pairs:
 
     def __init__(self, config: ProxyConfig, control: Control) -> None:
         self._control = control
+        self._serves_without_prefill = config.on_prefill_failure == "decode"
         asked = product(config.decode, config.prefill)
         self._all = [(decode, prefill) for decode, prefill in asked if decode.control not in ("", prefill.control)]
         self._known: dict[tuple[str, str], Pair] = {}
@@ -76,7 +77,10 @@ class Pairs:
         return found
 
     def report(self, prefill: Mapping[str, str], decode: Mapping[str, str]) -> tuple[bool, dict[str, Any]]:
-        """Whether some P and some D can work together, and the report of `/health`.
+        """Whether the proxy can answer requests, and the report of `/health`.
+
+        Its status is `ok` if some P and some D can work together, and `degraded` if requests are only answered because
+        some D computes their prompts too.
 
         Args:
             prefill: state of each P by its URL: `ok`, or why it does not answer.
@@ -87,10 +91,14 @@ class Pairs:
             "prefill": {url: self._state(state, ((d, url) for d in decode)) for url, state in prefill.items()},
             "decode": {url: self._state(state, ((url, p) for p in prefill)) for url, state in decode.items()},
         }
-        healthy = product(_healthy(decode), _healthy(prefill))
-        is_up = any(self.is_usable(*pair) for pair in healthy)
-        report = {"status": "ok" if is_up else "unavailable", **states}
-        return is_up, report | ({"pairs": failures} if failures else {})
+        status = self._status(_healthy(prefill), _healthy(decode))
+        report = {"status": status, **states}
+        return status != "unavailable", report | ({"pairs": failures} if failures else {})
+
+    def _status(self, prefill: list[str], decode: list[str]) -> str:
+        if any(self.is_usable(*pair) for pair in product(decode, prefill)):
+            return "ok"
+        return "degraded" if decode and self._serves_without_prefill else "unavailable"
 
     def _state(self, state: str, pairs: Iterable[tuple[str, str]]) -> str:
         """The state of an instance: one that answers and has no partner is of no use."""
