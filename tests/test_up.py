@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvpipe.exceptions import ConfigError, KVPipeError
+from kvpipe.launch.cores import sharing_text
 from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread
 from kvpipe.launch.plan import is_cpu_vllm
 from kvpipe.launch.watchdog import group_members
@@ -20,6 +22,7 @@ STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in_server.py")))
 # Runs the command with the stand-in, which the command line has no option for
 UP = """
 import asyncio, sys
+from kvpipe.launch.cores import sharing_text
 from kvpipe.launch.deployment import DeploymentSpec
 from kvpipe.launch.up import run_up
 command = sys.argv[1:]
@@ -42,6 +45,11 @@ def wait_until(condition, timeout_s=10.0):
 
 def command_of(instance):
     return Path(f"/proc/{instance.child.pid}/cmdline").read_bytes().decode().split("\0")
+
+
+def environment_of(instance):
+    variables = Path(f"/proc/{instance.child.pid}/environ").read_bytes().decode().split("\0")
+    return dict(variable.split("=", 1) for variable in variables if "=" in variable)
 
 
 def kv_transfer_config(instance):
@@ -115,7 +123,7 @@ def test_restart_keeps_the_addresses():
 
 def test_an_instance_that_dies_while_starting_is_named_with_its_last_lines():
     with (
-        pytest.raises(KVPipeError, match=r"(?s)prefill-0 ended with exit code 3 .*out of memory"),
+        pytest.raises(KVPipeError, match=r"(?s)(prefill|decode)-0 ended with exit code 3 .*out of memory"),
         DeploymentThread(stand_ins(model="dies")),
     ):
         pass
@@ -199,10 +207,86 @@ def test_the_users_environment_wins_over_the_defaults_for_cpu(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     with DeploymentThread(stand_ins(proxy_command=None)) as running:
-        pid = running.deployment.prefill[0].child.pid
-        environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    assert "VLLM_CPU_KVCACHE_SPACE=3" in environment
-    assert "VLLM_CPU_OMP_THREADS_BIND=nobind" in environment
+        environment = environment_of(running.deployment.prefill[0])
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """Sets the cores that this process may use, as it sees them; only vLLM would pin threads to them."""
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    return lambda *numbers: monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(numbers))
+
+
+def pinned(**changes):
+    """The cores of each instance as vLLM is told them, and the lines about them."""
+    lines = []
+    with DeploymentThread(stand_ins(proxy_command=None, **changes), report=lines.append) as running:
+        instances = running.deployment.instances
+        bound = [environment_of(instance)["VLLM_CPU_OMP_THREADS_BIND"] for instance in instances]
+        assert [",".join(map(str, instance.cores)) for instance in instances] == bound
+    assert all(
+        f"cores {cores}" in next(line for line in lines if line.startswith(instance.name))
+        for instance, cores in zip(instances, bound, strict=True)
+    )
+    return bound
+
+
+def test_with_one_omp_thread_on_two_cores_prefill_and_decode_have_a_core_each(cores):
+    cores(0, 1)
+    assert pinned(omp_threads=1) == ["0", "1"]
+
+
+def test_two_by_two_on_two_cores_share_them_in_turn(cores):
+    cores(0, 1)
+    assert pinned(omp_threads=1, num_prefill=2, num_decode=2) == ["0", "1", "0", "1"]
+
+
+def test_only_cores_that_the_process_may_use_are_dealt_out(cores):
+    cores(9, 3, 4, 5)
+    assert pinned(omp_threads=2, num_undivided=1) == ["3,4", "5,9", "3,4"]
+
+
+def test_more_omp_threads_than_cores_are_refused_with_both_numbers(cores):
+    cores(0, 1)
+    with pytest.raises(ConfigError, match="omp_threads=3: this process may use 2 cores; use at most 2"):
+        DeploymentThread(stand_ins(omp_threads=3))
+
+
+def test_omp_threads_and_a_binding_of_the_users_contradict_each_other(cores, monkeypatch):
+    cores(0, 1)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-7")
+    with pytest.raises(ConfigError, match=r"omp_threads=1 and VLLM_CPU_OMP_THREADS_BIND='0-7' .*unset one"):
+        DeploymentThread(stand_ins(omp_threads=1))
+
+
+def test_workers_that_share_cores_are_told_with_their_numbers():
+    assert sharing_text([(0,), (1,)]) == ""
+    assert sharing_text([(), ()]) == ""
+    assert sharing_text([(0,), (1,), (0,), (1,)]) == "4 instances share 2 cores: 4 OMP threads in all"
+    assert sharing_text([(0,), (0,)]) == "2 instances share 1 core: 2 OMP threads in all"
+
+
+def test_each_state_of_each_process_is_one_line_with_its_addresses():
+    lines = []
+    with DeploymentThread(stand_ins(), report=lines.append) as running:
+        deployment = running.deployment
+        prefill = deployment.prefill[0]
+        assert [line.split()[:2] for line in lines[:2]] == [["prefill-0", "starting"], ["decode-0", "starting"]]
+        assert [line.split()[:2] for line in lines[-2:]] == [["proxy", "starting"], ["proxy", "healthy"]]
+        for process in deployment.processes:
+            assert [process.url in line for line in lines if line.startswith(process.name)] == [True, True]
+        healthy = next(line for line in lines if line.startswith("prefill-0  healthy after "))
+        assert healthy.endswith(f"control {prefill.control}")
+        lines.clear()
+        running.call(deployment.restart(prefill))
+        assert [line.split()[:2] for line in lines] == [
+            ["prefill-0", word] for word in ("ended", "starting", "healthy")
+        ]
+        lines.clear()
+    ended = sorted(re.split(r"  +", line)[:2] for line in lines)
+    assert ended == [[name, "ended with exit code 0"] for name in ("decode-0", "prefill-0", "proxy")]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -220,6 +304,8 @@ def test_up_reports_who_died_and_how_and_ends_the_others():
         _, log = process.communicate(timeout=20)
         assert process.returncode == 1
         assert "kvpipe up: decode-0 ended with signal SIGKILL: ending the others" in log
+        ended = [line for line in log.splitlines() if line.startswith("kvpipe up: decode-0 ") and " http://" in line]
+        assert [line.split()[3] for line in ended] == ["starting", "healthy", "ended"]
         assert [group_members(pid) for pid in pids] == [[]] * 3
 
 
@@ -244,6 +330,7 @@ def test_a_killed_up_ends_even_the_children_of_a_killed_instance():
         ({"num_prefill": 0}, "num_prefill must be at least 1, not 0"),
         ({"num_undivided": -1}, "num_undivided must be at least 0, not -1"),
         ({"block_size": 0}, "block_size must be at least 1, not 0"),
+        ({"omp_threads": 0}, "omp_threads must be at least 1, not 0"),
     ],
 )
 def test_a_spec_that_cannot_be_started_names_field_and_value(change, message):

@@ -77,6 +77,12 @@ def _add_up(commands: Commands) -> None:
     )
     _add_endpoint(parser)
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block")
+    parser.add_argument(
+        "--omp-threads",
+        type=int,
+        metavar="N",
+        help="OMP threads of each instance's worker, pinned to N cores; default: all instances share all cores",
+    )
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="also write each process's log here")
     parser.set_defaults(command=_up)
 
@@ -147,6 +153,7 @@ def _up(args: argparse.Namespace) -> int:
         port=args.port,
         dispatch=args.dispatch,
         block_size=args.block_size,
+        omp_threads=args.omp_threads,
         token=args.token,
         vllm_args=args.vllm_args,
         log_dir=args.log_dir,

@@ -31,6 +31,8 @@ class DeploymentSpec:
     dispatch: Literal["just-in-time", "sequential", "concurrent"] = "just-in-time"
     block_size: int | None = None
     """Tokens in a KV block; None leaves it to vLLM."""
+    omp_threads: int | None = None
+    """OMP threads of each instance's worker, which is pinned to as many cores; None pins nothing."""
     token: str | None = dataclasses.field(default=None, repr=False)
     """Shared secret of all processes; None means KVPIPE_TOKEN, or a random one for this run."""
     vllm_args: Sequence[str] = ()
@@ -54,8 +56,10 @@ class DeploymentSpec:
         for name, least in (("num_prefill", 1), ("num_decode", 1), ("num_undivided", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if self.block_size is not None and self.block_size < 1:
-            raise ConfigError(f"block_size must be at least 1, not {self.block_size}")
+        for name in ("block_size", "omp_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
 
     @property
     def served_model(self) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 from kvpipe.exceptions import ConfigError
+from kvpipe.launch.cores import sharing_text
 from kvpipe.launch.deployment import Deployment, exit_text
 from kvpipe.launch.spec import VLLM_COMMAND, DeploymentSpec
 
@@ -27,7 +28,8 @@ async def run_up(spec: DeploymentSpec) -> int:
     deployment = Deployment(spec, echo=_to_stderr, report=_report)
     with _stop_signals(deployment) as stopped:
         try:
-            _report(f"starting {', '.join(instance.name for instance in deployment.instances)}")
+            if text := sharing_text([instance.cores for instance in deployment.instances]):
+                _report(text)
             await _unless(stopped, deployment.start())
             if stopped.is_set():
                 return 0
