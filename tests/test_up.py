@@ -22,11 +22,11 @@ STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in_server.py")))
 # Runs the command with the stand-in, which the command line has no option for
 UP = """
 import asyncio, sys
-from kvpipe.launch.cores import sharing_text
 from kvpipe.launch.deployment import DeploymentSpec
 from kvpipe.launch.up import run_up
-command = sys.argv[1:]
-spec = DeploymentSpec(model="fine", server_command=command, proxy_command=command, grace_s=5.0)
+num_decode, *command = sys.argv[1:]
+commands = {"server_command": command, "proxy_command": command}
+spec = DeploymentSpec(model="fine", num_decode=int(num_decode), grace_s=5.0, **commands)
 sys.exit(asyncio.run(run_up(spec)))
 """
 
@@ -58,10 +58,10 @@ def kv_transfer_config(instance):
 
 
 @contextlib.contextmanager
-def running_up():
+def running_up(num_decode=1):
     """`kvpipe up` in a process of its own, healthy; yields it and the ids of its instances."""
     process = subprocess.Popen(
-        [sys.executable, "-c", UP, *STAND_IN],
+        [sys.executable, "-c", UP, str(num_decode), *STAND_IN],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -98,7 +98,7 @@ def test_a_killed_instance_leaves_none_of_its_children():
         instance = running.deployment.decode[0]
         pid = instance.child.pid
         instance.child.send_signal(signal.SIGKILL)
-        assert running.call(running.deployment.first_exit()) is instance
+        assert running.call(running.deployment.until_a_role_has_ended()) is instance
         assert len(group_members(pid)) == 1
     assert group_members(pid) == []
     assert instance.child.returncode == -signal.SIGKILL
@@ -307,6 +307,19 @@ def test_up_reports_who_died_and_how_and_ends_the_others():
         ended = [line for line in log.splitlines() if line.startswith("kvpipe up: decode-0 ") and " http://" in line]
         assert [line.split()[3] for line in ended] == ["starting", "healthy", "ended"]
         assert [group_members(pid) for pid in pids] == [[]] * 3
+
+
+def test_up_goes_on_until_the_last_instance_of_a_role_has_ended():
+    with running_up(num_decode=2) as (process, pids):
+        os.kill(pids[1], signal.SIGKILL)
+        lines = iter(process.stderr.readline, "")
+        assert any(line.startswith("kvpipe up: decode-0   ended with signal SIGKILL") for line in lines)
+        assert all(len(group_members(pid)) == 2 for pid in (pids[0], *pids[2:]))
+        os.kill(pids[2], signal.SIGKILL)
+        _, log = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert "kvpipe up: decode-1 ended with signal SIGKILL: ending the others" in log
+        assert [group_members(pid) for pid in pids] == [[]] * 4
 
 
 def test_a_killed_up_ends_its_instances():

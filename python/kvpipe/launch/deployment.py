@@ -124,17 +124,19 @@ class Deployment:
         for process in self.processes:
             process.child.send_signal(signal.SIGKILL)
 
-    async def first_exit(self) -> Instance:
-        """Waits until a process has ended, and returns it."""
-        waits = {asyncio.create_task(process.child.wait()): process for process in self.processes}
+    async def until_a_role_has_ended(self) -> Instance:
+        """Waits until no process of some role is left, and returns the last one of that role."""
+        running = {asyncio.create_task(process.child.wait()): process for process in self.processes}
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for ended in [running.pop(task) for task in done]:
+                    self._note_end(ended)
+                    if all(process.role != ended.role for process in running.values()):
+                        return ended
         finally:
-            for task in waits:
+            for task in running:
                 task.cancel()
-        ended = waits[done.pop()]
-        self._note_end(ended)
-        return ended
 
     async def until_healthy(self, processes: Iterable[Instance]) -> None:
         """Waits until each of `processes` answers `/health` with 200.

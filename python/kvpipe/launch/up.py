@@ -1,4 +1,4 @@
-"""The command `kvpipe up`: runs a deployment until a signal or until one of its processes ends."""
+"""The command `kvpipe up`: runs a deployment until a signal or until a role has no process left."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 
 async def run_up(spec: DeploymentSpec) -> int:
-    """Runs a deployment until a signal (returns 0) or until one of its processes ends (returns 1).
+    """Runs a deployment until a signal (returns 0) or until a role has no process left (returns 1).
+
+    While another instance of the role is left, the proxy answers all requests.
 
     Raises:
         KVPipeError: The deployment did not start; no process is left.
@@ -34,7 +36,7 @@ async def run_up(spec: DeploymentSpec) -> int:
             if stopped.is_set():
                 return 0
             _print_addresses(deployment)
-            ended = await _unless(stopped, deployment.first_exit())
+            ended = await _unless(stopped, deployment.until_a_role_has_ended())
             if ended is None:
                 return 0
             _report(f"{ended.name} ended with {exit_text(ended.child.returncode)}: ending the others")
