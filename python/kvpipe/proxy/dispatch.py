@@ -47,7 +47,7 @@ class Dispatcher:
         self._control_timeout_s = config.control_timeout_s
         self._pools: dict[Role, RoundRobin] = {
             "prefill": RoundRobin(config.prefill),
-            "decode": RoundRobin(config.decode),
+            "decode": RoundRobin(config.decode, num_partners=len(config.prefill)),
         }
         self._mode = MODES[config.dispatch]
         self._falls_back = config.on_prefill_failure == "decode"
