@@ -13,7 +13,7 @@ import pytest
 
 from kvpipe.exceptions import ConfigError, KVPipeError
 from kvpipe.launch.cores import sharing_text
-from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread
+from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread
 from kvpipe.launch.plan import is_cpu_vllm
 from kvpipe.launch.watchdog import group_members
 
@@ -171,6 +171,15 @@ def test_each_role_gets_its_connector_configuration():
         assert kv_transfer_config(consumer)["kv_role"] == "kv_consumer"
         assert "--kv-transfer-config" not in command_of(deployment.undivided[0])
         assert f"{producer.url},{producer.control}" in command_of(deployment.proxy)
+
+
+@pytest.mark.parametrize(
+    ("split_from", "passed_on"), [(None, []), (0, ["--split-from", "0"]), (9, ["--split-from", "9"])]
+)
+def test_the_proxy_gets_split_from_where_it_was_given(split_from, passed_on):
+    proxy = Deployment(stand_ins(split_from=split_from)).proxy
+    command = proxy.child._command
+    assert [part for part in command if part in ("--split-from", "0", "9")] == passed_on
 
 
 def test_all_share_one_token_that_no_command_line_shows(tmp_path):
@@ -342,6 +351,7 @@ def test_a_killed_up_ends_even_the_children_of_a_killed_instance():
     [
         ({"num_prefill": 0}, "num_prefill must be at least 1, not 0"),
         ({"num_undivided": -1}, "num_undivided must be at least 0, not -1"),
+        ({"split_from": -1}, "split_from must be at least 0, not -1"),
         ({"block_size": 0}, "block_size must be at least 1, not 0"),
         ({"omp_threads": 0}, "omp_threads must be at least 1, not 0"),
     ],

@@ -117,6 +117,12 @@ def _add_endpoint(parser: argparse.ArgumentParser) -> None:
         help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once",
     )
     parser.add_argument(
+        "--split-from",
+        type=int,
+        metavar="TOKENS",
+        help="prompts of fewer tokens go to decode alone, without a prefill instance; 0 splits every prompt",
+    )
+    parser.add_argument(
         "--token",
         help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE (proxy only), which other users cannot see",
     )
@@ -152,6 +158,7 @@ def _up(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         dispatch=args.dispatch,
+        split_from=args.split_from,
         block_size=args.block_size,
         omp_threads=args.omp_threads,
         token=args.token,
@@ -175,6 +182,7 @@ def _proxy(args: argparse.Namespace) -> int:
         dispatch=args.dispatch,
         on_prefill_failure=args.on_prefill_failure,
         token=args.token or os.environ.get("KVPIPE_TOKEN"),
+        **({} if args.split_from is None else {"split_from": args.split_from}),
     )
     try:
         proxy.run(config)

@@ -104,6 +104,8 @@ class Planner:
         spec, port = self._spec, self._spec.port or next(self._ports)
         where = ["--host", spec.host, "--port", str(port)]
         command = [*command, *where, "--dispatch", spec.dispatch]
+        if spec.split_from is not None:
+            command += ["--split-from", str(spec.split_from)]
         for engine in engines:
             command += [f"--{engine.role}", f"{engine.url},{engine.control}"]
         return Instance("proxy", f"http://{spec.host}:{port}", None, (), self._child("proxy", command, ()))
