@@ -11,6 +11,7 @@ import pytest
 
 from kvpipe import cli, exceptions
 from kvpipe.proxy import ProxyConfig
+from kvpipe.proxy.config import DEFAULT_SPLIT_FROM
 from kvpipe.proxy.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
@@ -116,6 +117,11 @@ def test_every_setting_of_the_proxy_is_in_the_reference():
         field.name for field in dataclasses.fields(ProxyConfig) if f"| `{field.name}` |" not in text_of(SETTINGS)
     ]
     assert missing == []
+
+
+def test_the_bound_of_short_prompts_is_documented_with_its_default():
+    assert f"| `--split-from TOKENS` | `split_from` | {DEFAULT_SPLIT_FROM} |" in text_of(SETTINGS)
+    assert f"The default is {DEFAULT_SPLIT_FROM}:" in text_of("docs/guide/proxy.md")
 
 
 @pytest.mark.parametrize("command", ["up", "proxy"])

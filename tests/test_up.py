@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvpipe.exceptions import ConfigError, KVPipeError
-from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread
+from kvpipe.launch.cores import sharing_text
+from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread
 from kvpipe.launch.plan import is_cpu_vllm
 from kvpipe.launch.watchdog import group_members
 
@@ -22,8 +24,9 @@ UP = """
 import asyncio, sys
 from kvpipe.launch.deployment import DeploymentSpec
 from kvpipe.launch.up import run_up
-command = sys.argv[1:]
-spec = DeploymentSpec(model="fine", server_command=command, proxy_command=command, grace_s=5.0)
+num_decode, *command = sys.argv[1:]
+commands = {"server_command": command, "proxy_command": command}
+spec = DeploymentSpec(model="fine", num_decode=int(num_decode), grace_s=5.0, **commands)
 sys.exit(asyncio.run(run_up(spec)))
 """
 
@@ -44,16 +47,21 @@ def command_of(instance):
     return Path(f"/proc/{instance.child.pid}/cmdline").read_bytes().decode().split("\0")
 
 
+def environment_of(instance):
+    variables = Path(f"/proc/{instance.child.pid}/environ").read_bytes().decode().split("\0")
+    return dict(variable.split("=", 1) for variable in variables if "=" in variable)
+
+
 def kv_transfer_config(instance):
     command = command_of(instance)
     return json.loads(command[command.index("--kv-transfer-config") + 1])
 
 
 @contextlib.contextmanager
-def running_up():
+def running_up(num_decode=1):
     """`kvpipe up` in a process of its own, healthy; yields it and the ids of its instances."""
     process = subprocess.Popen(
-        [sys.executable, "-c", UP, *STAND_IN],
+        [sys.executable, "-c", UP, str(num_decode), *STAND_IN],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -90,7 +98,7 @@ def test_a_killed_instance_leaves_none_of_its_children():
         instance = running.deployment.decode[0]
         pid = instance.child.pid
         instance.child.send_signal(signal.SIGKILL)
-        assert running.call(running.deployment.first_exit()) is instance
+        assert running.call(running.deployment.until_a_role_has_ended()) is instance
         assert len(group_members(pid)) == 1
     assert group_members(pid) == []
     assert instance.child.returncode == -signal.SIGKILL
@@ -115,7 +123,7 @@ def test_restart_keeps_the_addresses():
 
 def test_an_instance_that_dies_while_starting_is_named_with_its_last_lines():
     with (
-        pytest.raises(KVPipeError, match=r"(?s)prefill-0 ended with exit code 3 .*out of memory"),
+        pytest.raises(KVPipeError, match=r"(?s)(prefill|decode)-0 ended with exit code 3 .*out of memory"),
         DeploymentThread(stand_ins(model="dies")),
     ):
         pass
@@ -165,6 +173,15 @@ def test_each_role_gets_its_connector_configuration():
         assert f"{producer.url},{producer.control}" in command_of(deployment.proxy)
 
 
+@pytest.mark.parametrize(
+    ("split_from", "passed_on"), [(None, []), (0, ["--split-from", "0"]), (9, ["--split-from", "9"])]
+)
+def test_the_proxy_gets_split_from_where_it_was_given(split_from, passed_on):
+    proxy = Deployment(stand_ins(split_from=split_from)).proxy
+    command = proxy.child._command
+    assert [part for part in command if part in ("--split-from", "0", "9")] == passed_on
+
+
 def test_all_share_one_token_that_no_command_line_shows(tmp_path):
     with DeploymentThread(stand_ins(token="secret", log_dir=tmp_path)) as running:
         for process in running.deployment.processes:
@@ -199,10 +216,86 @@ def test_the_users_environment_wins_over_the_defaults_for_cpu(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     with DeploymentThread(stand_ins(proxy_command=None)) as running:
-        pid = running.deployment.prefill[0].child.pid
-        environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    assert "VLLM_CPU_KVCACHE_SPACE=3" in environment
-    assert "VLLM_CPU_OMP_THREADS_BIND=nobind" in environment
+        environment = environment_of(running.deployment.prefill[0])
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """Sets the cores that this process may use, as it sees them; only vLLM would pin threads to them."""
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    return lambda *numbers: monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(numbers))
+
+
+def pinned(**changes):
+    """The cores of each instance as vLLM is told them, and the lines about them."""
+    lines = []
+    with DeploymentThread(stand_ins(proxy_command=None, **changes), report=lines.append) as running:
+        instances = running.deployment.instances
+        bound = [environment_of(instance)["VLLM_CPU_OMP_THREADS_BIND"] for instance in instances]
+        assert [",".join(map(str, instance.cores)) for instance in instances] == bound
+    assert all(
+        f"cores {cores}" in next(line for line in lines if line.startswith(instance.name))
+        for instance, cores in zip(instances, bound, strict=True)
+    )
+    return bound
+
+
+def test_with_one_omp_thread_on_two_cores_prefill_and_decode_have_a_core_each(cores):
+    cores(0, 1)
+    assert pinned(omp_threads=1) == ["0", "1"]
+
+
+def test_two_by_two_on_two_cores_share_them_in_turn(cores):
+    cores(0, 1)
+    assert pinned(omp_threads=1, num_prefill=2, num_decode=2) == ["0", "1", "0", "1"]
+
+
+def test_only_cores_that_the_process_may_use_are_dealt_out(cores):
+    cores(9, 3, 4, 5)
+    assert pinned(omp_threads=2, num_undivided=1) == ["3,4", "5,9", "3,4"]
+
+
+def test_more_omp_threads_than_cores_are_refused_with_both_numbers(cores):
+    cores(0, 1)
+    with pytest.raises(ConfigError, match="omp_threads=3: this process may use 2 cores; use at most 2"):
+        DeploymentThread(stand_ins(omp_threads=3))
+
+
+def test_omp_threads_and_a_binding_of_the_users_contradict_each_other(cores, monkeypatch):
+    cores(0, 1)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-7")
+    with pytest.raises(ConfigError, match=r"omp_threads=1 and VLLM_CPU_OMP_THREADS_BIND='0-7' .*unset one"):
+        DeploymentThread(stand_ins(omp_threads=1))
+
+
+def test_workers_that_share_cores_are_told_with_their_numbers():
+    assert sharing_text([(0,), (1,)]) == ""
+    assert sharing_text([(), ()]) == ""
+    assert sharing_text([(0,), (1,), (0,), (1,)]) == "4 instances share 2 cores: 4 OMP threads in all"
+    assert sharing_text([(0,), (0,)]) == "2 instances share 1 core: 2 OMP threads in all"
+
+
+def test_each_state_of_each_process_is_one_line_with_its_addresses():
+    lines = []
+    with DeploymentThread(stand_ins(), report=lines.append) as running:
+        deployment = running.deployment
+        prefill = deployment.prefill[0]
+        assert [line.split()[:2] for line in lines[:2]] == [["prefill-0", "starting"], ["decode-0", "starting"]]
+        assert [line.split()[:2] for line in lines[-2:]] == [["proxy", "starting"], ["proxy", "healthy"]]
+        for process in deployment.processes:
+            assert [process.url in line for line in lines if line.startswith(process.name)] == [True, True]
+        healthy = next(line for line in lines if line.startswith("prefill-0  healthy after "))
+        assert healthy.endswith(f"control {prefill.control}")
+        lines.clear()
+        running.call(deployment.restart(prefill))
+        assert [line.split()[:2] for line in lines] == [
+            ["prefill-0", word] for word in ("ended", "starting", "healthy")
+        ]
+        lines.clear()
+    ended = sorted(re.split(r"  +", line)[:2] for line in lines)
+    assert ended == [[name, "ended with exit code 0"] for name in ("decode-0", "prefill-0", "proxy")]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -220,7 +313,22 @@ def test_up_reports_who_died_and_how_and_ends_the_others():
         _, log = process.communicate(timeout=20)
         assert process.returncode == 1
         assert "kvpipe up: decode-0 ended with signal SIGKILL: ending the others" in log
+        ended = [line for line in log.splitlines() if line.startswith("kvpipe up: decode-0 ") and " http://" in line]
+        assert [line.split()[3] for line in ended] == ["starting", "healthy", "ended"]
         assert [group_members(pid) for pid in pids] == [[]] * 3
+
+
+def test_up_goes_on_until_the_last_instance_of_a_role_has_ended():
+    with running_up(num_decode=2) as (process, pids):
+        os.kill(pids[1], signal.SIGKILL)
+        lines = iter(process.stderr.readline, "")
+        assert any(line.startswith("kvpipe up: decode-0   ended with signal SIGKILL") for line in lines)
+        assert all(len(group_members(pid)) == 2 for pid in (pids[0], *pids[2:]))
+        os.kill(pids[2], signal.SIGKILL)
+        _, log = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert "kvpipe up: decode-1 ended with signal SIGKILL: ending the others" in log
+        assert [group_members(pid) for pid in pids] == [[]] * 4
 
 
 def test_a_killed_up_ends_its_instances():
@@ -243,7 +351,9 @@ def test_a_killed_up_ends_even_the_children_of_a_killed_instance():
     [
         ({"num_prefill": 0}, "num_prefill must be at least 1, not 0"),
         ({"num_undivided": -1}, "num_undivided must be at least 0, not -1"),
+        ({"split_from": -1}, "split_from must be at least 0, not -1"),
         ({"block_size": 0}, "block_size must be at least 1, not 0"),
+        ({"omp_threads": 0}, "omp_threads must be at least 1, not 0"),
     ],
 )
 def test_a_spec_that_cannot_be_started_names_field_and_value(change, message):

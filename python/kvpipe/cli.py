@@ -77,6 +77,12 @@ def _add_up(commands: Commands) -> None:
     )
     _add_endpoint(parser)
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block")
+    parser.add_argument(
+        "--omp-threads",
+        type=int,
+        metavar="N",
+        help="OMP threads of each instance's worker, pinned to N cores; default: all instances share all cores",
+    )
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="also write each process's log here")
     parser.set_defaults(command=_up)
 
@@ -117,6 +123,12 @@ def _add_endpoint(parser: argparse.ArgumentParser) -> None:
         help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once",
     )
     parser.add_argument(
+        "--split-from",
+        type=int,
+        metavar="TOKENS",
+        help="prompts of fewer tokens go to decode alone, without a prefill instance; 0 splits every prompt",
+    )
+    parser.add_argument(
         "--token",
         help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE (proxy only), which other users cannot see",
     )
@@ -152,7 +164,9 @@ def _up(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         dispatch=args.dispatch,
+        split_from=args.split_from,
         block_size=args.block_size,
+        omp_threads=args.omp_threads,
         token=args.token,
         vllm_args=args.vllm_args,
         log_dir=args.log_dir,
@@ -175,6 +189,7 @@ def _proxy(args: argparse.Namespace) -> int:
         on_prefill_failure=args.on_prefill_failure,
         early_token=args.early_token == "on",  # noqa: S105 - not a secret
         token=args.token or os.environ.get("KVPIPE_TOKEN"),
+        **({} if args.split_from is None else {"split_from": args.split_from}),
     )
     try:
         proxy.run(config)

@@ -16,6 +16,7 @@ BAD = [
     ({"prefill": (D,)}, "prefill='http://d:1'.*control-host"),
     ({"dispatch": "both"}, "dispatch='both': must be just-in-time or sequential or concurrent"),
     ({"port": 70000}, "port=70000: must be 0 to 65535"),
+    ({"split_from": -1}, "split_from=-1: must be 0 or more tokens"),
     ({"max_body_bytes": 0}, "max_body_bytes=0"),
     ({"silence_timeout_s": 0}, "silence_timeout_s=0: must be more than 0"),
 ]

@@ -1,3 +1,5 @@
+from collections import Counter
+
 import pytest
 
 from kvpipe.proxy.instances import Instance
@@ -31,6 +33,17 @@ HANDED_OFF = [
 def test_round_robin_starts_one_further_each_time_and_offers_all():
     pool = RoundRobin([A, B, C])
     assert [pool.order(0.0) for _ in range(4)] == [[A, B, C], [B, C, A], [C, A, B], [A, B, C]]
+
+
+@pytest.mark.parametrize("num_prefill", range(1, 5))
+@pytest.mark.parametrize("num_decode", range(1, 5))
+def test_two_pools_in_turn_use_every_pair_alike(num_prefill, num_decode):
+    prefill = RoundRobin([Instance(f"http://p{index}:1") for index in range(num_prefill)])
+    decode = RoundRobin([Instance(f"http://d{index}:1") for index in range(num_decode)], num_prefill)
+    num_pairs = num_prefill * num_decode
+    pairs = Counter((prefill.order(0.0)[0], decode.order(0.0)[0]) for _ in range(3 * num_pairs))
+    assert len(pairs) == num_pairs
+    assert set(pairs.values()) == {3}
 
 
 def test_an_instance_that_has_failed_is_asked_last_for_five_seconds():

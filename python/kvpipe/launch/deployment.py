@@ -21,6 +21,7 @@ from kvpipe.exceptions import ConfigError, KVPipeError
 from kvpipe.launch.plan import Echo, Instance, Planner
 from kvpipe.launch.process import ChildProcess
 from kvpipe.launch.spec import DeploymentSpec
+from kvpipe.launch.states import States
 from kvpipe.launch.watchdog import Watchdog
 
 __all__ = ["Deployment", "DeploymentSpec", "DeploymentThread", "Instance"]
@@ -44,7 +45,8 @@ class Deployment:
         Args:
             spec: The processes to start.
             echo: Called with each log line of each process, prefixed with its name.
-            report: Called with a progress line every few seconds during the start.
+            report: Called with a line for each process whose state changes, and with a progress line every few seconds
+                during the start.
         """
         self.spec = spec
         self._report = report or (lambda _: None)
@@ -52,6 +54,7 @@ class Deployment:
         plan = Planner(spec, self._watchdog, echo).plan()
         self.prefill, self.decode = plan.prefill, plan.decode
         self.undivided, self.proxy = plan.undivided, plan.proxy
+        self._states = States(self.processes, self._report)
 
     @property
     def instances(self) -> list[Instance]:
@@ -97,24 +100,23 @@ class Deployment:
         if self.proxy is not None:
             _check_address_is_free(self.spec.host, self.proxy.url)
         for instance in self.instances:
-            await instance.child.start()
+            await self._start(instance)
         await self.until_healthy(self.instances)
         if self.proxy is not None:
-            await self.proxy.child.start()
+            await self._start(self.proxy)
             await self.until_healthy([self.proxy])
 
     async def restart(self, instance: Instance) -> None:
         """Kills one process, and starts it again with the same addresses."""
-        await instance.child.stop(0)
-        await instance.child.start()
+        await self._stop(instance, 0)
+        await self._start(instance)
         await self.until_healthy([instance])
 
     async def stop(self) -> None:
         """Ends all processes and their children, the proxy first."""
         if self.proxy is not None:
-            await self.proxy.child.stop(self.spec.grace_s)
-        grace_s = self.spec.grace_s
-        await asyncio.gather(*(instance.child.stop(grace_s) for instance in self.instances))
+            await self._stop(self.proxy, self.spec.grace_s)
+        await asyncio.gather(*(self._stop(instance, self.spec.grace_s) for instance in self.instances))
         await self._watchdog.close()
 
     def kill(self) -> None:
@@ -122,15 +124,19 @@ class Deployment:
         for process in self.processes:
             process.child.send_signal(signal.SIGKILL)
 
-    async def first_exit(self) -> Instance:
-        """Waits until a process has ended, and returns it."""
-        waits = {asyncio.create_task(process.child.wait()): process for process in self.processes}
+    async def until_a_role_has_ended(self) -> Instance:
+        """Waits until no process of some role is left, and returns the last one of that role."""
+        running = {asyncio.create_task(process.child.wait()): process for process in self.processes}
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for ended in [running.pop(task) for task in done]:
+                    self._note_end(ended)
+                    if all(process.role != ended.role for process in running.values()):
+                        return ended
         finally:
-            for task in waits:
+            for task in running:
                 task.cancel()
-        return waits[done.pop()]
 
     async def until_healthy(self, processes: Iterable[Instance]) -> None:
         """Waits until each of `processes` answers `/health` with 200.
@@ -142,7 +148,7 @@ class Deployment:
         pending = list(processes)
         timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            while pending := await _not_yet_healthy(session, pending):
+            while pending := await self._not_yet_healthy(session, pending, began):
                 names = ", ".join(process.name for process in pending)
                 now = time.monotonic()
                 if now - began > self.spec.startup_timeout_s:
@@ -151,6 +157,31 @@ class Deployment:
                     reported = now
                     self._report(f"{now - began:.0f} s, still starting: {names}")
                 await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+    async def _not_yet_healthy(
+        self, session: aiohttp.ClientSession, processes: list[Instance], began: float
+    ) -> list[Instance]:
+        for process in processes:
+            if not process.child.is_running:
+                await self._stop(process, 0)  # afterwards all of its output has been read
+                raise KVPipeError(_early_exit(process.child))
+        answers = await asyncio.gather(*(_is_healthy(session, process.url) for process in processes))
+        for process, is_healthy in zip(processes, answers, strict=True):
+            if is_healthy:
+                self._states.change(process, f"healthy after {time.monotonic() - began:.0f} s")
+        return [process for process, is_healthy in zip(processes, answers, strict=True) if not is_healthy]
+
+    async def _start(self, process: Instance) -> None:
+        await process.child.start()
+        self._states.change(process, "starting")
+
+    async def _stop(self, process: Instance, grace_s: float) -> None:
+        await process.child.stop(grace_s)
+        self._note_end(process)
+
+    def _note_end(self, process: Instance) -> None:
+        if process.child.pid is not None:
+            self._states.change(process, f"ended with {exit_text(process.child.returncode)}")
 
 
 class DeploymentThread:
@@ -202,15 +233,6 @@ def _check_address_is_free(host: str, url: str) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; use another --port") from error
-
-
-async def _not_yet_healthy(session: aiohttp.ClientSession, processes: list[Instance]) -> list[Instance]:
-    for process in processes:
-        if not process.child.is_running:
-            await process.child.stop(grace_s=0)  # afterwards all of its output has been read
-            raise KVPipeError(_early_exit(process.child))
-    healthy = await asyncio.gather(*(_is_healthy(session, process.url) for process in processes))
-    return [process for process, is_healthy in zip(processes, healthy, strict=True) if not is_healthy]
 
 
 async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvpipe.exceptions import ConfigError
+from kvpipe.launch.cores import BIND_VARIABLE, Cores, assign_cores
 from kvpipe.launch.process import ChildProcess
 from kvpipe.launch.spec import LOOPBACK, DeploymentSpec
 from kvpipe.launch.watchdog import Watchdog
@@ -25,7 +26,7 @@ _KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 # For vLLM's CPU build. By default, all instances bind to the same cores, and each takes a share of all memory for its
 # KV. With these, they share the cores and have 1 GiB of KV each.
-_CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+_CPU_ENV = {BIND_VARIABLE: "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Instance:
     url: str
     control: str | None
     """`host:port` of the connector's control port; None without a connector."""
+    cores: Cores
+    """Cores of its worker's OMP threads; empty if they are not pinned."""
     child: ChildProcess
 
     @property
@@ -65,6 +68,8 @@ class Planner:
         self._watchdog = watchdog
         self._env = _environment(spec)
         self._ports = iter(free_ports(2 * num_engines + spec.num_undivided + 1))
+        cores = assign_cores(num_engines + spec.num_undivided, spec.omp_threads, {**os.environ, **spec.env})
+        self._cores = iter(cores)
 
     def plan(self) -> Plan:
         """Returns the processes of the spec."""
@@ -91,24 +96,28 @@ class Planner:
                 json.dumps(_kv_transfer_config(spec, role, control)),
             ]
         command += spec.vllm_args
-        child = self._child(f"{role}-{index}", command)
-        return Instance(role, f"http://{LOOPBACK}:{port}", control, child)
+        cores = next(self._cores)
+        child = self._child(f"{role}-{index}", command, cores)
+        return Instance(role, f"http://{LOOPBACK}:{port}", control, cores, child)
 
     def _proxy(self, command: Sequence[str], engines: Sequence[Instance]) -> Instance:
         spec, port = self._spec, self._spec.port or next(self._ports)
         where = ["--host", spec.host, "--port", str(port)]
         command = [*command, *where, "--dispatch", spec.dispatch]
+        if spec.split_from is not None:
+            command += ["--split-from", str(spec.split_from)]
         for engine in engines:
             command += [f"--{engine.role}", f"{engine.url},{engine.control}"]
-        return Instance("proxy", f"http://{spec.host}:{port}", None, self._child("proxy", command))
+        return Instance("proxy", f"http://{spec.host}:{port}", None, (), self._child("proxy", command, ()))
 
-    def _child(self, name: str, command: Sequence[str]) -> ChildProcess:
+    def _child(self, name: str, command: Sequence[str], cores: Cores) -> ChildProcess:
         log_dir = self._spec.log_dir
         log_path = None if log_dir is None else log_dir / f"{name}.log"
+        bind = {BIND_VARIABLE: ",".join(map(str, cores))} if cores else {}
         return ChildProcess(
             name,
             command,
-            self._env,
+            self._env | bind,
             watchdog=self._watchdog,
             log_path=log_path,
             echo=self._echo,

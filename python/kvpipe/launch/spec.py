@@ -29,8 +29,12 @@ class DeploymentSpec:
     port: int = 0
     """Port of the proxy; 0 picks a free one."""
     dispatch: Literal["just-in-time", "sequential", "concurrent"] = "just-in-time"
+    split_from: int | None = None
+    """The proxy's `--split-from`; None leaves it to the proxy."""
     block_size: int | None = None
     """Tokens in a KV block; None leaves it to vLLM."""
+    omp_threads: int | None = None
+    """OMP threads of each instance's worker, which is pinned to as many cores; None pins nothing."""
     token: str | None = dataclasses.field(default=None, repr=False)
     """Shared secret of all processes; None means KVPIPE_TOKEN, or a random one for this run."""
     vllm_args: Sequence[str] = ()
@@ -54,8 +58,10 @@ class DeploymentSpec:
         for name, least in (("num_prefill", 1), ("num_decode", 1), ("num_undivided", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if self.block_size is not None and self.block_size < 1:
-            raise ConfigError(f"block_size must be at least 1, not {self.block_size}")
+        for name, least in (("split_from", 0), ("block_size", 1), ("omp_threads", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, not {value}")
 
     @property
     def served_model(self) -> str:

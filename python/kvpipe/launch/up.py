@@ -1,4 +1,4 @@
-"""The command `kvpipe up`: runs a deployment until a signal or until one of its processes ends."""
+"""The command `kvpipe up`: runs a deployment until a signal or until a role has no process left."""
 
 import asyncio
 import contextlib
@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 from kvpipe.exceptions import ConfigError
+from kvpipe.launch.cores import sharing_text
 from kvpipe.launch.deployment import Deployment, exit_text
 from kvpipe.launch.spec import VLLM_COMMAND, DeploymentSpec
 
@@ -18,7 +19,9 @@ T = TypeVar("T")
 
 
 async def run_up(spec: DeploymentSpec) -> int:
-    """Runs a deployment until a signal (returns 0) or until one of its processes ends (returns 1).
+    """Runs a deployment until a signal (returns 0) or until a role has no process left (returns 1).
+
+    While another instance of the role is left, the proxy answers all requests.
 
     Raises:
         KVPipeError: The deployment did not start; no process is left.
@@ -27,12 +30,13 @@ async def run_up(spec: DeploymentSpec) -> int:
     deployment = Deployment(spec, echo=_to_stderr, report=_report)
     with _stop_signals(deployment) as stopped:
         try:
-            _report(f"starting {', '.join(instance.name for instance in deployment.instances)}")
+            if text := sharing_text([instance.cores for instance in deployment.instances]):
+                _report(text)
             await _unless(stopped, deployment.start())
             if stopped.is_set():
                 return 0
             _print_addresses(deployment)
-            ended = await _unless(stopped, deployment.first_exit())
+            ended = await _unless(stopped, deployment.until_a_role_has_ended())
             if ended is None:
                 return 0
             _report(f"{ended.name} ended with {exit_text(ended.child.returncode)}: ending the others")

@@ -9,6 +9,9 @@ from kvpipe.proxy.instances import Instance
 Dispatch = Literal["just-in-time", "sequential", "concurrent"]
 OnPrefillFailure = Literal["decode", "fail"]
 
+# Tokens of a prompt from which it is worth a handoff; 0 splits every prompt.
+DEFAULT_SPLIT_FROM = 0
+
 _MAX_PORT = 65535
 _TIMES = (
     "connect_timeout_s",
@@ -34,6 +37,8 @@ class ProxyConfig:
         on_prefill_failure: what happens when no P is left for a request. `decode`: D computes its prompt. `fail`: the
             client gets an error.
         early_token: whether the client of a plain stream is sent P's token before D's stream begins.
+        split_from: prompts of fewer tokens go to D alone. Tokens are counted where the prompt is token ids, and else
+            estimated from its bytes.
         token: shared secret for the control ports; None leaves the choice to the control client.
         max_body_bytes: largest accepted request body; a request in progress takes about three times its size in memory.
         connect_timeout_s: limit for name lookup, TCP and TLS of a connection to an instance, and for a health probe.
@@ -53,6 +58,7 @@ class ProxyConfig:
     dispatch: Dispatch = "just-in-time"
     on_prefill_failure: OnPrefillFailure = "decode"
     early_token: bool = True
+    split_from: int = DEFAULT_SPLIT_FROM
     token: str | None = field(default=None, repr=False)
     max_body_bytes: int = 64 << 20
     connect_timeout_s: float = 5.0
@@ -70,6 +76,7 @@ class ProxyConfig:
         for key, choices in (("dispatch", get_args(Dispatch)), ("on_prefill_failure", get_args(OnPrefillFailure))):
             _check(key, getattr(self, key), " or ".join(choices), ok=getattr(self, key) in choices)
         _check("port", self.port, f"0 to {_MAX_PORT}", ok=0 <= self.port <= _MAX_PORT)
+        _check("split_from", self.split_from, "0 or more tokens", ok=self.split_from >= 0)
         _check("max_body_bytes", self.max_body_bytes, "at least 1", ok=self.max_body_bytes >= 1)
         for key in _TIMES:
             value = getattr(self, key)

@@ -25,6 +25,7 @@ from kvpipe.proxy.just_in_time import JustInTime
 from kvpipe.proxy.limits import LengthCheck, is_contradictory, output_limit
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.modes import MODES
+from kvpipe.proxy.prompt_length import PromptLengths
 from kvpipe.proxy.results import RecentHandoffs, ResultRecorder, Results
 from kvpipe.proxy.resumption import Resumption
 from kvpipe.proxy.retries import Retries, RetryBudget
@@ -47,9 +48,11 @@ class Dispatcher:
         self._control_timeout_s = config.control_timeout_s
         self._pools: dict[Role, RoundRobin] = {
             "prefill": RoundRobin(config.prefill),
-            "decode": RoundRobin(config.decode),
+            "decode": RoundRobin(config.decode, num_partners=len(config.prefill)),
         }
         self._mode = MODES[config.dispatch]
+        self._split_from = config.split_from
+        self._prompts = PromptLengths()
         self._falls_back = config.on_prefill_failure == "decode"
         self._metrics = metrics
         self._budget = RetryBudget()
@@ -107,6 +110,8 @@ class Dispatcher:
             yield answer
         finally:
             answer.close()
+            if self._split_from and call.record.prompt_tokens is not None:
+                self._prompts.learn(call.body, call.path, call.record.prompt_tokens)
             if resumption is not None:
                 resumption.latest.settle(is_delivered=answer.is_complete)
 
@@ -122,13 +127,13 @@ class Dispatcher:
 
     async def _dispatch(self, call: Call) -> tuple[Answer, Resumption | None]:
         self._budget.add_request()
-        if goes_to_decode_alone(call.body) or is_contradictory(call.body, call.path):
-            return await self._ask_alone("decode", call, self._retries(prefill=False)), None
+        if reason := self._alone_reason(call):
+            return await self._ask_decode_alone(call, self._retries(prefill=False), reason), None
         retries = self._retries()
         if output_limit(call.body, call.path) == 1:
             return await self._ask_alone("prefill", call, retries), None
         if await self._length.is_too_long(call, retries.first("decode")):
-            return await self._ask_alone("decode", call, retries), None
+            return await self._ask_decode_alone(call, retries, "too_long"), None
         while retries.has("prefill") and retries.has("decode"):
             attempt = Attempt(self._services, call, retries)
             resumption = Resumption(self._services, call, retries, attempt)
@@ -140,6 +145,15 @@ class Dispatcher:
                 if self._next_role(error, call, retries) is None or not retries.has("decode"):
                     return _final(error), None
         return await self._ask_alone("decode", call, retries), None
+
+    def _alone_reason(self, call: Call) -> str:
+        """Why D gets a request alone, as far as the request tells; empty if it does not."""
+        if goes_to_decode_alone(call.body):
+            return "no_handoff"
+        if is_contradictory(call.body, call.path):
+            return "contradictory"
+        num_tokens = self._prompts.tokens(call.body, call.path) if self._split_from else None
+        return "short" if num_tokens is not None and num_tokens < self._split_from else ""
 
     def _retries(self, *, prefill: bool = True) -> Retries:
         return Retries(self._order("prefill") if prefill else (), self._order("decode"), self._budget, self._metrics)
@@ -160,6 +174,11 @@ class Dispatcher:
         if answer.status >= HTTPStatus.BAD_REQUEST or answer.role == "prefill":
             attempt.settle(is_delivered=False)
         return answer
+
+    async def _ask_decode_alone(self, call: Call, retries: Retries, reason: str) -> Answer:
+        call.record.alone = reason
+        self._metrics.went_to_decode_alone(reason)
+        return await self._ask_alone("decode", call, retries)
 
     async def _ask_alone(self, role: Role, call: Call, retries: Retries) -> Answer:
         """Have an instance answer without a handoff: D, or P where its one token is all that the client wants."""
@@ -185,6 +204,7 @@ class Dispatcher:
             return error.role
         is_prefill = error.role == "prefill"
         if is_prefill and self._falls_back and retries.has("decode") and retries.allows_decode_alone_after(error):
+            call.record.alone = "no_prefill"
             self._metrics.fell_back()
             return "decode"
         return None

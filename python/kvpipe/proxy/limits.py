@@ -101,7 +101,7 @@ def exceeds(body: dict[str, Any], path: str, num_bytes: int, max_model_len: int)
     limit = output_limit(body, path) or 0
     if body.get("truncate_prompt_tokens") is not None:
         return limit > max_model_len
-    prompt = _token_ids(body.get("prompt"))
+    prompt = token_ids(body.get("prompt"))
     if prompt is not None:
         return len(prompt) + limit > max_model_len
     if limit >= max_model_len:
@@ -123,12 +123,12 @@ def num_tokens(answer: bytes) -> int | None:
     return count if type(count) is int else None
 
 
-def _is_number(value: object, least: int) -> bool:
-    return value is None or (type(value) is int and value >= least)
-
-
-def _token_ids(prompt: object) -> list[int] | None:
+def token_ids(prompt: object) -> list[int] | None:
     """The prompt as token ids, alone or as the only one of a batch; None if it is text."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
         prompt = prompt[0]
     return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else None
+
+
+def _is_number(value: object, least: int) -> bool:
+    return value is None or (type(value) is int and value >= least)

@@ -54,6 +54,9 @@ class Metrics:
         self._fallbacks = self._counter(
             "prefill_fallbacks", "Requests sent to decode alone because no prefill was left."
         )
+        self._alone = self._counter(
+            "decode_alone", "Requests sent to decode alone without asking prefill, by the reason.", "reason"
+        )
         about = "Time from a request's arrival to the first bytes of its stream."
         self._first_tokens = self._histogram("time_to_first_token_seconds", about, buckets=_FIRST_TOKEN_SECONDS)
         about = "Time between the events of a stream, each of which is about one token."
@@ -111,6 +114,10 @@ class Metrics:
     def fell_back(self) -> None:
         """Count a request that D gets alone because no P is left."""
         self._fallbacks.inc()
+
+    def went_to_decode_alone(self, reason: str) -> None:
+        """Count a request that D gets alone although there may be a P."""
+        self._alone.labels(reason).inc()
 
     def response(self) -> web.Response:
         """All metrics as an HTTP response."""

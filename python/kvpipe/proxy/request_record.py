@@ -48,6 +48,7 @@ class RequestRecord:
         outcome: how it ended; the default applies when the client leaves.
         status: HTTP status of the answer; 0 if none was sent.
         attempts: attempts in their order.
+        alone: why D gets the request alone; empty if it does not.
         prompt_tokens: tokens of the prompt, as P counted them.
         cached_tokens: of these, those in P's prefix cache.
         output_tokens: tokens of the answer.
@@ -60,6 +61,7 @@ class RequestRecord:
     outcome: str = "client_left"
     status: int = 0
     attempts: list[AttemptRecord] = field(default_factory=list)
+    alone: str = ""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
@@ -136,6 +138,7 @@ class RequestRecord:
             "prefill": last.prefill,
             "decode": last.decode,
             "attempts": len(self.attempts),
+            "alone": self.alone,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,

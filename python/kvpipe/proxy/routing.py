@@ -1,5 +1,6 @@
 """Selects instances for a request. Pure: no input or output, no clock."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +14,22 @@ class RoundRobin:
     """Gives each request the next instance, and the others after it in case that one fails.
 
     Instances that have just failed come last, so that they use up few retries.
+
+    Args:
+        instances: the instances.
+        num_partners: instances of the other role, which are taken in turn by the same requests. Two turns in step would
+            use two of the four pairs of 2 P and 2 D; with this argument all pairs are used alike.
     """
 
-    def __init__(self, instances: Sequence[Instance]) -> None:
+    def __init__(self, instances: Sequence[Instance], num_partners: int = 0) -> None:
         self._instances = tuple(instances)
-        self._next = 0
+        self._num_requests = 0
+        # Requests after which both turns are where they began.
+        self._period = math.lcm(len(self._instances), num_partners) if num_partners else math.inf
         self._failed_at_s: dict[Instance, float] = {}
 
     def __repr__(self) -> str:
-        return f"<RoundRobin next={self._instances[self._next].url} of {len(self._instances)}>"
+        return f"<RoundRobin next={self._instances[self._start()].url} of {len(self._instances)}>"
 
     def failed(self, instance: Instance, now_s: float) -> None:
         """Note that an instance has failed."""
@@ -29,10 +37,13 @@ class RoundRobin:
 
     def order(self, now_s: float) -> list[Instance]:
         """All instances, the next one first."""
-        start = self._next
-        self._next = (start + 1) % len(self._instances)
+        start = self._start()
+        self._num_requests += 1
         turn = [*self._instances[start:], *self._instances[:start]]
         return sorted(turn, key=lambda instance: self._is_avoided(instance, now_s))
+
+    def _start(self) -> int:
+        return (self._num_requests + int(self._num_requests // self._period)) % len(self._instances)
 
     def _is_avoided(self, instance: Instance, now_s: float) -> bool:
         return now_s - self._failed_at_s.get(instance, -_AVOIDED_S) < _AVOIDED_S
