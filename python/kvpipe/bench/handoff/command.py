@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpipe.bench import machine, timeline, trace
-from kvpipe.bench.handoff import model, report, run, samples
-from kvpipe.bench.handoff.servers import ServerPool
-from kvpipe.bench.handoff.subjects import DEFAULT_GROUPS, GROUPS, NIXL_ENV, Setting, unavailable_reason
+from kvpipe.bench.handoff import report, run, samples
+from kvpipe.bench.handoff.subjects import DEFAULT_GROUPS, GROUPS, Setting, unavailable_reason
+from kvpipe.bench.instances import model
+from kvpipe.bench.instances.servers import ServerPool
+from kvpipe.bench.instances.vllm import NIXL_ENV
 from kvpipe.bench.plot import require
 from kvpipe.exceptions import ConfigError
 
@@ -66,8 +68,8 @@ def main(args: argparse.Namespace) -> int:
     longest = max(num_tokens for num_tokens, _ in lengths)
     work = args.work.absolute()
     nixl = (args.nixl_threads, args.nixl_path.absolute())
-    setting = Setting(work, work / "model", args.omp_threads, args.step_tokens, *nixl, longest)
-    model.write_model(setting.model)
+    setting = Setting(work, args.omp_threads, args.step_tokens, *nixl, longest)
+    model.write_model(work / "model")
     setting.trace.unlink(missing_ok=True)
     facts = _facts(args)
     end_at = began_s + 60 * args.minutes
