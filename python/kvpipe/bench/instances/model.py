@@ -52,6 +52,17 @@ def dtype() -> str:
     return "bfloat16" if _BF16_FLAGS.intersection(cpu_flags()) else "float32"
 
 
+def weight_bytes(num_layers: int = NUM_LAYERS) -> int:
+    """Bytes of the weights: attention and MLP of each layer, and two embeddings."""
+    hidden = NUM_KV_HEADS * HEAD_DIM
+    num_weights = num_layers * (4 * hidden**2 + 3 * hidden * 2 * hidden) + 2 * VOCAB_SIZE * hidden
+    return num_weights * _value_bytes()
+
+
 def kv_bytes_per_token(num_layers: int = NUM_LAYERS) -> int:
     """Bytes of KV for a token: keys and values of all layers."""
-    return 2 * num_layers * NUM_KV_HEADS * HEAD_DIM * (2 if dtype() == "bfloat16" else 4)
+    return 2 * num_layers * NUM_KV_HEADS * HEAD_DIM * _value_bytes()
+
+
+def _value_bytes() -> int:
+    return 2 if dtype() == "bfloat16" else 4

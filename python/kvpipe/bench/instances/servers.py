@@ -67,7 +67,7 @@ class Server:
             SubjectError: The server has ended, or takes too long.
         """
         give_up_at = time.monotonic() + _START_WITHIN_S
-        while not self._is_healthy():
+        while not self.is_healthy():
             if self._process.poll() is not None or time.monotonic() > give_up_at:
                 raise SubjectError(self._last_lines("did not start"))
             time.sleep(0.5)
@@ -86,7 +86,8 @@ class Server:
         lines = self._log.read_text(errors="replace").splitlines()
         return "\n".join([f"{self.name} {what}; {self._log} ends with", *lines[-_TAIL_LINES:]])
 
-    def _is_healthy(self) -> bool:
+    def is_healthy(self) -> bool:
+        """Whether `/health` answers with 200."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=5)
         try:
             connection.request("GET", "/health")

