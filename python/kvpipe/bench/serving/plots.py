@@ -135,13 +135,14 @@ def draw_faults(path: Path, found: Findings) -> None:
         _scatter(ttft, points, color, label)
         longest = [(outcome.request.at_s, 1e3 * max(outcome.gaps_s)) for outcome in cell.outcomes if outcome.gaps_s]
         _scatter(gap, longest, color, label)
-        for outcome in cell.outcomes:
-            if outcome.error:
-                ttft.axvline(outcome.request.at_s, color="black", linewidth=0.8, linestyle=":")
     for name, samples in faults.leased.items():
         leased.step([at_s for at_s, _ in samples], [blocks for _, blocks in samples], label=name)
+    for axis in (ttft, gap):
+        axis.set_yscale("log")
     for axis in (ttft, gap, leased):
         _shade(axis, faults)
+    for outcome in (outcome for cell in found.cells for outcome in cell.outcomes if outcome.error):
+        ttft.axvline(outcome.request.at_s, color="black", linewidth=0.8, linestyle=":")
     ttft.set_ylabel("TTFT, ms; dotted: failed", fontsize=8)
     gap.set_ylabel("longest gap of a stream, ms", fontsize=8)
     leased.set_ylabel("leased blocks", fontsize=8)
@@ -154,7 +155,6 @@ def draw_faults(path: Path, found: Findings) -> None:
 
 def _scatter(axis: Any, points: Sequence[tuple[float, float]], color: str, label: str) -> None:
     axis.scatter([at for at, _ in points], [value for _, value in points], s=14, color=color, label=label)
-    axis.set_yscale("log")
 
 
 def _shade(axis: Any, faults: Faults) -> None:
