@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-_QUICK = {"only": "kvpipe,undivided-2048", "loads": "0.5", "rounds": 1, "minutes": 5.0, "idle_requests": 3}
+_QUICK = {"only": "kvpipe,undivided-2048", "loads": "0.5", "rounds": 1, "minutes": 5.0, "idle_requests": 3, "layers": 4}
+_LOADS, _FAULTS_LOAD = "0.25,0.5,0.75,0.9,1.1", "0.5"
 # Memory of an instance without weights and KV: three processes with torch.
 _PROCESSES_BYTES = 1_300_000_000
 
@@ -47,18 +48,19 @@ def run(args: argparse.Namespace) -> int:
     _check(args, names)
     model.write_model(setting.work / "model", args.layers)
     facts = _facts(args, wanted)
-    minutes = f"about {wanted.minutes:.0f} minutes" if wanted.num_requests is None else "a time that is told below"
-    _report(f"{', '.join(names)}: {minutes}; logs are in {setting.work}")
 
     def save(measured: Measured) -> None:
         if args.json:
             _write(args.json, report.as_json(_findings(facts, skipped, measured)))
 
     measurement = Measurement(wanted, setting, Progress(sys.stderr), _report, save)
+    _report(f"{', '.join(names)}: {measurement.estimate()}; logs are in {setting.work}")
     measured = measurement.measure_faults() if args.faults else measurement.measure()
     facts |= {"load_average_after": machine.load_average(), "minutes": round((time.monotonic() - began_s) / 60, 1)}
     _show(args, _findings(facts, skipped, measured))
-    return 0
+    if measured.error:
+        _report(f"ended early: {measured.error}")
+    return 1 if measured.error else 0
 
 
 def _report(text: str) -> None:
@@ -103,7 +105,7 @@ def _wanted(args: argparse.Namespace, names: Sequence[str]) -> Wanted:
         mix=Mix(prompt_tokens, output_tokens),
         seed=args.seed,
         rates=_numbers("--rates", args.rates) if args.rates else (),
-        loads=_numbers("--loads", args.loads)[: 1 if args.faults else None],
+        loads=_numbers("--loads", args.loads or (_FAULTS_LOAD if args.faults else _LOADS)),
         num_requests=args.requests,
         rounds=args.rounds,
         idle_requests=args.idle_requests,

@@ -21,14 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add = parser.add_argument
     add("--only", metavar="NAMES", help=f"subjects: {_NAMES}; default all")
-    add("--quick", action="store_true", help="kvpipe and undivided-2048 at one rate in one round: 5 minutes")
+    add(
+        "--quick",
+        action="store_true",
+        help="kvpipe and undivided-2048 with 4 layers, at one rate, in one round: 5 minutes",
+    )
     add("--faults", action="store_true", help="kvpipe alone, while instances are killed and restarted")
     workload = parser.add_argument_group("workload")
     add = workload.add_argument
     add("--mix", choices=MIXES, default="mixed", help="lengths of prompts and outputs; default mixed")
     add("--prompt-tokens", metavar="LO:HI", help="lengths of prompts, instead of the mix's")
     add("--output-tokens", metavar="LO:HI", help="lengths of outputs, instead of the mix's")
-    add("--loads", default="0.25,0.5,0.75,0.9,1.1", metavar="LIST", help="rates by undivided-2048's saturation")
+    shares = "default 0.25,0.5,0.75,0.9,1.1; with --faults 0.5 of kvpipe's own"
+    add("--loads", metavar="LIST", help=f"rates by undivided-2048's saturation; {shares}")
     add("--rates", metavar="LIST", help="rates in requests/s instead; no search for the saturation")
     add("--requests", type=int, metavar="N", help="of each subject, rate and round; default: what fits into --minutes")
     add("--minutes", type=float, default=100.0, help="time for everything; default 100")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvpipe.bench.instances.servers import ServerPool
+from kvpipe.bench.processes import SubjectError
 from kvpipe.bench.serving import plan, run
 from kvpipe.bench.serving.faults import Faults, FaultyRun
 from kvpipe.bench.serving.plan import Offer, Pace
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 # Two instances that start at once, with two cores.
 START_PAIR_S = 90.0
-TIMELINE_S = 60.0
+# Of a timeline, by the time of a request of the mix that is alone.
+TIMELINE_ANSWERS = 4
+# A request of the mix that is alone, as a guess before it is measured.
+ANSWER_S = 15.0
 NIXL_REQUESTS = 32
 _FAULTS_TIMES = 2
 
@@ -70,12 +74,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured."""
+    """What was measured; `error` is why it ended early."""
 
     slo: Slo | None
     cells: list[Cell]
     timelines: list[Timeline]
     faults: Faults | None = None
+    error: str = ""
 
 
 class Measurement:
@@ -103,11 +108,25 @@ class Measurement:
         self._cells: list[Cell] = []
         self._timelines: list[Timeline] = []
 
+    def estimate(self) -> str:
+        """How long it will take, as far as that is known before the machine's speed is."""
+        wanted = self._wanted
+        if wanted.num_requests is None:
+            return f"about {wanted.minutes:.0f} minutes"
+        if not wanted.rates:
+            return "a time that is told when the rates are known"
+        offers = [Offer(rate, wanted.num_requests) for rate in wanted.rates]
+        pairs_s = (START_PAIR_S + (wanted.idle_requests + wanted.has_timeline * TIMELINE_ANSWERS) * ANSWER_S) * len(
+            wanted.names
+        )
+        load_s = plan.total_s(offers, len(wanted.names) * wanted.rounds, Pace(max(wanted.rates), ANSWER_S))
+        return f"about {(pairs_s + load_s) / 60:.0f} minutes"
+
     def measure(self) -> Measured:
-        """Measures all subjects. What Ctrl-C interrupts keeps what was measured before.
+        """Measures all subjects. After Ctrl-C or an error, what was measured before is returned.
 
         Raises:
-            SubjectError: A server did not start, or does not answer.
+            SubjectError: A server did not start, or does not answer, and nothing was measured before.
         """
         wanted = self._wanted
         together = [name for name in wanted.names if name != "nixl"]
@@ -117,10 +136,10 @@ class Measurement:
                 offers = self._together(together)
             if "nixl" in wanted.names:
                 self._alone(offers)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SubjectError) as error:
             if not self._cells:
                 raise
-            self._report("interrupted: these are the figures so far")
+            return replace(self._measured(), error=str(error) or "interrupted")
         return self._measured()
 
     def measure_faults(self) -> Measured:
@@ -159,7 +178,7 @@ class Measurement:
             num_cells = len(running.names) * wanted.rounds
             left_s = self._end_at - time.monotonic()
             if wanted.has_timeline:
-                left_s -= TIMELINE_S * len(running.names)
+                left_s -= TIMELINE_ANSWERS * pace.answer_s * len(running.names)
             offers = self._offers(pace, num_cells, left_s)
             if wanted.has_timeline:
                 running.timeline()
@@ -170,8 +189,9 @@ class Measurement:
     def _rounds(self, running: Run, offers: Sequence[Offer]) -> None:
         for number in range(1, self._wanted.rounds + 1):
             began_s = time.monotonic()
-            running.load(offers, number)
-            self._save(self._measured())
+            for offer in offers:
+                running.load(offer, number)
+                self._save(self._measured())
             now_s = time.monotonic()
             has_time = now_s + 0.7 * (now_s - began_s) < self._end_at or self._wanted.num_requests is not None
             if number < self._wanted.rounds and not has_time:
@@ -215,7 +235,7 @@ class Measurement:
             running = self._start(pool, ["nixl"])
             running.idle(wanted.idle_requests)
             self._announce([offer], 1, Pace(offer.rate, running.answer_s("nixl")))
-            running.load([offer], 1)
+            running.load(offer, 1)
             self._progress.end()
 
 

@@ -48,13 +48,14 @@ def figures(outcomes: Sequence[Outcome], rate: float, slo: Slo | None, cpu_s: Ma
 
     Args:
         outcomes: All requests.
-        rate: Requests/s that were offered; infinite when all came at once.
+        rate: Requests/s that were offered; infinite when all came at once, 0 when they came one after the other.
         slo: Limits for goodput; without them there is none.
         cpu_s: CPU by part.
     """
     answered = [outcome for outcome in outcomes if not outcome.error]
     begun = [outcome for outcome in outcomes if outcome.chunks_s]
-    duration_s = max(outcome.end_s for outcome in outcomes) - min(outcome.request.at_s for outcome in outcomes)
+    ends_s = [outcome.end_s for outcome in outcomes]
+    duration_s = max(ends_s) if rate else sum(ends_s)
     found: Figures = {
         "num_requests": len(outcomes),
         "num_lost": sum(1 for outcome in outcomes if outcome.error and not outcome.chunks_s),

@@ -42,7 +42,9 @@ def text(found: Findings) -> str:
     phases = dict.fromkeys(row.phase for row in found.rows)
     for phase in phases:
         rows = [row for row in found.rows if row.phase == phase]
-        parts += [_latencies(phase, rows), _throughput(phase, rows), _cpu(phase, rows)]
+        parts.append(_latencies(phase, rows))
+        if phase != "idle":
+            parts += [_throughput(phase, rows), _cpu(phase, rows)]
     if found.timelines:
         parts.append(_timelines(found.timelines))
     if found.faults:

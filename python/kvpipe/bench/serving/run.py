@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SETTLE_S = 0.5
 # vLLM's readers spin for a second after each message; measurements begin after that.
 _QUIET_S = 1.2
-_NUM_WARM_UP, _WARM_UP_OUTPUT = 2, 4
+_NUM_WARM_UP, _WARM_UP_OUTPUT, _MOST_ATTEMPTS = 2, 4, 3
 BURST_REQUESTS = 24
 LONG_PROMPT_TOKENS = 2048
 # The stream of the timeline: prompt, tokens before the long prompt comes, all tokens.
@@ -125,12 +125,11 @@ class Run:
             if subject.name == name:
                 self._offer("burst", group, subject, workload, 1)
 
-    def load(self, offers: Sequence[Offer], number: int) -> None:
-        """Offers each rate to each subject: one round. Each begins with another group."""
-        for offer in offers:
-            workload = Workload.draw(self.seed, offer.rate, offer.num_requests, self.mix)
-            for group, subject in self._turns(number):
-                self._offer("load", group, subject, workload, number)
+    def load(self, offer: Offer, number: int) -> None:
+        """Offers a rate to each subject. Each round begins with another group."""
+        workload = Workload.draw(self.seed, offer.rate, offer.num_requests, self.mix)
+        for group, subject in self._turns(number):
+            self._offer("load", group, subject, workload, number)
 
     def timeline(self) -> None:
         """Measures a running stream while a long prompt arrives."""
@@ -220,17 +219,20 @@ class _Ready:
 
 
 def warm_up(group: Group, subject: Subject, use: str, num_tokens: int, limit_s: float) -> None:
-    """Sends a short request to each instance.
+    """Sends a short request to each instance, again where it fails.
 
     Raises:
         SubjectError: A server has ended, or does not answer.
     """
     for number in range(_NUM_WARM_UP):
-        prompt = random_prompt(num_tokens, f"warm up {subject.name} {use} {number}")
-        found = asyncio.run(generator.ask(subject.target, prompt, _WARM_UP_OUTPUT, limit_s, number))
-        for server in group.servers:
-            server.require_running()
-        if found.error:
+        for attempt in range(_MOST_ATTEMPTS):
+            prompt = random_prompt(num_tokens, f"warm up {subject.name} {use} {number} {attempt}")
+            found = asyncio.run(generator.ask(subject.target, prompt, _WARM_UP_OUTPUT, limit_s, number))
+            for server in group.servers:
+                server.require_running()
+            if not found.error:
+                break
+        else:
             message = f"{subject.name} does not answer: {found.error}"
             raise SubjectError(message)
 
