@@ -1,6 +1,6 @@
 # Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-e2e test-all test-gpu test-rdma test-ucx-1.13 fuzz asan mutants check faults soak bench bench-peers bench-handoff wheel clean
+.PHONY: help setup demo test test-slow test-e2e test-all test-gpu test-rdma test-ucx-1.13 fuzz asan mutants check faults soak bench bench-peers bench-handoff bench-serving wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,9 +65,15 @@ bench-peers: setup ## kvpipe beside NIXL, ucxx, Mooncake, gloo, ZeroMQ and ucx_p
 	@scripts/bench-peers
 	@.venv/bin/kvpipe bench peers
 
-bench-handoff: setup ## real vLLM through prefill and decode, beside NixlConnector and one instance; 45 minutes, 22 GB
-	@.venv/bin/uv pip install --quiet --python .venv/bin/python --target .cache/nixl --no-deps nixl nixl-cu12 || echo 'bench-handoff: without NIXL' >&2
+.PHONY: .cache/nixl
+.cache/nixl:
+	@.venv/bin/uv pip install --quiet --python .venv/bin/python --target $@ --no-deps nixl nixl-cu12 || echo 'benchmarks: without NIXL' >&2
+
+bench-handoff: setup .cache/nixl ## real vLLM through prefill and decode, beside NixlConnector and one instance; 45 minutes, 22 GB
 	@.venv/bin/kvpipe bench handoff
+
+bench-serving: setup .cache/nixl ## many requests at once to real vLLM, beside undivided instances and NixlConnector; 100 minutes, 20 GB
+	@.venv/bin/kvpipe bench serving
 
 wheel: ## one wheel for CPython 3.11 and newer on Linux with glibc 2.28 or newer, in dist/
 	@scripts/wheel

@@ -18,7 +18,8 @@ from kvpipe import _kvpipe
 from kvpipe.bench import timeline, trace
 from kvpipe.bench.handoff import command, report, run, samples, subjects
 from kvpipe.bench.handoff.client import CpuClock
-from kvpipe.bench.handoff.servers import Server, ServerPool, resumed
+from kvpipe.bench.instances import vllm
+from kvpipe.bench.instances.servers import Server, ServerPool, resumed
 from kvpipe.bench.trace import Event
 from kvpipe.exceptions import ConfigError
 
@@ -207,7 +208,7 @@ def test_without_memory_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nixl_is_left_out_with_the_reason_where_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(subjects.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(command.machine, "available_bytes", lambda: 100 * GIB)
     names, skipped = command._names(arguments(only="undivided,nixl", nixl_path=tmp_path))
     assert names == ["undivided"]

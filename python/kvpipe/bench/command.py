@@ -17,6 +17,7 @@ from kvpipe.bench.progress import Progress
 from kvpipe.bench.results import Findings, Row, rows_of
 from kvpipe.bench.run import Run
 from kvpipe.bench.scale import command as scale
+from kvpipe.bench.serving import command as serving
 from kvpipe.bench.subjects import DATA_PATHS
 from kvpipe.exceptions import ConfigError
 
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str]) -> int:
         return handoff.main(args)
     if args.benchmark == "scale":
         return scale.main(args)
+    if args.benchmark == "serving":
+        return serving.main(args)
     _check(args)
     old = report.read_json(args.compare) if args.compare else None
     found = _measure(BENCHMARKS[args.benchmark], args)
@@ -93,6 +96,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         )
     handoff.add_arguments(benchmarks.add_parser("handoff", help=handoff.SUMMARY, description=handoff.SUMMARY))
     scale.add_arguments(benchmarks.add_parser("scale", help=scale.SUMMARY, description=scale.SUMMARY))
+    serving.add_arguments(benchmarks.add_parser("serving", help=serving.SUMMARY, description=serving.SUMMARY))
     server = benchmarks.add_parser("serve", help="the other side of a benchmark between two hosts")
     server.add_argument("--listen", required=True, metavar="HOST:PORT", help="address for the other host")
     _add_token(server)

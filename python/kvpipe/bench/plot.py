@@ -71,13 +71,13 @@ def write(path: Path, rows: Sequence[Row], title: str) -> None:
 
 
 def save(drawing: Any, path: Path) -> None:
-    """Writes a figure as PNG.
+    """Writes a figure as SVG if the file is called so, else as PNG.
 
     Raises:
         ConfigError: The file cannot be written.
     """
     try:
-        drawing.savefig(path, format="png", dpi=130)
+        drawing.savefig(path, format="svg" if path.suffix == ".svg" else "png", dpi=130)
     except OSError as error:
         message = f"{path} cannot be written: {error.strerror}"
         raise ConfigError(message) from error

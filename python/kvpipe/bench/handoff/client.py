@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from kvpipe.bench.handoff.model import VOCAB_SIZE
+from kvpipe.bench.instances.model import VOCAB_SIZE
+from kvpipe.bench.instances.vllm import MODEL
 from kvpipe.bench.processes import SubjectError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvpipe.bench.handoff.servers import Server
+    from kvpipe.bench.instances.servers import Server
 
-MODEL = "m"
 OUTPUT_TOKENS = 4
 _LIMIT_S = 180
 _RESERVED_TOKENS = 10

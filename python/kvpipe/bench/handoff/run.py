@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from kvpipe.bench import trace
 from kvpipe.bench.handoff import client, samples
-from kvpipe.bench.handoff.servers import resumed
 from kvpipe.bench.handoff.subjects import GROUPS
+from kvpipe.bench.instances.servers import resumed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpipe.bench.handoff.servers import ServerPool
     from kvpipe.bench.handoff.subjects import Group, Setting, Subject, Times
+    from kvpipe.bench.instances.servers import ServerPool
 
 # For stopped processes to catch up with expired timers.
 _SETTLE_S = 0.5

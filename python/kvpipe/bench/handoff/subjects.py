@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
 import secrets
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpipe.bench.handoff import client
-from kvpipe.bench.handoff.model import dtype
+from kvpipe.bench.instances.vllm import (
+    BLOCK_SIZE,
+    TOKEN,
+    kvpipe_transfer,
+    nixl_env,
+    nixl_unavailable_reason,
+    start_instance,
+    start_proxy,
+)
 from kvpipe.control import ControlClient
 from kvpipe.launch.plan import free_ports
-from kvpipe.launch.spec import LOOPBACK, VLLM_COMMAND
+from kvpipe.launch.spec import LOOPBACK
 from kvpipe.transfer_params import produce
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from kvpipe.bench.handoff.servers import Server, ServerPool
+    from kvpipe.bench.instances.servers import Server, ServerPool
 
-TOKEN = "the token of the benchmark"  # noqa: S105 - of processes on loopback that end with this one
-# UCX's default segments of 8 KiB make TCP four times slower; with CMA the setting has no effect
-NIXL_ENV = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "1m"}
-# vLLM's default on CPUs
-_BLOCK_SIZE = 128
 # For blocks that prefill keeps for a consumer that never comes, and for the short requests before each measurement.
 _SPARE_TOKENS = 1024
 _DISPATCH = ("just-in-time", "sequential", "concurrent")
@@ -97,7 +96,6 @@ class Setting:
 
     Attributes:
         work: Folder of model, logs and trace.
-        model: Folder of the model.
         omp_threads: Of each worker.
         step_tokens: Most tokens of one step.
         nixl_threads: `num_threads` of NixlConnector.
@@ -106,7 +104,6 @@ class Setting:
     """
 
     work: Path
-    model: Path
     omp_threads: int
     step_tokens: int
     nixl_threads: int
@@ -120,27 +117,16 @@ class Setting:
 
     def start(self, pool: ServerPool, name: str, transfer: dict[str, Any] | None = None, **env: str) -> Server:
         """Starts an instance."""
-        (port,) = free_ports(1)
-        command = [*VLLM_COMMAND, "--model", str(self.model), "--host", LOOPBACK, "--port", str(port)]
-        command += ["--served-model-name", client.MODEL, "--load-format", "dummy", "--dtype", dtype()]
-        command += ["--max-num-batched-tokens", str(self.step_tokens), "--max-model-len", str(self.max_tokens + 64)]
         # All instances are in memory at once, and each allocates its KV cache at the start.
-        num_blocks = -(-(self.max_tokens + _SPARE_TOKENS) // _BLOCK_SIZE)
-        command += ["--block-size", str(_BLOCK_SIZE), "--num-gpu-blocks-override", str(num_blocks), "--enforce-eager"]
-        if transfer:
-            command += ["--kv-transfer-config", json.dumps(transfer)]
+        num_blocks = -(-(self.max_tokens + _SPARE_TOKENS) // BLOCK_SIZE)
+        args = ["--max-num-batched-tokens", str(self.step_tokens), "--max-model-len", str(self.max_tokens + 64)]
+        args += ["--num-gpu-blocks-override", str(num_blocks)]
         common = {
-            "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(self.omp_threads),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "KVPIPE_TOKEN": TOKEN,
             "KVPIPE_TRACE": str(self.trace),
         }
-        log = self.work / f"{name.replace(' ', '-')}.log"
-        return pool.start(name, f"http://{LOOPBACK}:{port}", command, common | env, log)
+        return start_instance(pool, self.work, name, args, transfer=transfer, env=common | env)
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -190,12 +176,7 @@ def kvpipe(name: str, **more: str) -> Callable[[ServerPool, Setting], Group]:
             setting.start(
                 pool,
                 f"{name} {part}",
-                {
-                    "kv_connector": "KVPipeConnector",
-                    "kv_connector_module_path": "kvpipe.connector",
-                    "kv_role": role,
-                    "kv_connector_extra_config": {"listen": control, **more},
-                },
+                kvpipe_transfer(role, control, **more),
             )
             for part, role, control in zip(("prefill", "decode"), ("kv_producer", "kv_consumer"), controls, strict=True)
         ]
@@ -226,16 +207,11 @@ def kvpipe(name: str, **more: str) -> Callable[[ServerPool, Setting], Group]:
 def _proxy(
     pool: ServerPool, setting: Setting, subject: str, servers: Sequence[Server], controls: Sequence[str]
 ) -> Server:
-    (port,) = free_ports(1)
-    dispatch = subject.rsplit(maxsplit=1)[-1]
-    command = [sys.executable, "-m", "kvpipe", "proxy", "--port", str(port), "--dispatch", dispatch]
-    for role, server, control in zip(("prefill", "decode"), servers, controls, strict=True):
-        command += [f"--{role}", f"{server.url},{control}"]
-    env = {"KVPIPE_TOKEN": TOKEN}
-    log = setting.work / f"proxy-{subject.replace(' ', '-')}.log"
-    proxy = pool.start(f"proxy {subject}", f"http://{LOOPBACK}:{port}", command, env, log)
-    proxy.until_healthy()
-    return proxy
+    instances = {
+        role: [pair] for role, pair in zip(("prefill", "decode"), zip(servers, controls, strict=True), strict=True)
+    }
+    options = ["--dispatch", subject.rsplit(maxsplit=1)[-1]]
+    return start_proxy(pool, setting.work, f"proxy {subject}", instances, options)
 
 
 # --- NixlConnector ----------------------------------------------------------------------------------------------
@@ -297,10 +273,7 @@ def nixl(mode: str) -> Callable[[ServerPool, Setting], Group]:
                     "kv_buffer_device": "cpu",
                     "kv_connector_extra_config": {"num_threads": setting.nixl_threads},
                 },
-                PYTHONPATH=os.pathsep.join(filter(None, [str(setting.nixl_path), os.environ.get("PYTHONPATH")])),
-                VLLM_NIXL_SIDE_CHANNEL_HOST=LOOPBACK,
-                VLLM_NIXL_SIDE_CHANNEL_PORT=str(port),
-                **NIXL_ENV,
+                **nixl_env(setting.nixl_path, port),
             )
             for part, role, port in zip(("prefill", "decode"), ("kv_producer", "kv_consumer"), ports, strict=True)
         ]
@@ -328,6 +301,4 @@ DEFAULT_GROUPS = ("undivided", "kvpipe", "nixl pull", "nixl push")
 
 def unavailable_reason(name: str, nixl_path: Path) -> str:
     """Why a group cannot run here; empty if it can."""
-    if not name.startswith("nixl") or (nixl_path / "nixl").is_dir() or importlib.util.find_spec("nixl"):
-        return ""
-    return f"nixl is not installed; pip install --no-deps --target {nixl_path} nixl nixl-cu12"
+    return nixl_unavailable_reason(nixl_path) if name.startswith("nixl") else ""

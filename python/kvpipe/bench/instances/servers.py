@@ -1,4 +1,4 @@
-"""The servers of the benchmark: starts them, stops them while others are measured, counts their CPU time."""
+"""The servers of a benchmark: starts them, stops them while others are measured, counts their CPU time."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _START_WITHIN_S = 600.0
 _END_WITHIN_S = 10.0
 _TAIL_LINES = 12
+_PARTS = {"Worker": "workers", "EngineCor": "EngineCores"}
 
 
 class Server:
@@ -36,13 +37,20 @@ class Server:
         self.name = name
         self.url = url
         self._log = log
-        with log.open("wb") as output:
+        self._command = list(command)
+        self._env = {**os.environ, **env}
+        log.unlink(missing_ok=True)
+        self.start()
+
+    def start(self) -> None:
+        """Starts its process, again if it has ended; the log of the process before stays."""
+        with self._log.open("ab") as output:
             self._process = subprocess.Popen(  # noqa: S603 - our own commands
-                list(command),
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **env},
+                env=self._env,
                 process_group=0,
             )
         self._members: list[int] = []
@@ -59,15 +67,27 @@ class Server:
             SubjectError: The server has ended, or takes too long.
         """
         give_up_at = time.monotonic() + _START_WITHIN_S
-        while not self._is_healthy():
+        while not self.is_healthy():
             if self._process.poll() is not None or time.monotonic() > give_up_at:
-                lines = self._log.read_text(errors="replace").splitlines()
-                message = "\n".join([f"{self.name} did not start; {self._log} ends with", *lines[-_TAIL_LINES:]])
-                raise SubjectError(message)
+                raise SubjectError(self._last_lines("did not start"))
             time.sleep(0.5)
         self._members = group_members(self.group)
 
-    def _is_healthy(self) -> bool:
+    def require_running(self) -> None:
+        """Checks that its first process has not ended.
+
+        Raises:
+            SubjectError: It has.
+        """
+        if self._process.poll() is not None:
+            raise SubjectError(self._last_lines("has ended"))
+
+    def _last_lines(self, what: str) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join([f"{self.name} {what}; {self._log} ends with", *lines[-_TAIL_LINES:]])
+
+    def is_healthy(self) -> bool:
+        """Whether `/health` answers with 200."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=5)
         try:
             connection.request("GET", "/health")
@@ -79,12 +99,18 @@ class Server:
 
     def cpu_s(self) -> float:
         """Seconds of CPU that all threads of its processes have used."""
-        # Linux's clock of another process: its id inverted, and CPUCLOCK_SCHED (2)
-        return sum(time.clock_gettime((~pid << 3) | 2) for pid in self._members)
+        return sum(map(_clock_s, self._members))
 
     def worker_cpu_s(self) -> float:
         """The same for its worker alone."""
-        return max(time.clock_gettime((~pid << 3) | 2) for pid in self._members if _is_worker(pid))
+        return max(_clock_s(pid) for pid in self._members if _part(pid) == "workers")
+
+    def cpu_s_by_part(self) -> dict[str, float]:
+        """The same for each part of a vLLM instance: `API servers`, `EngineCores`, `workers`."""
+        found: dict[str, float] = {}
+        for pid in self._members:
+            found[_part(pid)] = found.get(_part(pid), 0.0) + _clock_s(pid)
+        return found
 
     def signal(self, number: int) -> None:
         """Sends a signal to all its processes."""
@@ -100,9 +126,16 @@ class Server:
             time.sleep(0.05)
 
 
-def _is_worker(pid: int) -> bool:
-    with open(f"/proc/{pid}/comm") as name:  # noqa: PTH123 - a path of procfs
-        return "Worker" in name.read()
+def _clock_s(pid: int) -> float:
+    # Linux's clock of another process: its id inverted, and CPUCLOCK_SCHED (2)
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def _part(pid: int) -> str:
+    """The part of vLLM that a process is; Linux cuts its name after 15 characters."""
+    with open(f"/proc/{pid}/comm") as file:  # noqa: PTH123 - a path of procfs
+        name = file.read()
+    return next((part for word, part in _PARTS.items() if word in name), "API servers")
 
 
 class ServerPool:
@@ -127,6 +160,12 @@ class ServerPool:
         self._servers.append(server)
         self._watchdog.watch(server.group)
         return server
+
+    def restart(self, server: Server) -> None:
+        """Starts a server again that has been ended; the caller waits until it is healthy."""
+        self._watchdog.forget(server.group)
+        server.start()
+        self._watchdog.watch(server.group)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The model of the benchmark: 16 layers, 16 KV heads of 64, random weights made by vLLM."""
+"""The model of the benchmarks: 16 layers, 16 KV heads of 64, random weights made by vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 _SHOWN_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, num_layers: int = NUM_LAYERS) -> None:
     """Writes configuration and tokenizer. vLLM makes the weights from a seed (`--load-format dummy`)."""
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - installed with vLLM
     from transformers import LlamaConfig, PreTrainedTokenizerFast  # noqa: PLC0415
@@ -27,7 +27,7 @@ def write_model(folder: Path) -> None:
         vocab_size=VOCAB_SIZE,
         hidden_size=NUM_KV_HEADS * HEAD_DIM,
         intermediate_size=2 * NUM_KV_HEADS * HEAD_DIM,
-        num_hidden_layers=NUM_LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=NUM_KV_HEADS,
         num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
@@ -52,6 +52,17 @@ def dtype() -> str:
     return "bfloat16" if _BF16_FLAGS.intersection(cpu_flags()) else "float32"
 
 
-def kv_bytes_per_token() -> int:
+def weight_bytes(num_layers: int = NUM_LAYERS) -> int:
+    """Bytes of the weights: attention and MLP of each layer, and two embeddings."""
+    hidden = NUM_KV_HEADS * HEAD_DIM
+    num_weights = num_layers * (4 * hidden**2 + 3 * hidden * 2 * hidden) + 2 * VOCAB_SIZE * hidden
+    return num_weights * _value_bytes()
+
+
+def kv_bytes_per_token(num_layers: int = NUM_LAYERS) -> int:
     """Bytes of KV for a token: keys and values of all layers."""
-    return 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * (2 if dtype() == "bfloat16" else 4)
+    return 2 * num_layers * NUM_KV_HEADS * HEAD_DIM * _value_bytes()
+
+
+def _value_bytes() -> int:
+    return 2 if dtype() == "bfloat16" else 4

@@ -1,0 +1,1 @@
+"""Real vLLM instances for benchmarks: a model, servers, command lines."""

