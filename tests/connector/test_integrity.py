@@ -267,8 +267,15 @@ def computed_again(pair: Producing, request: Request, block_ids: list[int]) -> N
 
 
 LEASE_S = 0.05
-# What ends a handoff, and the length of a prompt that it ends: one of 300 tokens has two steps, one of 100 one.
-ENDS = {aborted: 300, preempted: 300, computed_again: 300, released: 100, lease_ended: 100}
+# What ends a handoff: its reason, and the length of a prompt that it ends. One of 300 tokens has two steps, one of 100
+# one.
+ENDS = {
+    aborted: ("the producer ended the request: FINISHED_ABORTED", 300),
+    preempted: ("the producer preempted the request", 300),
+    computed_again: ("the producer has to compute its blocks again", 300),
+    released: ("it was released", 100),
+    lease_ended: ("its lease ended before a consumer came", 100),
+}
 NUM_OF_EACH_OUTCOME = 10
 
 
@@ -276,16 +283,18 @@ NUM_OF_EACH_OUTCOME = 10
 def test_a_handoff_is_marked_as_ended_before_the_step_writes_into_its_blocks(
     end: Callable[[Producing, Request, list[int]], None], tiny_model: str
 ) -> None:
-    pair = Producing(tiny_model, lease_s=LEASE_S)
+    pair = Producing(tiny_model, lease_s=LEASE_S if end is lease_ended else 30)
     num_loaded, num_ended = 0, 0
     # It approaches the moment at which the producer's answer and the end of the handoff cross, from both sides.
     delay_s, deadline = 200e-6, time.monotonic() + 60
     while min(num_loaded, num_ended) < NUM_OF_EACH_OUTCOME:
         assert time.monotonic() < deadline, (num_loaded, num_ended, delay_s)
-        request, block_ids = pair.produce(ENDS[end])
+        reason, length = ENDS[end]
+        request, block_ids = pair.produce(length)
         announced = {name: layer[block_ids].clone() for name, layer in pair.source.items()}
         end(pair, request, block_ids)
         output = pair.schedule_end()
+        assert output.kv_connector_metadata.ended == [(pair.handoff, reason)]
         target = list(range(len(block_ids)))
         pair.load(target)
         spin(delay_s)
