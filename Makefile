@@ -41,7 +41,7 @@ fuzz: ## what reads bytes of peers, with libFuzzer and AddressSanitizer: each ta
 asan: setup ## the Rust tests of the UCX wrapper, the core and the fuzz harness under AddressSanitizer
 	@scripts/asan
 
-mutants: setup ## each guard of integrity broken in a copy of the core: does a test fail? NAMES= are some of them
+mutants: setup ## each guard of integrity broken in a copy of the code: does a test fail? NAMES= are some of them
 	@.venv/bin/python scripts/mutants $(NAMES)
 
 check: setup ## formatting, lints, types, stubs, dependency direction

@@ -1,10 +1,14 @@
-"""Agents of several processes that connect to one agent at one instant: `python bench/bench_crowd.py --agents 300`."""
+"""Agents of several processes that connect to one agent at one instant: `python bench/bench_crowd.py --agents 300`.
+
+With `--strangers 300`, as many connections of those who do not have the token come at the same instant.
+"""
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
 import os
+import socket
 import statistics
 import threading
 import time
@@ -14,9 +18,20 @@ from typing import Any
 
 from kvpipe import Agent, KVPipeError
 
+GARBAGE = b"GET / HTTP/1.1\r\n\r\n"
 
-def crowd(address: str, count: int, barrier: Barrier, results: Queue[Any]) -> None:
-    """One process: makes its agents, waits for the others, and has all of its agents connect."""
+
+def send_garbage(address: str, count: int) -> list[socket.socket]:
+    """Connects so often without the token; every other connection sends garbage, the others nothing."""
+    host, port = address.rsplit(":", 1)
+    strangers = [socket.create_connection((host, int(port))) for _ in range(count)]
+    for stranger in strangers[::2]:
+        stranger.send(GARBAGE)
+    return strangers
+
+
+def crowd(address: str, count: int, num_strangers: int, barrier: Barrier, results: Queue[Any]) -> None:
+    """One process: makes its agents, waits for the others, and has all of its agents and strangers connect."""
     agents = [Agent() for _ in range(count)]
     times: list[float] = []
     errors: list[str] = []
@@ -28,7 +43,9 @@ def crowd(address: str, count: int, barrier: Barrier, results: Queue[Any]) -> No
         except KVPipeError as error:
             errors.append(f"{type(error).__name__}: {error}")
 
+    strangers: list[socket.socket] = []
     threads = [threading.Thread(target=connect, args=(agent,)) for agent in agents]
+    threads.append(threading.Thread(target=lambda: strangers.extend(send_garbage(address, num_strangers))))
     barrier.wait()
     barrier.wait()
     begun_cpu = time.process_time()
@@ -38,18 +55,22 @@ def crowd(address: str, count: int, barrier: Barrier, results: Queue[Any]) -> No
         thread.join()
     results.put((times, errors, time.process_time() - begun_cpu))
     barrier.wait()
+    for stranger in strangers:
+        stranger.close()
 
 
 def main() -> None:
     """Prints how many got in and when, and what CPU time that took."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--agents", type=int, default=300)
+    parser.add_argument("--strangers", type=int, default=0, help="connections without the token; default 0")
     parser.add_argument("--processes", type=int, default=4)
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     barrier, results = spawn.Barrier(options.processes + 1), spawn.Queue()
     with Agent() as hub:
-        arguments = (hub.address, options.agents // options.processes, barrier, results)
+        counts = (options.agents // options.processes, options.strangers // options.processes)
+        arguments = (hub.address, *counts, barrier, results)
         processes = [spawn.Process(target=crowd, args=arguments) for _ in range(options.processes)]
         for process in processes:
             process.start()

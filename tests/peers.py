@@ -8,6 +8,7 @@ import contextlib
 import gc
 import json
 import logging
+import operator
 import os
 import random
 import select
@@ -357,14 +358,13 @@ def announce_handoffs(num_handoffs, block_bytes, address=LOOPBACK):
 
 
 def connect_many(count):
-    """Has many agents connect to an address at one instant."""
+    """Has many agents connect to an address at one instant, and then to the next one."""
     agents = [Agent() for _ in range(int(count))]
     say("ready")
-    address = sys.stdin.readline().strip()
     with ThreadPoolExecutor(len(agents)) as threads:
-        peers = list(threads.map(lambda agent: agent.connect(address), agents))
-    say(f"{len(peers)} connected")
-    wait_for_the_end()
+        for line in sys.stdin:
+            peers = list(threads.map(operator.methodcaller("connect", line.strip(), timeout=LIMIT_S), agents))
+            say(f"{len(peers)} connected")
 
 
 def drain_notifications(num_blocks, block_bytes, address=LOOPBACK):

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tomllib
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -16,10 +15,21 @@ from tests.peers import wait_until
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "scripts/mutants"
-LISTED = tomllib.loads((REPOSITORY / "scripts/mutants.toml").read_text())
-MUTANTS = [(file, mutant) for file, of_file in LISTED.items() for mutant in of_file]
 
-GUARDS = "guards.rs"
+
+def load_script():
+    loader = SourceFileLoader("mutants", str(SCRIPT))
+    script = sys.modules["mutants"] = module_from_spec(spec_from_loader("mutants", loader))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)
+        loader.exec_module(script)
+    return script
+
+
+mutants = load_script()
+MUTANTS = mutants.mutants()
+
+GUARDS, PYTHON_GUARDS = "guards.rs", "guards.py"
 # What stands in for cargo: code with `nonsense` does not compile.
 CARGO = """#!/bin/sh
 ! grep -q nonsense rust/core/src/guards.rs || exit 101
@@ -33,23 +43,40 @@ grep -q first rust/core/src/guards.rs && verdict=ok || verdict=FAILED
 echo "test guards::tests::the_first_guard_holds ... $verdict"
 [ $verdict = ok ]
 """
+# Those of Python: one needs the first guard, none the second.
+PYTHON_TESTS = """
+import runpy
+
+GUARDS = runpy.run_path("python/kvpipe/guards.py")
+
+def test_the_first_guard_holds():
+    assert GUARDS["first"]
+"""
 
 
-@pytest.mark.parametrize(("file", "mutant"), MUTANTS, ids=[mutant["name"] for _, mutant in MUTANTS])
-def test_each_mutant_breaks_one_place_of_the_code(file, mutant):
-    assert (REPOSITORY / "rust/core/src" / file).read_text().count(mutant["old"]) == 1
-    assert mutant["new"] != mutant["old"]
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_each_mutant_breaks_one_place_of_the_code(mutant):
+    assert mutant.num_places(REPOSITORY) == 1
+    assert mutant.new != mutant.old
+
+
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.is_python], ids=lambda mutant: mutant.name)
+def test_each_mutant_in_python_is_valid_and_names_tests_that_are_there(mutant):
+    text = (REPOSITORY / mutant.file).read_text()
+    compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
+    file, _, test = mutant.tests.partition("::")
+    assert f"def {test.partition('[')[0] or 'test_'}" in (REPOSITORY / file).read_text()
 
 
 def test_each_mutant_has_a_name_and_a_guard_of_its_own():
     for field in ("name", "guard"):
-        values = [mutant[field] for _, mutant in MUTANTS]
+        values = [getattr(mutant, field) for mutant in MUTANTS]
         assert sorted(set(values)) == sorted(values)
 
 
 @pytest.fixture
 def repository(tmp_path):
-    """One with three guards, and a cargo that needs no time."""
+    """One with three guards in Rust, with a cargo that needs no time, and two in Python."""
     return Repository(tmp_path)
 
 
@@ -64,18 +91,29 @@ class Repository:
         self.guards = self.root / "rust/core/src" / GUARDS
         self.guards.parent.mkdir(parents=True)
         self.guards.write_text("first\nsecond\nthird\n")
+        (self.root / "python/kvpipe").mkdir(parents=True)
+        (self.root / "python/kvpipe" / PYTHON_GUARDS).write_text("first = True\nsecond = True\n")
+        (self.root / "tests").mkdir()
+        (self.root / "tests/test_guards.py").write_text(PYTHON_TESTS)
         (self.root / "scripts").mkdir()
         shutil.copy(SCRIPT, self.root / "scripts")
         subprocess.run(["git", "init", "--quiet", self.root], check=True)
-        self.list()
+        self.list(*((guard, guard, "") for guard in ("first", "second", "third")))
+        python = [(f"python-{guard}", f"{guard} = True", f"{guard} = False") for guard in ("first", "second")]
+        self.list(*python, file=PYTHON_GUARDS, tests="tests/test_guards.py")
 
-    def list(self, *others):
-        """Has a mutant of each guard in the list, and these."""
-        mutants = [(guard, guard, "") for guard in ("first", "second", "third")]
-        for name, old, new, tests in [(*mutant, "guards")[:4] for mutant in [*mutants, *others]]:
-            fields = {"name": name, "guard": f"The {name} guard.", "old": old, "new": new, "tests": tests}
-            with (self.root / "scripts/mutants.toml").open("a") as file:
-                file.write(f'[["{GUARDS}"]]\n' + "".join(f"{key} = {value!r}\n" for key, value in fields.items()))
+    def list(self, *mutants, file=GUARDS, tests="guards"):
+        """Adds mutants of a file to the list, with a name, the old and the new text, and maybe other tests."""
+        for name, old, new, *others in mutants:
+            fields = {
+                "name": name,
+                "guard": f"The {name} guard.",
+                "old": old,
+                "new": new,
+                "tests": [tests, *others][-1],
+            }
+            with (self.root / "scripts/mutants.toml").open("a") as listed:
+                listed.write(f'[["{file}"]]\n' + "".join(f"{key} = {value!r}\n" for key, value in fields.items()))
 
     def begin(self, *names):
         environment = {"PATH": f"{self.bin}:{os.environ['PATH']}"}
@@ -97,6 +135,13 @@ def test_a_mutant_whose_test_fails_is_caught_by_it(repository):
     status, table, _ = repository.run("first")
     assert status == 0
     assert "| The first guard. | first | guards::tests::the_first_guard_holds |" in table
+
+
+def test_mutants_in_python_are_tried_with_pytest(repository):
+    status, table, _ = repository.run("python-first", "python-second")
+    assert status == 1
+    assert "| The python-first guard. | python-first | tests/test_guards.py::test_the_first_guard_holds |" in table
+    assert "| The python-second guard. | python-second | SURVIVED 1 tests |" in table
 
 
 def test_a_mutant_that_no_test_notices_fails_the_run_and_the_others_are_tried(repository):
@@ -153,11 +198,6 @@ def has_ended(pid):
 
 
 def test_tests_that_do_not_end_are_ended_and_have_caught_their_mutant(tmp_path, monkeypatch):
-    loader = SourceFileLoader("mutants", str(SCRIPT))
-    mutants = module_from_spec(spec_from_loader("mutants", loader))
-    monkeypatch.setitem(sys.modules, "mutants", mutants)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    loader.exec_module(mutants)
     monkeypatch.setattr(mutants, "TREE", tmp_path)
     ended = mutants.run(["sleep", "600"], 0.1)
     assert ended.status is None

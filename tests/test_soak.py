@@ -16,7 +16,7 @@ from tests.soak import __main__ as soak
 from tests.soak import healthy
 from tests.soak.actors import Round, begin
 from tests.soak.clock import Clock
-from tests.soak.healthy import HEALTHY, Hit, Pair, cancelled_loads, crowds, healthy_entries, healthy_tensors
+from tests.soak.healthy import DISTURBERS, HEALTHY, INTEGRITIES, Hit, Pair, healthy_entries, healthy_tensors
 from tests.soak.late import LATE, LateTensors, late_entries, late_tensors
 
 
@@ -53,16 +53,19 @@ def run(pair, actors, seconds):
     return shared
 
 
-def test_healthy_operations_beside_cancelled_loads_and_a_crowd_are_not_hit():
-    with memory_transport(), Pair() as pair:
-        shared = run(pair, (*HEALTHY, cancelled_loads, crowds), 1)
+@pytest.mark.parametrize("integrity", INTEGRITIES)
+def test_healthy_operations_beside_late_reads_cancelled_loads_and_a_crowd_are_not_hit(integrity):
+    with memory_transport(), Pair(integrity) as pair:
+        shared = run(pair, (*HEALTHY, *DISTURBERS), 1)
     assert shared.hits == []
     assert shared.counts["cancelled_loads"] > 0 < shared.counts["crowds"]
     assert shared.counts["healthy"] > 60, "those of the crowd, and others"
+    assert shared.counts["late_reads"] > 0
+    assert bool(shared.counts["validated_loads"]) == (integrity == "validate")
 
 
 @pytest.mark.parametrize("data_path", ["remote_read", "stream"])
-@pytest.mark.parametrize("integrity", ["checksum", "validate"])
+@pytest.mark.parametrize("integrity", INTEGRITIES)
 def test_healthy_operations_beside_late_tensors_and_entries_are_not_hit(data_path, integrity):
     with memory_transport(data_path), Pair(integrity) as pair:
         shared = run(pair, (*HEALTHY, *LATE), 2)
@@ -210,6 +213,16 @@ def test_a_soak_whose_healthy_operations_were_hit_says_which_and_fails(capsys):
     told = capsys.readouterr().out
     assert "hit: healthy_entries: the entry is lost" in told
     assert "healthy operations 2, hit by others 1" in told
+
+
+def test_a_soak_without_a_read_that_was_late_fails_after_enough_reads(capsys):
+    shared = {"counts": Counter(timely_reads=soak.NUM_READS - 1), "late": [], "times": {}, "hits": []}
+    assert soak._tell(shared, [], "nothing") == 0
+    shared["counts"]["timely_reads"] += 1
+    assert soak._tell(shared, [], "nothing") == 1
+    assert f"none of {soak.NUM_READS} reads was late" in capsys.readouterr().out
+    shared["counts"]["late_reads"] += 1
+    assert soak._tell(shared, [], "nothing") == 0
 
 
 def test_an_operation_that_is_late_or_tried_again_is_a_hit(monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -21,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvpipe.connector import integrity
+from kvpipe.connector import KVPipeConnector, integrity
 from kvpipe.connector.config import ConnectorConfig
 from kvpipe.connector.integrity import choose_integrity, objection_to_validate
 from kvpipe.connector.metadata import Load, StepMetadata
@@ -29,7 +30,7 @@ from kvpipe.connector.worker import WorkerRole
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import produce
-from tests.connector.engine import Engine, engine_config, new_id
+from tests.connector.engine import Engine, cache_config, engine_config, new_id
 from tests.connector.test_worker import BLOCKS, Pair, caches, received, sent, until
 
 pytestmark = pytest.mark.vllm
@@ -178,13 +179,18 @@ def test_a_consumer_that_wants_checksums_names_both_values_and_the_remedy() -> N
 
 
 class Producing(Validated):
-    """A pair whose producer is an engine's worker: vLLM's real scheduler gives it what each step begins with."""
+    """A pair whose producer is an engine: vLLM's real scheduler, and the connector with the hooks of a worker."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, model: str, lease_s: float = 30.0) -> None:
+        config = engine_config(model, integrity="validate", silence_s=5, lease_s=lease_s)
+        self.engine = Engine(config, BLOCKS)
+        self.connector = KVPipeConnector(config, KVConnectorRole.WORKER, cache_config(BLOCKS))
         super().__init__()
-        self.engine = engine
         self.invalid_block_ids: set[int] = set()
         self.num_requests = 0
+
+    def role(self, side: str, trace: str = "") -> WorkerRole:
+        return self.connector._worker if side == "producer" else super().role(side, trace)
 
     def add(self, length: int) -> Request:
         """Adds a request of this handoff. No prompt begins as one before, so that nothing is in the prefix cache."""
@@ -205,10 +211,11 @@ class Producing(Validated):
     def run(self, output: SchedulerOutput) -> StepMetadata:
         """A step as vLLM's worker runs it, and its report."""
         metadata: StepMetadata = output.kv_connector_metadata
-        self.producer.end_handoffs(metadata)
-        self.producer.begin_step(metadata)
-        self.producer.end_forward()
-        sending, invalid = self.producer.finished()[0], self.invalid_block_ids
+        self.connector.handle_preemptions(metadata)
+        self.connector.bind_connector_metadata(metadata)
+        self.connector.wait_for_save()
+        sending, invalid = self.connector.get_finished(output.finished_req_ids)[0], self.invalid_block_ids
+        self.connector.clear_connector_metadata()
         self.invalid_block_ids = set()
         self.engine.end(output, finished_sending=sending or None, invalid_block_ids=invalid)
         return metadata
@@ -260,8 +267,15 @@ def computed_again(pair: Producing, request: Request, block_ids: list[int]) -> N
 
 
 LEASE_S = 0.05
-# What ends a handoff, and the length of a prompt that it ends: one of 300 tokens has two steps, one of 100 one.
-ENDS = {aborted: 300, preempted: 300, computed_again: 300, released: 100, lease_ended: 100}
+# What ends a handoff: its reason, and the length of a prompt that it ends. One of 300 tokens has two steps, one of 100
+# one.
+ENDS = {
+    aborted: ("the producer ended the request: FINISHED_ABORTED", 300),
+    preempted: ("the producer preempted the request", 300),
+    computed_again: ("the producer has to compute its blocks again", 300),
+    released: ("it was released", 100),
+    lease_ended: ("its lease ended before a consumer came", 100),
+}
 NUM_OF_EACH_OUTCOME = 10
 
 
@@ -269,20 +283,22 @@ NUM_OF_EACH_OUTCOME = 10
 def test_a_handoff_is_marked_as_ended_before_the_step_writes_into_its_blocks(
     end: Callable[[Producing, Request, list[int]], None], tiny_model: str
 ) -> None:
-    pair = Producing(Engine(engine_config(tiny_model, lease_s=LEASE_S), BLOCKS))
+    pair = Producing(tiny_model, lease_s=LEASE_S if end is lease_ended else 30)
     num_loaded, num_ended = 0, 0
     # It approaches the moment at which the producer's answer and the end of the handoff cross, from both sides.
     delay_s, deadline = 200e-6, time.monotonic() + 60
     while min(num_loaded, num_ended) < NUM_OF_EACH_OUTCOME:
         assert time.monotonic() < deadline, (num_loaded, num_ended, delay_s)
-        request, block_ids = pair.produce(ENDS[end])
+        reason, length = ENDS[end]
+        request, block_ids = pair.produce(length)
         announced = {name: layer[block_ids].clone() for name, layer in pair.source.items()}
         end(pair, request, block_ids)
         output = pair.schedule_end()
+        assert output.kv_connector_metadata.ended == [(pair.handoff, reason)]
         target = list(range(len(block_ids)))
         pair.load(target)
         spin(delay_s)
-        pair.producer.end_handoffs(output.kv_connector_metadata)
+        pair.connector.handle_preemptions(output.kv_connector_metadata)
         for layer in pair.source.values():
             layer[block_ids] = torch.rand(())
         facts = outcome(pair)
@@ -299,7 +315,7 @@ def test_a_handoff_is_marked_as_ended_before_the_step_writes_into_its_blocks(
 
 
 def test_a_block_that_is_freed_after_another_consumers_load_is_invalid_to_a_slow_one(tiny_model: str) -> None:
-    pair = Producing(Engine(engine_config(tiny_model), BLOCKS))
+    pair = Producing(tiny_model)
     _, block_ids = pair.produce(100)
     slow, target = pair.role("slow"), caches()
     slow.register(target)
@@ -323,7 +339,7 @@ def test_a_block_that_is_freed_after_another_consumers_load_is_invalid_to_a_slow
 
 
 def test_of_the_children_of_one_request_the_first_has_the_handoff(tiny_model: str) -> None:
-    pair = Producing(Engine(engine_config(tiny_model), BLOCKS))
+    pair = Producing(tiny_model)
     first, block_ids = pair.produce(100)
     extra = {"kv_transfer_params": first.kv_transfer_params}
     sampling = SamplingParams(n=2, max_tokens=1, extra_args=extra)
@@ -343,7 +359,7 @@ def test_of_the_children_of_one_request_the_first_has_the_handoff(tiny_model: st
 
 
 def test_a_handoff_id_that_is_used_again_grants_nothing(tiny_model: str) -> None:
-    pair = Producing(Engine(engine_config(tiny_model), BLOCKS))
+    pair = Producing(tiny_model)
     _, block_ids = pair.produce(100)
     target = list(range(len(block_ids)))
     pair.load(target)

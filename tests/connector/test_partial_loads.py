@@ -347,6 +347,16 @@ def test_blocks_that_another_request_computes_in_this_step_are_announced_after_i
     assert announced(metadata.ready, handoff) == [(0, 4)]
 
 
+def test_a_block_that_a_step_fills_in_part_is_announced_by_the_step_that_completes_it(engine: Engine) -> None:
+    engine.add(prompt(100), max_tokens=1)
+    handoff = produce(engine, prompt(300, seed=2))
+    output, metadata = engine.step()
+    assert list(output.num_scheduled_tokens.values()) == [100, STEP_TOKENS - 100]
+    assert announced(metadata.ready, handoff) == [(0, (STEP_TOKENS - 100) // BLOCK)]
+    _, metadata = engine.step()
+    assert announced(metadata.ready, handoff) == [(4, 6)]
+
+
 def test_of_shared_blocks_those_before_the_step_are_announced_first(engine: Engine) -> None:
     engine.add(prompt(400), max_tokens=1)
     engine.step()

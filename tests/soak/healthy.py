@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpipe import KVPipeError, LookupBuffer, Pipe, _kvpipe
+from kvpipe import AuthenticationError, KVPipeError, LookupBuffer, Pipe, TransferTimeoutError, _kvpipe
 from kvpipe._transport import transport
 from kvpipe.work import Work
 from tests.peers import LOOPBACK, MIB
 from tests.soak.clock import Waits
+from tests.strangers import strangers
 
 DEADLINE_S = 20.0
 PAUSE_S = 0.005
@@ -26,7 +27,11 @@ PAUSE_S = 0.005
 # reads meanwhile.
 NUM_BLOCKS = 64
 READ, LOADED, CANCELLED, LATE, WRITTEN = range(8), range(8, 12), range(12, 16), range(16, 60), range(60, 64)
+# The longest deadline of a late read. Half of them have a quarter of it at most, so that some are late on any machine.
+LATEST_S = 0.05
 CROWD = 100
+# With the crowd, these are more than may prove the token at one time. Impostors have another token.
+NUM_STRANGERS, NUM_IMPOSTORS = 200, 10
 CAPACITY_BYTES = 32 * MIB
 HEALTHY_TOKEN = 1  # the first of each healthy entry
 INTEGRITIES = ("checksum", "validate")
@@ -51,8 +56,9 @@ class Pair:
     def __init__(self, integrity=INTEGRITIES[0]):
         self._numbers = itertools.count()
         self._ended, self._lock = {}, threading.Lock()
+        # The producer decides how blocks of handoffs are verified.
         (self.producer, self._leased, self.theirs), (self.consumer, self.region, self.ours) = (
-            self._open() for _ in range(2)
+            self._open(of_side) for of_side in (integrity, "auto")
         )
         self.theirs[:] = np.random.default_rng(0).integers(256, size=self.theirs.shape, dtype=np.uint8)
         self.is_validated = integrity == "validate"
@@ -69,8 +75,8 @@ class Pair:
         return receiver, Pipe.connect(receiver.address, integrity=integrity)
 
     @staticmethod
-    def _open():
-        agent = _kvpipe.Agent(LOOPBACK, b"", transport())
+    def _open(integrity):
+        agent = _kvpipe.Agent(LOOPBACK, b"", transport(), integrity=integrity)
         memory = np.zeros((NUM_BLOCKS, MIB), np.uint8)
         registered = agent.register("kv", memory.reshape(-1), MIB, MIB, is_writable=True)
         return agent, _result(registered), memory
@@ -169,6 +175,8 @@ def healthy_loads(_rng, shared):
         if end is None or end["event"] != "load_completed":
             return end and end["reason"]
         assert np.array_equal(pair.ours[blocks], pair.theirs[blocks]), "wrong bytes"
+        assert bool(end["num_validated"]) == pair.is_validated, f"{end['num_validated']} blocks were validated"
+        shared.goes_on("healthy_loads", validated_loads=pair.is_validated)
         return end["num_retried"] and f"{end['num_retried']} blocks were read twice"
 
     while healthy(shared, "healthy_loads", load):
@@ -229,19 +237,25 @@ def check_consumed(buffers, rng, tokens):
 
 
 def late_reads(rng, shared):
-    """Large reads that have 1 to 50 ms, and awaits of large reads that are cancelled."""
+    """Large reads that have 0 to 50 ms, and large reads of which nobody awaits the end after that."""
     pair = shared.pair
     while shared.goes_on("late_reads"):
-        late_s = rng.uniform(0.001, 0.05)
-        with contextlib.suppress(KVPipeError):  # theirs: they are late
-            if rng.randrange(2):
-                _result(pair.consumer.read(pair.plan(LATE, LATE), None, late_s))
-            else:
-                work = Work(pair.consumer.read(pair.plan(LATE, LATE), None, DEADLINE_S), int)
-                if not asyncio.run(_is_awaited(work, late_s)):
-                    # Its blocks are its own until it has ended.
-                    work.wait(DEADLINE_S)
-        shared.goes_on("late_reads", late_reads=1)
+        late_s, is_cancelled = LATEST_S * rng.random() ** 2, bool(rng.randrange(2))
+        read = pair.consumer.read(pair.plan(LATE, LATE), None, DEADLINE_S if is_cancelled else late_s)
+        work = Work(read, int)
+        is_late = not asyncio.run(_is_awaited(work, late_s)) if is_cancelled else _fails_late(work)
+        # Its blocks are its own until it has ended.
+        work.settled(DEADLINE_S)
+        shared.goes_on("late_reads", late_reads=is_late, timely_reads=not is_late)
+
+
+def _fails_late(work):
+    try:
+        work.wait(DEADLINE_S)
+    except TransferTimeoutError:
+        assert work.is_completed(), f"no end within {DEADLINE_S} s"
+        return True
+    return False
 
 
 async def _is_awaited(work, within_s):
@@ -264,17 +278,30 @@ def cancelled_loads(rng, shared):
 
 
 def crowds(rng, shared):
-    """Many agents connect at one instant, and leave again: each gets in."""
+    """Many agents connect at one instant, and leave again: each gets in, though strangers without the token do too."""
+    address = shared.pair.producer.address
     while shared.goes_on("crowds"):
         agents = [_kvpipe.Agent(LOOPBACK, b"", transport()) for _ in range(CROWD)]
-        connects = [agent.connect(shared.pair.producer.address) for agent in agents]
-        for connect in connects:
-            healthy(shared, "crowds", lambda connect=connect: _result(connect) and None)
+        impostors = [_kvpipe.Agent(LOOPBACK, b"another", transport()) for _ in range(NUM_IMPOSTORS)]
+        with strangers(address, NUM_STRANGERS):
+            refused = [impostor.connect(address) for impostor in impostors]
+            connects = [agent.connect(address) for agent in agents]
+            for connect in connects:
+                healthy(shared, "crowds", lambda connect=connect: _result(connect) and None)
+            for connect in refused:
+                _check_refused(connect)
+        agents += impostors
         rng.shuffle(agents)
         for agent in agents:
             agent.close()
         shared.goes_on("crowds", crowds=1)
         time.sleep(rng.uniform(0.5, 2))
+
+
+def _check_refused(connect):
+    with contextlib.suppress(AuthenticationError):
+        message = f"connected to {_result(connect).address} with another token"
+        raise AssertionError(message)
 
 
 HEALTHY = (healthy_blocks, healthy_loads, healthy_tensors, healthy_entries)
