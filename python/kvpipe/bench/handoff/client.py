@@ -16,7 +16,7 @@ from kvpipe.bench.instances.vllm import MODEL
 from kvpipe.bench.processes import SubjectError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from kvpipe.bench.instances.servers import Server
 
@@ -63,16 +63,29 @@ def stream(url: str, tokens: list[int], headers: Mapping[str, str] | None = None
     asked_s = time.monotonic()
     body = _body(tokens, {"max_tokens": OUTPUT_TOKENS, "stream": True, **more})
     response = _post(url, body, headers or {})
-    texts_s = []
-    for line in response:
-        if line.startswith(b"data: {"):
-            event = json.loads(line[6:])
-            if any(choice["text"] for choice in event.get("choices", ())):
-                texts_s.append(time.monotonic())
+    texts_s = list(_texts_s(response))
     if len(texts_s) < 2:  # noqa: PLR2004 - first and second token
         message = f"{url}: a stream of {len(texts_s)} pieces of text"
         raise SubjectError(message)
     return Streamed(asked_s, texts_s, dict(response.headers))
+
+
+def tokens_s(url: str, tokens: list[int], max_tokens: int) -> Iterator[float]:
+    """Yields the time of each piece of text of a stream as it comes; closing the iterator ends the stream.
+
+    Raises:
+        SubjectError: The answer is an error.
+    """
+    with _post(url, _body(tokens, {"max_tokens": max_tokens, "stream": True}), {}) as response:
+        yield from _texts_s(response)
+
+
+def _texts_s(response: http.client.HTTPResponse) -> Iterator[float]:
+    for line in response:
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            if any(choice["text"] for choice in event.get("choices", ())):
+                yield time.monotonic()
 
 
 def prefill(url: str, tokens: list[int], headers: Mapping[str, str] | None = None, **more: Any) -> dict[str, Any]:
