@@ -16,15 +16,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvpipe.bench import machine
-from kvpipe.bench.handoff import client, model
-from kvpipe.bench.handoff.servers import Server, ServerPool
-from kvpipe.bench.handoff.subjects import TOKEN, Setting
+from kvpipe.bench.handoff import client
+from kvpipe.bench.instances import model
+from kvpipe.bench.instances.servers import ServerPool
+from kvpipe.bench.instances.vllm import BLOCK_SIZE, TOKEN, kvpipe_transfer
+from kvpipe.bench.serving.subjects import Setting
 from kvpipe.control import ControlClient
 from kvpipe.launch.plan import free_ports
 from kvpipe.launch.spec import LOOPBACK
 from kvpipe.transfer_params import consume, produce
 
 BATCH = 8
+CHUNK = 2048
 LOST = (0, 1, 2, 4, 8)
 
 
@@ -33,22 +36,14 @@ class Pair:
 
     def __init__(self, pool: ServerPool, setting: Setting) -> None:
         self._controls = [f"{LOOPBACK}:{port}" for port in free_ports(2)]
+        roles = zip(("kv_producer", "kv_consumer"), self._controls, strict=True)
         self._servers = [
-            self._start(pool, setting, role, control, core)
-            for core, (role, control) in enumerate(zip(("kv_producer", "kv_consumer"), self._controls, strict=True))
+            setting.start(pool, role, place, CHUNK, transfer=kvpipe_transfer(role, control))
+            for place, (role, control) in enumerate(roles)
         ]
         for server in self._servers:
             server.until_healthy()
         self._control = ControlClient(TOKEN)
-
-    @staticmethod
-    def _start(pool: ServerPool, setting: Setting, role: str, control: str, core: int) -> Server:
-        transfer = {
-            "kv_connector": "KVPipeConnector",
-            "kv_role": role,
-            "kv_connector_extra_config": {"listen": control},
-        }
-        return setting.start(pool, role, transfer, VLLM_CPU_OMP_THREADS_BIND=str(core))
 
     def first_tokens_s(self, num_tokens: int, num_lost: int, seed: str) -> list[float]:
         """Seconds from asking decode to the first token of each request of a batch; the first ones lose their KV."""
@@ -78,8 +73,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     args = parser.parse_args()
     work = args.work.absolute()
-    setting = Setting(work, work / "model", 1, 2048, 4, Path(), BATCH * (args.tokens + 256))
-    model.write_model(setting.model)
+    model.write_model(work / "model")
+    num_blocks = BATCH * (args.tokens // BLOCK_SIZE + 2)
+    setting = Setting(work, args.tokens + 64, num_blocks, CHUNK, CHUNK, 1, Path(), 1, {})
     found: dict[int, list[list[float]]] = {num_lost: [] for num_lost in LOST}
     with ServerPool() as pool:
         pair = Pair(pool, setting)

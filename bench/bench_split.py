@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from kvpipe.bench import machine
-from kvpipe.bench.handoff import client, model
-from kvpipe.bench.handoff.servers import Server, ServerPool
-from kvpipe.bench.handoff.subjects import TOKEN, Setting
-from kvpipe.launch.plan import free_ports
-from kvpipe.launch.spec import LOOPBACK
+from kvpipe.bench.handoff import client
+from kvpipe.bench.instances import model
+from kvpipe.bench.instances.servers import ServerPool
+from kvpipe.bench.serving import subjects
+from kvpipe.bench.serving.subjects import Setting
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
 _STREAM_TOKENS = 1500
@@ -68,32 +68,6 @@ class Stream:
         return max(gaps, default=0.0)
 
 
-def start(pool: ServerPool, setting: Setting) -> tuple[Server, Server]:
-    """Starts prefill, decode and the proxy; returns decode and the proxy."""
-    controls = [f"{LOOPBACK}:{port}" for port in free_ports(2)]
-    roles = ("kv_producer", "kv_consumer")
-    instances = [
-        setting.start(
-            pool,
-            role,
-            {"kv_connector": "KVPipeConnector", "kv_role": role, "kv_connector_extra_config": {"listen": control}},
-            VLLM_CPU_OMP_THREADS_BIND=str(core),
-        )
-        for core, (role, control) in enumerate(zip(roles, controls, strict=True))
-    ]
-    for instance in instances:
-        instance.until_healthy()
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "kvpipe", "proxy", "--port", str(port)]
-    for role, instance, control in zip(("prefill", "decode"), instances, controls, strict=True):
-        command += [f"--{role}", f"{instance.url},{control}"]
-    proxy = pool.start(
-        "proxy", f"http://{LOOPBACK}:{port}", command, {"KVPIPE_TOKEN": TOKEN}, setting.work / "proxy.log"
-    )
-    proxy.until_healthy()
-    return instances[1], proxy
-
-
 def main() -> None:
     """Measures each length, split and on decode alone, in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -102,11 +76,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     args = parser.parse_args()
     work = args.work.absolute()
-    setting = Setting(work, work / "model", 1, 2048, 4, Path(), 4096)
-    model.write_model(setting.model)
+    model.write_model(work / "model")
+    setting = Setting(work, 2048, 48, 2048, 2048, 1, Path(), 1, {})
     with ServerPool() as pool:
-        decode, proxy = start(pool, setting)
-        urls = {"split": proxy.url, "decode alone": decode.url}
+        group = subjects.start(pool, setting, ["kvpipe"])
+        (decode,) = group.instances["decode"]
+        urls = {"split": group.proxies["kvpipe"].url, "decode alone": decode.url}
         for length in LENGTHS:  # the lead is learned, and shapes are warm
             for url in urls.values():
                 client.stream(url, client.prompt(length, f"warm-up {length} {url}"))
