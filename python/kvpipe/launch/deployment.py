@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _HEALTH_INTERVAL_S = 0.2
 _HEALTH_TIMEOUT_S = 5.0
-_PROGRESS_INTERVAL_S = 5.0
+_PROGRESS_INTERVAL_S = 15.0
 
 
 class Deployment:
