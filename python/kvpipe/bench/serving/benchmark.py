@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _QUICK = {"only": "kvpipe,undivided-2048", "loads": "0.5", "rounds": 1, "minutes": 5.0, "idle_requests": 3, "layers": 4}
 _LOADS, _FAULTS_LOAD = "0.25,0.5,0.75,0.9,1.1", "0.5"
-# Memory of an instance without weights and KV: three processes with torch.
-_PROCESSES_BYTES = 1_300_000_000
+# Memory of an instance without weights and KV: three processes with torch, and a step of 2,048 tokens.
+_PROCESSES_BYTES = 1_750_000_000
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import argparse
 
 SUMMARY = "many requests at once to real vLLM: TTFT, ITL and goodput, beside undivided instances and NixlConnector"
+# 64 KiB of KV a token, with which eight instances fit into 24 GB.
+_LAYERS = {"bfloat16": model.NUM_LAYERS, "float32": model.NUM_LAYERS // 2}
 _NAMES = "kvpipe, kvpipe-late (without early token), undivided-2048, undivided-512, undivided-128 (chunks), nixl"
 
 
@@ -47,8 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-timeline", action="store_true", help="no stream beside a long prompt")
     instances = parser.add_argument_group("instances")
     add = instances.add_argument
-    add("--layers", type=int, default=model.NUM_LAYERS, metavar="N", help=f"of the model; default {model.NUM_LAYERS}")
-    add("--kv-blocks", type=int, default=48, metavar="N", help=f"of {BLOCK_SIZE} tokens, each instance; default 48")
+    layers = f"of the model; default {_LAYERS['bfloat16']} in bfloat16, {_LAYERS['float32']} in float32"
+    add("--layers", type=int, default=_LAYERS[model.dtype()], metavar="N", help=layers)
+    add("--kv-blocks", type=int, default=64, metavar="N", help=f"of {BLOCK_SIZE} tokens, each instance; default 64")
     add("--prefill-chunk", type=int, default=2048, metavar="N", help="most tokens of a step of P; default 2048")
     add("--decode-chunk", type=int, default=2048, metavar="N", help="most tokens of a step of D; default 2048")
     add("--instances", type=int, metavar="N", help="of kvpipe's P and of its D; default 1, with --faults 2")

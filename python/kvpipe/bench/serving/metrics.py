@@ -63,7 +63,7 @@ def figures(outcomes: Sequence[Outcome], rate: float, slo: Slo | None, cpu_s: Ma
         "duration_s": duration_s,
         "requests_per_s": len(answered) / duration_s,
         "tokens_per_s": sum(outcome.num_output for outcome in answered) / duration_s,
-        **quantiles("ttft", [outcome.chunks_s[0] - outcome.request.at_s for outcome in begun]),
+        **quantiles("ttft", [outcome.ttft_s for outcome in begun if outcome.ttft_s is not None]),
         **quantiles("second", [gap for outcome in begun for gap in outcome.gaps_s[:1]]),
         **quantiles("itl", [gap for outcome in begun for gap in outcome.gaps_s]),
         **quantiles("later", [gap for outcome in begun for gap in outcome.gaps_s[1:]]),

@@ -51,7 +51,7 @@ def draw_load(path: Path, found: Findings) -> None:
             axis.plot([0, rates[-1]], [0, rates[-1]], color="black", linewidth=0.8, linestyle=":", label="all requests")
             axis.set_ylim(0, 1.05 * rates[-1])
         elif rows:
-            axis.set_yscale("log")
+            _log(axis)
             _limit(axis, found, name)
     if rows:
         drawing.axes[-1].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
@@ -77,6 +77,14 @@ def _line(axis: Any, rows: Sequence[Row], name: str) -> None:
     )
     known = [[figures[name] for figures in row.rounds if name in figures] for row in rows]
     axis.fill_between(rates, list(map(min, known)), list(map(max, known)), color=color, alpha=0.12, linewidth=0)
+
+
+def _log(axis: Any) -> None:
+    """Makes the y axis logarithmic, with plain numbers at its ticks."""
+    mpl, _ = matplotlib()
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(mpl.ticker.LogFormatter())
+    axis.yaxis.set_minor_formatter(mpl.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def _limit(axis: Any, found: Findings, name: str) -> None:
@@ -110,7 +118,7 @@ def _gaps(axis: Any, timeline: Timeline) -> None:
     )
     axis.axvline(0, color="black", linewidth=0.9, linestyle=":", label="the prompt is sent")
     axis.axvline(timeline.first_s, color="black", linewidth=0.9, linestyle="--", label="its first token")
-    axis.set_yscale("log")
+    _log(axis)
     axis.set_ylim(bottom=10)
     axis.set_ylabel(timeline.subject, fontsize=8)
     axis.grid(alpha=0.3)
@@ -138,7 +146,7 @@ def draw_faults(path: Path, found: Findings) -> None:
     for name, samples in faults.leased.items():
         leased.step([at_s for at_s, _ in samples], [blocks for _, blocks in samples], label=name)
     for axis in (ttft, gap):
-        axis.set_yscale("log")
+        _log(axis)
     for axis in (ttft, gap, leased):
         _shade(axis, faults)
     for outcome in (outcome for cell in found.cells for outcome in cell.outcomes if outcome.error):
