@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use super::index::Index;
 use super::{LookupInfo, LookupQuery};
-use crate::earliest::Earliest;
 use crate::error::{Error, Result};
+use crate::reactor::Timers;
 
 /// Names an insert, the entry that it becomes, or a select. Tickets grow, so they order entries by age.
 pub(crate) type Ticket = u64;
@@ -35,14 +35,12 @@ struct Entry<C> {
 struct WaitingInsert<I> {
     ticket: Ticket,
     num_bytes: u64,
-    deadline: Option<Instant>,
     insert: I,
 }
 
 #[derive(Debug)]
 struct WaitingSelect<S> {
     query: LookupQuery,
-    deadline: Option<Instant>,
     select: S,
 }
 
@@ -62,7 +60,8 @@ pub(super) struct Store<C, I, S> {
     /// In the order of their calls: small inserts never overtake a large one.
     inserts: VecDeque<WaitingInsert<I>>,
     selects: BTreeMap<Ticket, WaitingSelect<S>>,
-    deadlines: Earliest,
+    /// Of the inserts and selects that wait.
+    deadlines: Timers<Ticket>,
     actions: VecDeque<StoreAction<C, I, S>>,
     num_inserted: u64,
     /// The server counts an entry when its client has it, before [`settle`](Self::settle).
@@ -80,6 +79,7 @@ impl<C: Clone, I, S> Store<C, I, S> {
             ("reserved entries", self.reserved.len()),
             ("waiting inserts", self.inserts.len()),
             ("waiting selects", self.selects.len()),
+            ("deadlines of the store", self.deadlines.len()),
             ("store actions", self.actions.len()),
         ]
     }
@@ -95,7 +95,7 @@ impl<C: Clone, I, S> Store<C, I, S> {
             reserved: HashMap::new(),
             inserts: VecDeque::new(),
             selects: BTreeMap::new(),
-            deadlines: Earliest::default(),
+            deadlines: Timers::default(),
             actions: VecDeque::new(),
             num_inserted: 0,
             num_consumed: 0,
@@ -129,14 +129,11 @@ impl<C: Clone, I, S> Store<C, I, S> {
         self.inserts.push_back(WaitingInsert {
             ticket,
             num_bytes,
-            deadline,
             insert,
         });
+        self.set_deadline(ticket, deadline);
         self.grant();
-        if !self.inserts.is_empty() {
-            self.deadlines.add(deadline);
-            self.expire(now);
-        }
+        self.expire(now);
         Ok(ticket)
     }
 
@@ -146,6 +143,7 @@ impl<C: Clone, I, S> Store<C, I, S> {
             && first.num_bytes <= self.capacity_bytes - self.num_bytes
             && let Some(first) = self.inserts.pop_front()
         {
+            self.deadlines.cancel(first.ticket);
             self.num_bytes += first.num_bytes;
             self.reserved.insert(first.ticket, first.num_bytes);
             let granted = StoreAction::Insert(first.insert, Ok(first.ticket));
@@ -171,7 +169,7 @@ impl<C: Clone, I, S> Store<C, I, S> {
         let mut selects = self.selects.iter();
         let waiting = selects.find(|(_, waiting)| waiting.query.matches(&entry.tokens));
         let first = waiting.map(|(select, _)| *select);
-        if let Some(waiting) = first.and_then(|select| self.selects.remove(&select)) {
+        if let Some(waiting) = first.and_then(|select| self.remove_select(select)) {
             return self.lease(waiting.select, ticket, entry);
         }
         entry.tokens = self.index.insert(entry.tokens, ticket);
@@ -204,26 +202,38 @@ impl<C: Clone, I, S> Store<C, I, S> {
             self.lease(select, found, entry);
             return ticket;
         }
-        let waiting = WaitingSelect {
-            query,
-            deadline,
-            select,
-        };
-        self.selects.insert(ticket, waiting);
-        self.deadlines.add(deadline);
+        self.selects.insert(ticket, WaitingSelect { query, select });
+        self.set_deadline(ticket, deadline);
         self.expire(now);
         ticket
     }
 
+    fn set_deadline(&mut self, ticket: Ticket, deadline: Option<Instant>) {
+        if let Some(deadline) = deadline {
+            self.deadlines.set(ticket, deadline);
+        }
+    }
+
+    fn remove_insert(&mut self, ticket: Ticket) -> Option<WaitingInsert<I>> {
+        self.deadlines.cancel(ticket);
+        let at = self
+            .inserts
+            .binary_search_by_key(&ticket, |waiting| waiting.ticket);
+        self.inserts.remove(at.ok()?)
+    }
+
+    fn remove_select(&mut self, ticket: Ticket) -> Option<WaitingSelect<S>> {
+        self.deadlines.cancel(ticket);
+        self.selects.remove(&ticket)
+    }
+
     /// Forgets an insert or a select that waits; whether there was one.
     pub(super) fn cancel(&mut self, ticket: Ticket) -> bool {
-        let inserts = &mut self.inserts;
-        if let Ok(at) = inserts.binary_search_by_key(&ticket, |waiting| waiting.ticket) {
-            inserts.remove(at);
+        if self.remove_insert(ticket).is_some() {
             self.grant();
             return true;
         }
-        self.selects.remove(&ticket).is_some()
+        self.remove_select(ticket).is_some()
     }
 
     /// Forgets what waits under this ticket, frees the space of a granted insert, or returns a leased entry to its old place.
@@ -254,40 +264,25 @@ impl<C: Clone, I, S> Store<C, I, S> {
 
     /// Ends inserts and selects whose deadline has passed.
     pub(super) fn expire(&mut self, now: Instant) {
-        if !self.deadlines.take_if_past(now) {
-            return;
-        }
-        let is_late = |deadline: Option<Instant>| deadline.is_some_and(|at| at <= now);
-        let inserts = std::mem::take(&mut self.inserts).into_iter();
-        let (late, kept): (VecDeque<_>, _) = inserts.partition(|waiting| is_late(waiting.deadline));
-        self.inserts = kept;
-        for late in late {
-            let full = Error::Exhausted(format!(
-                "no place for {} bytes in time: {} of {} are taken; nothing was inserted, the buffer is usable",
-                late.num_bytes, self.num_bytes, self.capacity_bytes
-            ));
-            let refused = StoreAction::Insert(late.insert, Err(full));
-            self.actions.push_back(refused);
-        }
-        let late = self.selects.iter();
-        let late = late.filter(|(_, waiting)| is_late(waiting.deadline));
-        for ticket in late.map(|(ticket, _)| *ticket).collect::<Vec<_>>() {
-            if let Some(WaitingSelect { select, .. }) = self.selects.remove(&ticket) {
-                self.actions.push_back(StoreAction::Select(select, None));
+        while let Some(ticket) = self.deadlines.pop_expired(now) {
+            if let Some(late) = self.remove_insert(ticket) {
+                let full = Error::Exhausted(format!(
+                    "no place for {} bytes in time: {} of {} are taken; nothing was inserted, the buffer is usable",
+                    late.num_bytes, self.num_bytes, self.capacity_bytes
+                ));
+                let refused = StoreAction::Insert(late.insert, Err(full));
+                self.actions.push_back(refused);
+                self.grant();
+            } else if let Some(late) = self.remove_select(ticket) {
+                self.actions
+                    .push_back(StoreAction::Select(late.select, None));
             }
         }
-        for waiting in &self.inserts {
-            self.deadlines.add(waiting.deadline);
-        }
-        for waiting in self.selects.values() {
-            self.deadlines.add(waiting.deadline);
-        }
-        self.grant();
     }
 
     /// When to call [`expire`](Self::expire).
-    pub(super) fn next_deadline(&self) -> Option<Instant> {
-        self.deadlines.at()
+    pub(super) fn next_deadline(&mut self) -> Option<Instant> {
+        self.deadlines.next()
     }
 
     pub(super) fn next_action(&mut self) -> Option<StoreAction<C, I, S>> {
