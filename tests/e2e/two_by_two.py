@@ -19,6 +19,8 @@ COMMAND = (
     *(sys.executable, "-m", "kvpipe", "up", "--prefill", "2", "--decode", "2", "--undivided"),
     *("--port", "0", "--block-size", "32", "--omp-threads", "1"),
 )
+# 128 MiB of KV each: without it a worker touches 1 GiB, and five instances take 5 GB more.
+SMALL = ("--num-gpu-blocks-override", "1024")
 STATE = re.compile(
     r"^kvpipe up: (\S+)  +(starting|healthy|ended)[\w ]*?  +http://127\.0\.0\.1:(\d+)(?:  +control (\S+))?",
     re.MULTILINE,
@@ -100,7 +102,7 @@ def two_by_two() -> Iterator[TwoByTwo]:
     folder = LOGS / "two-by-two"
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "up.log"
-    command = [*COMMAND, tiny_model(), "--", *COMMON, *ROOMY]
+    command = [*COMMAND, tiny_model(), "--", *COMMON, *ROOMY, *SMALL]
     with log.open("w") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"KVPIPE_TOKEN": TOKEN}
