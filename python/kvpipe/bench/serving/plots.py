@@ -135,7 +135,8 @@ def draw_faults(path: Path, found: Findings) -> None:
     assert faults is not None  # noqa: S101 - for mypy: the caller has looked
     drawing = figure.Figure(figsize=(10, 6), layout="constrained")
     ttft, gap, leased = drawing.subplots(3, 1, sharex=True)
-    for cell in found.cells:
+    cells = [cell for cell in found.cells if cell.phase in ("load", "faults")]
+    for cell in cells:
         label, color = ("with faults", "tab:red") if cell.phase == "faults" else ("without", "tab:blue")
         points = [
             (outcome.request.at_s, 1e3 * outcome.ttft_s) for outcome in cell.outcomes if outcome.ttft_s is not None
@@ -148,8 +149,8 @@ def draw_faults(path: Path, found: Findings) -> None:
     for axis in (ttft, gap):
         _log(axis)
     for axis in (ttft, gap, leased):
-        _shade(axis, faults)
-    for outcome in (outcome for cell in found.cells for outcome in cell.outcomes if outcome.error):
+        _shade(axis, faults, max(outcome.end_s for outcome in cells[-1].outcomes))
+    for outcome in (outcome for cell in cells for outcome in cell.outcomes if outcome.error):
         ttft.axvline(outcome.request.at_s, color="black", linewidth=0.8, linestyle=":")
     ttft.set_ylabel("TTFT, ms; dotted: failed", fontsize=8)
     gap.set_ylabel("longest gap of a stream, ms", fontsize=8)
@@ -165,10 +166,9 @@ def _scatter(axis: Any, points: Sequence[tuple[float, float]], color: str, label
     axis.scatter([at for at, _ in points], [value for _, value in points], s=14, color=color, label=label)
 
 
-def _shade(axis: Any, faults: Faults) -> None:
-    end_s = axis.get_xlim()[1]
+def _shade(axis: Any, faults: Faults, end_s: float) -> None:
     for fault in faults.faults:
-        axis.axvspan(fault.killed_s, fault.back_s or end_s, color="lightgray", alpha=0.6, linewidth=0)
+        axis.axvspan(fault.killed_s, fault.back_s or end_s, color="lightgray", alpha=0.6, linewidth=0, zorder=0)
 
 
 def _title(found: Findings) -> str:
