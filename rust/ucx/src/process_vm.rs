@@ -123,7 +123,11 @@ impl ProcessVmReader {
             from: address,
             len,
         };
-        let other = || format!("process {pid} here is not the peer: {SAME_PID_NAMESPACE}");
+        let other = || {
+            format!(
+                "process {pid} here is not the peer, or the peer has given up meanwhile; if this repeats, {SAME_PID_NAMESPACE}"
+            )
+        };
         match found.read(&read, &[piece]) {
             Ok(()) if read.bytes(0, len).is_some_and(is_proof) => Ok(found),
             Ok(()) => refused(other()),

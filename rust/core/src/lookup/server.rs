@@ -243,8 +243,12 @@ impl Service for LookupServer {
             let _ = self.change(|state| state.store.expire(clock::now()));
             self.advance(cx);
         }
-        let idle = self.tensors.pool.expire(cx.now());
-        self.shared.next_deadline().into_iter().chain(idle).min()
+        let deadlines = [
+            self.tensors.pool.expire(cx.now()),
+            self.shared.pool.expire(cx.now()),
+            self.shared.next_deadline(),
+        ];
+        deadlines.into_iter().flatten().min()
     }
 
     #[cfg(test)]
@@ -254,6 +258,7 @@ impl Service for LookupServer {
             ("clients", self.clients.len()),
             ("client inserts", of_clients(|it| it.inserts.len())),
             ("client selects", of_clients(|it| it.selects.len())),
+            ("pooled buffers", self.shared.pool.len()),
         ];
         sizes.extend(self.change(|state| state.sizes()).unwrap_or_default());
         sizes.extend(self.tensors.sizes());

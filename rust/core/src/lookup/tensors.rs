@@ -71,6 +71,7 @@ impl Tensors {
             ("described tensors", of_sessions(|it| it.waiting.len())),
             ("queued tensors", of_sessions(|it| it.queue.len())),
             ("arrived entries", self.arrived.len()),
+            ("pooled memory", self.pool.len()),
         ];
         sizes.extend(self.engine.sizes());
         sizes

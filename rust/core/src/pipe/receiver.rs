@@ -303,6 +303,7 @@ impl Service for Receiver {
             ("receives", self.receives.len()),
             ("large receives", self.large_receives.len()),
             ("unacknowledged tensors", self.unacknowledged.len()),
+            ("pooled memory", self.pool.len()),
         ];
         sizes.extend(self.engine.sizes());
         sizes

@@ -80,6 +80,16 @@ impl<C> CommandReceiver<C> {
 
 #[cfg(test)]
 impl<C> CommandReceiver<C> {
+    /// How many wait; nobody sends meanwhile.
+    pub(crate) fn len(&self) -> usize {
+        let waiting: Vec<_> = self.receiver.try_iter().collect();
+        let len = waiting.len();
+        for command in waiting {
+            drop(self.sender.send(command));
+        }
+        len
+    }
+
     /// The end of a queue without a reactor, and what sends to it.
     pub(crate) fn manual() -> (impl Fn(C), Self) {
         let (sender, receiver) = channel();

@@ -59,6 +59,12 @@ impl Connection {
         })
     }
 
+    /// How many bytes of frames the socket has not accepted.
+    #[cfg(test)]
+    pub(super) fn num_unsent(&self) -> usize {
+        self.unsent.len()
+    }
+
     /// Sends a frame; what the socket does not take now is sent by [`flush`](Self::flush).
     pub(super) fn send(&mut self, frame: &[u8]) -> std::result::Result<(), Reason> {
         if !self.is_broken {

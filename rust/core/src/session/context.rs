@@ -268,8 +268,16 @@ impl ReactorContext {
 impl ReactorContext {
     /// What its maps and queues hold.
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let connections = self
+            .sessions
+            .values()
+            .filter_map(|it| it.connection.as_ref());
         let mut sizes = vec![
             ("sessions", self.sessions.len()),
+            (
+                "unsent bytes",
+                connections.map(Connection::num_unsent).sum(),
+            ),
             ("handshakes", self.places.len()),
             ("timers", self.timers.len()),
             ("failed sessions", self.failed.len()),

@@ -149,6 +149,7 @@ impl<S: Service> EventHandler for Sessions<S> {
     #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
         let mut sizes = self.cx.sizes();
+        sizes.push(("commands", self.commands.len()));
         sizes.extend(self.service.sizes());
         sizes
     }

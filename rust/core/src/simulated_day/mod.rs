@@ -65,11 +65,12 @@ const LEFT: [(&str, usize); 20] = [
 ];
 
 /// What no count between two rounds has found anything in: a round empties it, or more bytes are needed to fill it.
-const EMPTY_BETWEEN_ROUNDS: [&str; 16] = [
+const EMPTY_BETWEEN_ROUNDS: [&str; 18] = [
     "agent logs",
     "arrived entries",
     "changed data paths",
     "changed handoffs",
+    "commands",
     "completions",
     "control messages",
     "ended reads",
@@ -82,6 +83,7 @@ const EMPTY_BETWEEN_ROUNDS: [&str; 16] = [
     "scheduled transfers",
     "store actions",
     "undelivered peers",
+    "unsent bytes",
 ];
 
 fn transport(rng: &mut Rng) -> Transport {

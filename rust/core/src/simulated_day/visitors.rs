@@ -304,7 +304,8 @@ impl Visitors {
 
     /// The client inserts and selects large entries, which are late when a part of them is there.
     pub(super) fn begin_large(&mut self, rng: &mut Rng) {
-        insert(&self.client, rng, MANY_BYTES, LATE);
+        let buffer = [&self.buffer, &self.client][rng.one_of(2) as usize];
+        insert(buffer, rng, MANY_BYTES, LATE);
         let selected = self.client.select(LookupQuery::Any, Some(LATE), Then::GoOn);
         self.selects.extend(selected);
     }

@@ -59,6 +59,12 @@ impl<M: Borrow<Buffer>> Default for Pool<M> {
 }
 
 impl<M: Borrow<Buffer> + Send + Sync + 'static> Pool<M> {
+    /// How many pieces nobody uses.
+    #[cfg(test)]
+    pub(crate) fn len(&self) -> usize {
+        lock(&self.0).len()
+    }
+
     /// Memory of at least `len` bytes, with any content. `make` gets what the pool does not have from a fresh buffer.
     ///
     /// # Errors
