@@ -161,13 +161,13 @@ class Answers:
 
     async def _offer(self, target: Any, workload: Workload, use: str, limit_s: float, ended: Any) -> list[Outcome]:
         self.offers.append((target, workload.rate))
-        self.prompts += [(target, *workload.prompt(request, use)) for request in workload.requests]
+        self.prompts += [tuple(workload.prompt(request, use)) for request in workload.requests]
         return [outcome(1.0, 2.0, number=request.number) for request in workload.requests]
 
     async def _ask(
         self, target: Any, prompt: list[int], num: int, limit_s: float, number: int = 0, **_: Any
     ) -> Outcome:
-        self.prompts.append((target, *prompt))
+        self.prompts.append(tuple(prompt))
         return outcome(1.0, 2.0)
 
 
@@ -193,7 +193,7 @@ def test_another_subject_begins_in_each_round_and_each_rate_meets_all(answers: A
     )
 
 
-def test_no_prompt_comes_twice_to_a_subject(answers: Answers) -> None:
+def test_no_prompt_comes_twice_because_subjects_share_instances(answers: Answers) -> None:
     found = running(answers)
     found.idle(2)
     found.burst("undivided-2048")

@@ -19,6 +19,7 @@ _PANELS = {
     "ttft_p99_ms": "p99 time to first token (TTFT), ms",
     "goodput": "goodput at the SLO, requests/s",
 }
+_LEAST_MS = 5.0  # of the axis of gaps
 # One colour and marker for a subject in all pictures.
 _STYLES = {
     "kvpipe": ("tab:red", "o"),
@@ -105,6 +106,9 @@ def draw_timeline(path: Path, found: Findings) -> None:
     axes = drawing.subplots(len(timelines), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     for axis, timeline in zip(axes, timelines, strict=True):
         _gaps(axis, timeline)
+    # All panels share this range; one panel's own would cut off the others' bars.
+    longest_s = max(later - at for timeline in timelines for at, later in timeline.gaps)
+    axes[0].set_ylim(_LEAST_MS, max(2 * _LEAST_MS, 1.5e3 * longest_s))
     axes[0].legend(fontsize=8, frameon=False, loc="upper right")
     axes[-1].set_xlabel("s from when a prompt of 2,048 tokens was sent to the same instance, or pair")
     drawing.suptitle(f"ms before each token of a running stream. {_title(found)}", fontsize=9, color="dimgray")
@@ -119,7 +123,6 @@ def _gaps(axis: Any, timeline: Timeline) -> None:
     axis.axvline(0, color="black", linewidth=0.9, linestyle=":", label="the prompt is sent")
     axis.axvline(timeline.first_s, color="black", linewidth=0.9, linestyle="--", label="its first token")
     _log(axis)
-    axis.set_ylim(bottom=10)
     axis.set_ylabel(timeline.subject, fontsize=8)
     axis.grid(alpha=0.3)
 

@@ -111,7 +111,12 @@ class Run:
                 before = group.cpu_s(subject.name)
                 outcomes = [
                     asyncio.run(
-                        self._ask(subject, workload.prompt(request, "idle"), request.num_output, request.number)
+                        self._ask(
+                            subject,
+                            workload.prompt(request, f"idle {subject.name}"),
+                            request.num_output,
+                            request.number,
+                        )
                     )
                     for request in workload.requests
                 ]
