@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpipe import Agent, KVPipeError, LookupBuffer, Pipe
+from kvpipe import Agent, KVPipeError, LookupBuffer, PeerLostError, Pipe
 from tests.faults.forked import Forked
 from tests.peers import LARGE, LOOPBACK, MIB, Child
 
@@ -145,8 +145,11 @@ def receiving(place):
     tensor = np.ones(LARGE, np.uint8)
 
     def reach():
-        with _open(Pipe.connect(address, timeout=1)) as again:
-            again.send_tensor(tensor, timeout=5)
+        try:
+            sender.send_tensor(tensor, timeout=5)  # a pipe outlives a stop of less than `silence_s`
+        except PeerLostError:
+            with _open(Pipe.connect(address, timeout=1)) as again:
+                again.send_tensor(tensor, timeout=5)
 
     with _serving(place, "receive_for_ever") as (child, address, start), _open(Pipe.connect(address)) as sender:
         sender.send_tensor(tensor, timeout=60)
