@@ -50,6 +50,8 @@ MUST_BE_SEEN = (
     "consuming request preempted in decode",
     "consumer validated its blocks",
     "consumer read changed blocks",
+    "last block restored",
+    "restored block announced for another request",
 )
 
 lengths = st.builds(
@@ -128,6 +130,21 @@ class Engines(RuleBasedStateMachine):
             self.world.wire.send_opened(bytes.fromhex(handoff), prompt_hash(request), len(tokens))
         if told == "finished":
             self._send_finished(bytes.fromhex(handoff))
+
+    @rule(family=st.integers(0, 2), num_blocks=st.integers(1, 4), is_meant=rarely)
+    def a_prefill_shares_all_blocks_of_a_loaded_prompt(self, family: int, num_blocks: int, *, is_meant: bool) -> None:
+        """vLLM shares the last block in the step that computes the loaded prompt's last token again."""
+        if not is_meant:
+            return
+        tokens = prompt(family, num_blocks * BLOCK, num_blocks * BLOCK)
+        self.a_consuming_request_comes(tokens, 4, None, "finished")
+        self.world.step()
+        transfer = self.world.transfers.get(self.world.requests[-1].request_id)
+        if transfer is not None and transfer.ending is None:
+            transfer.ending = (True, [])
+            self.world.step()
+            self.a_producing_request_comes([*tokens, 99])
+            self.world.step()
 
     @precondition(lambda self: self.world.unfinished())
     @rule(pick=picks, is_meant=rarely)

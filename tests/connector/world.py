@@ -77,6 +77,7 @@ class World:
         self.foreign: set[bytes] = set()
         self.acknowledged: list[bytes] = []
         self.given: dict[bytes, int] = {}
+        self.loaded: set[str] = set()
         self.seen: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         match = self.engine.role.match
@@ -134,8 +135,14 @@ class World:
                 self.transfers[load.request_id].ending = (False, list(range(len(load.block_ids))))
         self._expose(step.cached)
         self._exposed_blocks_are_kept()
+        self._check_restores(output, step)
+        kept = {block_id: list(self.cache.slots[block_id]) for block_id in step.restores}
         self._compute(output)
+        self._round(output, kept)
+        self._exposed_blocks_are_kept()
         self._consumers_go_on()
+        for block_id, slots in kept.items():
+            self.cache.slots[block_id] = slots
         self._expose(step.ready)
         self._exposed_blocks_are_kept()
         sampled = [self._sample(request_id, step) for request_id in output.num_scheduled_tokens]
@@ -193,6 +200,7 @@ class World:
         assert not transfer.is_cancelled, "a load that is cancelled is not committed"
         assert self.wire.watched[handoff].is_finished, "without the sequence state nothing is committed"
         del self.transfers[transfer.load.request_id]
+        self.loaded.add(transfer.load.request_id)
         self.seen["load committed by the scheduler"] += 1
 
     def blocks_verified(self, transfer: Transfer) -> None:
@@ -227,6 +235,31 @@ class World:
             self.cache.write(table, history, first, end)
         for request_id, table, history, _, end in spans:
             assert self.cache.holds(table, history, 0, end), f"{request_id} was computed on KV that is not its own"
+
+    def _check_restores(self, output: SchedulerOutput, step: StepMetadata) -> None:
+        """Restored is the last block of each prompt that is all here and not computed in, and no other."""
+        expected = []
+        for request_id, num_before, num_new in _scheduled(output):
+            if request_id not in self.loaded:
+                continue
+            self.loaded.remove(request_id)
+            request, table = self.engine.scheduler.requests[request_id], self.table(request_id)
+            end = request.num_prompt_tokens
+            assert (num_before, num_new) == (end - 1, 1), "of a loaded prompt one token is computed"
+            history = self.cache.history(request.prompt_token_ids)
+            assert self.cache.holds(table, history, 0, end), "what is kept is the KV of the prompt"
+            expected.append(table[num_before // BLOCK])
+        assert sorted(step.restores) == sorted(expected), "the last block of a loaded prompt is restored"
+        self.seen["last block restored"] += len(expected)
+        ready = {block_id for _, _, block_ids in step.ready for block_id in block_ids}
+        self.seen["restored block announced for another request"] += len(ready & set(expected))
+
+    def _round(self, output: SchedulerOutput, kept: dict[int, list[int | None]]) -> None:
+        """What a forward pass computes again is not to the bit what the producer has computed."""
+        for request_id, num_before, num_new in _scheduled(output):
+            block_id = self.table(request_id)[num_before // BLOCK]
+            if num_new == 1 and block_id in kept:
+                self.cache.slots[block_id][num_before % BLOCK] = None
 
     def _expose(self, parts: list[tuple[bytes, int, list[int]]]) -> None:
         """Exposes ready blocks to consumers."""
@@ -287,7 +320,9 @@ class World:
             load = transfer.load
             del self.transfers[load.request_id]
             invalid |= {load.block_ids[index] for index in missing}
-            outcomes |= outcome(load, is_loaded=is_loaded).outcomes
+            outcomes |= outcome(load, is_loaded=is_loaded, num_missing=len(missing)).outcomes
+            if not missing:
+                self.loaded.add(load.request_id)
             if not transfer.is_verified:
                 self._arrive(load, missing)
         verified = self._newly_verified()

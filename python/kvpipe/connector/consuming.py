@@ -38,6 +38,7 @@ class Consuming:
         vocab_size: Size of the sampler's vocabulary.
         num_ranks: Workers of this engine.
         is_recomputed: Whether this engine computes lost KV; otherwise lost KV fails its request.
+        is_speculative: Whether this engine decodes speculatively: a draft model then writes into a prompt's last block.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Consuming:
         vocab_size: int,
         num_ranks: int,
         is_recomputed: bool,
+        is_speculative: bool,
     ) -> None:
         self._out = outbox
         self._first_token_support = first_token_support
@@ -59,6 +61,7 @@ class Consuming:
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._is_recomputed = is_recomputed
+        self._is_speculative = is_speculative
         self._consumed: Handoffs[Consumed] = Handoffs()
         self._commits = Commits(num_ranks)
 
@@ -151,6 +154,7 @@ class Consuming:
         refusal = consumed.reason if consumed.phase == "ended" else ""
         opening = {} if refusal or consumed.opening is None else consumed.opening
         consumed.phase, consumed.outcome, consumed.verified = "loading", None, []
+        consumed.last_block_id = block_ids[-1]
         self._out.trace.instant("admitted", consumed.handoff, blocks=len(block_ids))
         self._out.step.loads.append(
             Load(
@@ -169,8 +173,9 @@ class Consuming:
         self._out.control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
 
     def scheduled(self, request_id: str, num_before: int, num_new: int) -> None:
-        """Forces the first token of a scheduled request, and reports when its prompt is done."""
+        """Forces a scheduled request's first token, restores its last block, and reports when its prompt is done."""
         self._force(request_id)
+        self._restore(request_id, num_before, num_new)
         self._count(request_id, num_before, num_new)
 
     def _force(self, request_id: str) -> None:
@@ -181,6 +186,15 @@ class Consuming:
         if consumed.request.num_output_tokens == 0:
             self._out.step.first_tokens[consumed.handoff] = consumed.first_token
             consumed.is_forced = True
+
+    def _restore(self, request_id: str, num_before: int, num_new: int) -> None:
+        """Has the workers restore a prompt's last block in the first step after a load, if that computes one token."""
+        consumed = self._consumed.get(request_id)
+        if consumed is None or consumed.last_block_id is None:
+            return
+        if (num_before, num_new) == (consumed.num_prompt_tokens - 1, 1) and not self._is_speculative:
+            self._out.step.restores.append(consumed.last_block_id)
+        consumed.last_block_id = None
 
     def _count(self, request_id: str, num_before: int, num_new: int) -> None:
         """Counts the prompt tokens that this engine computes, and reports the result when the prompt is done."""
@@ -257,6 +271,8 @@ class Consuming:
         is_loaded = consumed.outcome is not None and consumed.outcome["is_loaded"]
         consumed.phase = "done"
         self._out.trace.instant("received", consumed.handoff)
+        if consumed.outcome is None or consumed.outcome["num_missing"]:
+            consumed.last_block_id = None
         if is_loaded:
             consumed.is_leased = False
         if is_loaded and not self._commits.is_unacknowledged(consumed.handoff):

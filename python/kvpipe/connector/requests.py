@@ -104,6 +104,8 @@ class Consumed:
         num_preemptions: Preemptions that this object has processed.
         verified: Outcomes, one a rank, of a load that lacks only the sequence state.
         outcome: The workers' merged outcome of the load.
+        last_block_id: The prompt's last block, from the start of a load until a step computes in it; `None` if the load
+            misses blocks.
         reason: Why KV is missing.
         loss: The same for metrics, as far as the scheduler role knows.
         is_leased: Whether the producer leases its blocks to this request.
@@ -129,6 +131,7 @@ class Consumed:
     num_preemptions: int = 0
     verified: list[dict[str, Any]] = field(default_factory=list)
     outcome: dict[str, Any] | None = None
+    last_block_id: int | None = None
     reason: str = ""
     loss: LossReason = LossReason.NONE
     is_leased: bool = False

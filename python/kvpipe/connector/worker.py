@@ -20,6 +20,7 @@ from kvpipe.connector.first_token import PENDING_FIRST_TOKENS
 from kvpipe.connector.integrity import choose_integrity
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
 from kvpipe.connector.progress import Progress
+from kvpipe.connector.restore import KeptBlocks
 from kvpipe.connector.stats import KVPipeStats
 from kvpipe.exceptions import ConfigError, TransferTimeoutError
 
@@ -72,6 +73,8 @@ class WorkerRole:
         self._is_by_layer = _calls_each_layer_once(vllm_config)
         self._step = StepMetadata()
         self._ready: _kvpipe.ReadyBlocks | None = None
+        self._is_step_by_layer = False
+        self._kept = KeptBlocks()
         self._unsaved: dict[str, _kvpipe.Region] = {}
         self._loading: dict[bytes, Load] = {}
         self._leased: dict[bytes, str] = {}
@@ -106,6 +109,7 @@ class WorkerRole:
         self._agent.trace_to(self._trace.lines)
         for name, cache in kv_caches.items():
             self._regions[name] = self._register_layer(self._agent, name, cache)
+        self._kept = KeptBlocks(kv_caches.values())
         address = self._agent.address or ""
         logger.info(
             "agent.listen address=%s advertised=%s regions=%d",
@@ -157,6 +161,7 @@ class WorkerRole:
         agent = self._agent
         if agent is None:
             return
+        self._kept.keep(step.restores)
         if step.cached:
             agent.mark_ready(_kvpipe.ReadyBlocks(step.cached), list(self._regions.values()))
         for load in step.loads:
@@ -173,6 +178,7 @@ class WorkerRole:
             self._leased[handoff] = request_id
         if step.ready:
             self._step, self._ready, self._unsaved = step, _kvpipe.ReadyBlocks(step.ready), dict(self._regions)
+            self._is_step_by_layer = self._is_by_layer and not _announces_restored(step)
             self._progress.begin_step(step, len(self._regions))
         PENDING_FIRST_TOKENS.tokens = step.first_tokens
         self._trace.begin_step(step)
@@ -207,7 +213,7 @@ class WorkerRole:
 
     def save_layer(self, layer_name: str) -> None:
         """Marks this step's blocks as ready in a layer whose attention is done. Most steps have none."""
-        if self._ready is None or self._agent is None or not self._is_by_layer:
+        if self._ready is None or self._agent is None or not self._is_step_by_layer:
             return
         if (region := self._unsaved.pop(layer_name, None)) is not None:
             self._trace.layers_computed()
@@ -225,7 +231,8 @@ class WorkerRole:
         self._forget_ready()
 
     def end_forward(self) -> None:
-        """Marks this step's blocks as ready in the remaining layers, after the forward pass."""
+        """Restores blocks, and marks this step's blocks as ready in the remaining layers, after the forward pass."""
+        self._kept.put_back()
         if self._ready is not None and self._agent is not None and self._unsaved:
             self._trace.layers_computed()
             self._agent.mark_ready(self._ready, list(self._unsaved.values()))
@@ -312,6 +319,12 @@ def _facts(event: dict[str, Any], *, is_loaded: bool) -> dict[str, Any]:
 def _calls_each_layer_once(vllm_config: VllmConfig) -> bool:
     """Whether vLLM calls `save_kv_layer` once for each layer and step: not with micro-batches or drafts."""
     return vllm_config.speculative_config is None and not vllm_config.parallel_config.use_ubatching
+
+
+def _announces_restored(step: StepMetadata) -> bool:
+    """Whether another request's consumer gets a restored block, which has other bytes until the forward pass ends."""
+    restored = set(step.restores)
+    return any(not restored.isdisjoint(block_ids) for _, _, block_ids in step.ready)
 
 
 class WorkerTrace:
