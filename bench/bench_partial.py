@@ -20,6 +20,7 @@ from kvpipe.bench.handoff import client
 from kvpipe.bench.instances import model
 from kvpipe.bench.instances.servers import ServerPool
 from kvpipe.bench.instances.vllm import BLOCK_SIZE, TOKEN, kvpipe_transfer
+from kvpipe.bench.serving.report import markdown
 from kvpipe.bench.serving.subjects import Setting
 from kvpipe.control import ControlClient
 from kvpipe.launch.plan import free_ports
@@ -47,7 +48,7 @@ class Pair:
 
     def first_tokens_s(self, num_tokens: int, num_lost: int, seed: str) -> list[float]:
         """Seconds from asking decode to the first token of each request of a batch; the first ones lose their KV."""
-        prompts = [client.prompt(num_tokens, f"{seed} {index}") for index in range(BATCH)]
+        prompts = [model.random_prompt(num_tokens, f"{seed} {index}") for index in range(BATCH)]
         handoffs = [secrets.token_hex(16) for _ in prompts]
         with ThreadPoolExecutor(BATCH) as threads:
             list(threads.map(self._prefill, prompts, handoffs))
@@ -75,7 +76,14 @@ def main() -> None:
     work = args.work.absolute()
     model.write_model(work / "model")
     num_blocks = BATCH * (args.tokens // BLOCK_SIZE + 2)
-    setting = Setting(work, args.tokens + 64, num_blocks, CHUNK, CHUNK, 1, Path(), 1, {})
+    setting = Setting(
+        work=work,
+        max_model_len=args.tokens + client.OUTPUT_TOKENS,
+        num_blocks=num_blocks,
+        prefill_chunk=CHUNK,
+        decode_chunk=CHUNK,
+        num_a_role=1,
+    )
     found: dict[int, list[list[float]]] = {num_lost: [] for num_lost in LOST}
     with ServerPool() as pool:
         pair = Pair(pool, setting)
@@ -93,19 +101,18 @@ def main() -> None:
 
 def _table(found: dict[int, list[list[float]]]) -> str:
     """First-token times of the requests that kept their KV, of those that lost it, and of all, medians of rounds."""
-    lines = [
-        "| requests without KV | first token, KV kept | first token, KV lost | mean of all 8 | last of all 8 |",
-        "|" + "---|" * 5,
-    ]
+    header = ["requests without KV", "first token, KV kept", "first token, KV lost", "mean of all 8", "last of all 8"]
+    lines = []
     for num_lost, rounds in found.items():
         cells = [
+            str(num_lost),
             _ms([statistics.median(times[num_lost:]) for times in rounds if times[num_lost:]]),
             _ms([statistics.median(times[:num_lost]) for times in rounds if times[:num_lost]]),
             _ms([statistics.fmean(times) for times in rounds]),
             _ms([max(times) for times in rounds]),
         ]
-        lines.append(f"| {num_lost} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown(header, lines)
 
 
 def _ms(seconds: list[float]) -> str:

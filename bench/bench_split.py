@@ -19,14 +19,17 @@ from typing import Any
 
 from kvpipe.bench import machine
 from kvpipe.bench.handoff import client
-from kvpipe.bench.instances import model
+from kvpipe.bench.instances.model import random_prompt, write_model
 from kvpipe.bench.instances.servers import ServerPool
+from kvpipe.bench.processes import SubjectError
 from kvpipe.bench.serving import subjects
+from kvpipe.bench.serving.report import markdown
 from kvpipe.bench.serving.subjects import Setting
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
 _STREAM_TOKENS = 1500
 _BEFORE_S = 0.3
+_BEGINS_WITHIN_S = 60.0
 
 
 @dataclass
@@ -42,15 +45,21 @@ class Stream:
     times_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Starts, and returns when the first tokens have come."""
+        """Starts, and returns when the first tokens have come.
+
+        Raises:
+            SubjectError: They do not come.
+        """
         self._is_over = threading.Event()
         self._has_begun = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        self._has_begun.wait(60)
+        if not self._has_begun.wait(_BEGINS_WITHIN_S):
+            message = f"{self.url}: a stream of {len(self.times_s)} tokens after {_BEGINS_WITHIN_S:.0f} s"
+            raise SubjectError(message)
 
     def _run(self) -> None:
-        for token_s in client.tokens_s(self.url, client.prompt(64, self.seed), _STREAM_TOKENS):
+        for token_s in client.tokens_s(self.url, random_prompt(64, self.seed), _STREAM_TOKENS):
             self.times_s.append(token_s)
             if len(self.times_s) > 8:  # noqa: PLR2004 - a few tokens of a warm stream
                 self._has_begun.set()
@@ -76,15 +85,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     args = parser.parse_args()
     work = args.work.absolute()
-    model.write_model(work / "model")
-    setting = Setting(work, 2048, 48, 2048, 2048, 1, Path(), 1, {})
+    write_model(work / "model")
+    setting = Setting(work=work, max_model_len=2048, num_blocks=48, prefill_chunk=2048, decode_chunk=2048, num_a_role=1)
     with ServerPool() as pool:
         group = subjects.start(pool, setting, ["kvpipe"])
         (decode,) = group.instances["decode"]
         urls = {"split": group.proxies["kvpipe"].url, "decode alone": decode.url}
         for length in LENGTHS:  # the lead is learned, and shapes are warm
             for url in urls.values():
-                client.stream(url, client.prompt(length, f"warm-up {length} {url}"))
+                client.stream(url, random_prompt(length, f"warm-up {length} {url}"))
         found = measure(decode.url, urls, args.rounds)
     print(_table(found))
     if args.json:
@@ -113,7 +122,7 @@ def measure(decode_url: str, urls: dict[str, str], num_rounds: int) -> list[dict
 
 
 def _first_s(url: str, length: int, seed: str) -> float:
-    found = client.stream(url, client.prompt(length, seed))
+    found = client.stream(url, random_prompt(length, seed))
     return found.texts_s[0] - found.asked_s
 
 
@@ -124,7 +133,7 @@ def _gaps(times_s: list[float], until_s: float) -> list[float]:
 def _table(found: list[dict[str, Any]]) -> str:
     subjects = list(dict.fromkeys(sample["subject"] for sample in found))
     columns = [f"{what}, {subject}" for what in ("first token", "beside a stream", "gap") for subject in subjects]
-    lines = ["| tokens | " + " | ".join(columns) + " | usual gap |", "|" + "---|" * (len(columns) + 2)]
+    lines = []
     for length in LENGTHS:
         here = [sample for sample in found if sample["length"] == length]
         cells = [
@@ -133,8 +142,8 @@ def _table(found: list[dict[str, Any]]) -> str:
             for subject in subjects
         ]
         usual = _median_ms([sample["usual_gap_s"] for sample in here])
-        lines.append(f"| {length} | " + " | ".join([*cells, usual]) + " |")
-    return "\n".join(lines)
+        lines.append([str(length), *cells, usual])
+    return markdown(["tokens", *columns, "usual gap"], lines)
 
 
 def _median_ms(seconds: list[float]) -> str:

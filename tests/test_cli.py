@@ -35,6 +35,25 @@ def test_an_error_is_one_line_without_traceback():
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "dispatch=just-in-time early_token=on split_from=0"),
+        (
+            ["--dispatch", "sequential", "--early-token", "off", "--split-from", "9"],
+            "dispatch=sequential early_token=off split_from=9",
+        ),
+    ],
+)
+def test_the_proxy_has_the_settings_of_its_options(options, expected):
+    instances = ["--prefill", "http://127.0.0.1:1,127.0.0.1:1", "--decode", "http://127.0.0.1:1"]
+    command = [sys.executable, "-m", "kvpipe", "proxy", *instances, "--port", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        line = next((line for line in process.stderr if "proxy.listening" in line), "")
+        process.terminate()
+    assert line.endswith(f"{expected}\n")
+
+
 def test_up_without_instances_is_refused(capsys):
     assert main(["up", "model", "--prefill", "0"]) == 1
     assert capsys.readouterr().err == "error: num_prefill must be at least 1, not 0\n"

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     if old:
         sys.stdout.write(f"\n{report.comparison(old, found)}\n")
     if args.json:
-        _write(args.json, report.as_json(found))
+        report.write(args.json, report.as_json(found))
     if args.plot:
         plot.write(args.plot, found.rows, "{cpu}, {num_cpus} CPUs, UCX {ucx}".format_map(found.facts))
     return 0
@@ -240,11 +240,3 @@ def _words(run: Run, total: int, kind: str) -> dict[str, object]:
         message = f"the buffers need {text}; a smaller --working-set or fewer subjects with --only help"
         raise ConfigError(message)
     return {"total": total}
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        message = f"{path} cannot be written: {error.strerror}"
-        raise ConfigError(message) from error

@@ -29,6 +29,19 @@ def describe(facts: Mapping[str, Any]) -> str:
     return "\n".join(f"{key}: {value}" for key, value in shown.items())
 
 
+def write(path: Path, text: str) -> None:
+    """Writes what the user asked for.
+
+    Raises:
+        ConfigError: It cannot be written there.
+    """
+    try:
+        path.write_text(text)
+    except OSError as error:
+        message = f"{path} cannot be written: {error.strerror}"
+        raise ConfigError(message) from error
+
+
 def tables(rows: Sequence[Row]) -> str:
     """A table for each kind of case."""
     kinds = dict.fromkeys(row.case.kind for row in rows)

@@ -38,7 +38,6 @@ class Consuming:
         vocab_size: Size of the sampler's vocabulary.
         num_ranks: Workers of this engine.
         is_recomputed: Whether this engine computes lost KV; otherwise lost KV fails its request.
-        is_speculative: Whether this engine decodes speculatively: a draft model then writes into a prompt's last block.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class Consuming:
         vocab_size: int,
         num_ranks: int,
         is_recomputed: bool,
-        is_speculative: bool,
     ) -> None:
         self._out = outbox
         self._first_token_support = first_token_support
@@ -61,7 +59,6 @@ class Consuming:
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._is_recomputed = is_recomputed
-        self._is_speculative = is_speculative
         self._consumed: Handoffs[Consumed] = Handoffs()
         self._commits = Commits(num_ranks)
 
@@ -188,11 +185,15 @@ class Consuming:
             consumed.is_forced = True
 
     def _restore(self, request_id: str, num_before: int, num_new: int) -> None:
-        """Has the workers restore a prompt's last block in the first step after a load, if that computes one token."""
+        """Has the workers restore a prompt's last block in the first step after a load, if that computes one token.
+
+        Not with speculative decoding: a draft model writes into that block, too.
+        """
         consumed = self._consumed.get(request_id)
         if consumed is None or consumed.last_block_id is None:
             return
-        if (num_before, num_new) == (consumed.num_prompt_tokens - 1, 1) and not self._is_speculative:
+        is_last_token = (num_before, num_new) == (consumed.num_prompt_tokens - 1, 1)
+        if is_last_token and not self._first_token_support.is_speculative:
             self._out.step.restores.append(consumed.last_block_id)
         consumed.last_block_id = None
 

@@ -17,22 +17,23 @@ class FirstTokenSupport:
     """Conditions under which one engine forces first tokens.
 
     Attributes:
+        is_speculative: Whether the engine decodes speculatively.
         are_workers_ready: Whether all ranks have the logits processor; they report that after their start.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        self._is_speculative = vllm_config.speculative_config is not None
+        self.is_speculative = vllm_config.speculative_config is not None
         self._logprobs_mode = str(vllm_config.model_config.logprobs_mode)
         self.are_workers_ready = False
 
     def is_supported(self) -> bool:
         """Whether this engine can force first tokens at all."""
-        return self.are_workers_ready and not self._is_speculative
+        return self.are_workers_ready and not self.is_speculative
 
     def unsupported_reason(self, request: Request) -> str:
         """Why the first token of a request cannot be forced; empty if it can."""
         params = request.sampling_params
-        if self._is_speculative:
+        if self.is_speculative:
             return "speculative decoding"
         if _OF_SEVERAL_CHOICES.match(request.request_id):
             return "it is one of several choices (n > 1), and the producer's may be of another"

@@ -79,7 +79,6 @@ class SchedulerRole:
             vocab_size=vllm_config.model_config.get_vocab_size(),
             num_ranks=vllm_config.parallel_config.world_size,
             is_recomputed=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
-            is_speculative=vllm_config.speculative_config is not None,
         )
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
             "log": self._on_log,

@@ -47,7 +47,14 @@ async def serve(config: ProxyConfig, control: Control) -> None:
     try:
         await web.TCPSite(runner, config.host, config.port, backlog=_BACKLOG).start()
         host, port = runner.addresses[0][:2]
-        logger.info("proxy.listening host=%s port=%s dispatch=%s", host, port, config.dispatch)
+        logger.info(
+            "proxy.listening host=%s port=%s dispatch=%s early_token=%s split_from=%s",
+            host,
+            port,
+            config.dispatch,
+            "on" if config.early_token else "off",
+            config.split_from,
+        )
         await _signal()
         logger.info("proxy.draining timeout_s=%s", config.drain_timeout_s)
     finally:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from kvpipe.bench.instances.model import VOCAB_SIZE
 from kvpipe.bench.instances.vllm import MODEL
 from kvpipe.bench.processes import SubjectError
 
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 OUTPUT_TOKENS = 4
 _LIMIT_S = 180
-_RESERVED_TOKENS = 10
 
 
 @dataclass(frozen=True)
@@ -32,12 +29,6 @@ class Streamed:
     asked_s: float
     texts_s: list[float]
     headers: Mapping[str, str]
-
-
-def prompt(num_tokens: int, seed: str) -> list[int]:
-    """Returns token ids that are in no prefix cache."""
-    draw = random.Random(seed)  # noqa: S311 - a prompt is no secret
-    return draw.choices(range(_RESERVED_TOKENS, VOCAB_SIZE), k=num_tokens)
 
 
 def _body(tokens: list[int], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvpipe.bench import trace
 from kvpipe.bench.handoff import client, samples
 from kvpipe.bench.handoff.subjects import GROUPS
+from kvpipe.bench.instances.model import random_prompt
 from kvpipe.bench.instances.servers import resumed
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Run:
         """Measures the first group's prefill for a prompt of this length."""
         group = self.groups[0]
         with resumed(group.servers):
-            return group.prefill_once(client.prompt(num_tokens, f"probe {num_tokens}"))
+            return group.prefill_once(random_prompt(num_tokens, f"probe {num_tokens}"))
 
     def rounds_apart(self, num_tokens: int, num_rounds: int, end_at: float) -> None:
         """Runs rounds of the subjects that are measured apart."""
@@ -87,9 +88,9 @@ class Run:
         for subject in group.subjects:
             seed = f"{number} {subject.name} {num_tokens}"
             # Re-establishes sessions that broke while the group was stopped, for all subjects alike.
-            subject.ask(client.prompt(_WARM_UP_TOKENS, f"warm {seed}"))
+            subject.ask(random_prompt(_WARM_UP_TOKENS, f"warm {seed}"))
             time.sleep(_QUIET_S)
-            measured = _measure(group, subject, client.prompt(num_tokens, seed))
+            measured = _measure(group, subject, random_prompt(num_tokens, seed))
             if number != _FIRST_ROUND:
                 self.measured.append(measured)
         if times_prefill:
@@ -102,7 +103,7 @@ class Run:
         # Each one is first in every other round.
         for way, once, figures in ways[:: 1 if number % 2 else -1]:
             time.sleep(_QUIET_S)
-            took_s = once(client.prompt(num_tokens, f"{number} {group.name} {way}"))
+            took_s = once(random_prompt(num_tokens, f"{number} {group.name} {way}"))
             if number != _FIRST_ROUND:
                 figures.setdefault(group.name, []).append(took_s)
 
@@ -156,7 +157,7 @@ def start(pool: ServerPool, setting: Setting, names: Sequence[str]) -> Run:
         group = GROUPS[name](pool, setting)
         with resumed(group.servers):
             for subject in (*group.subjects, *group.apart):
-                subject.ask(client.prompt(_WARM_UP_TOKENS, f"first {subject.name}"))
+                subject.ask(random_prompt(_WARM_UP_TOKENS, f"first {subject.name}"))
         groups.append(group)
     return Run(groups)
 

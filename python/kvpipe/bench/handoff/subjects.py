@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvpipe.bench.handoff import client
 from kvpipe.bench.instances.vllm import (
     BLOCK_SIZE,
+    NIXL_PRODUCE,
     TOKEN,
     kvpipe_transfer,
     nixl_env,
+    nixl_transfer,
     nixl_unavailable_reason,
     start_instance,
     start_proxy,
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 # For blocks that prefill keeps for a consumer that never comes, and for the short requests before each measurement.
 _SPARE_TOKENS = 1024
 _DISPATCH = ("just-in-time", "sequential", "concurrent")
-_NO_REMOTE = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 
 
 @dataclass(frozen=True)
@@ -244,8 +245,7 @@ class Nixl:
 
     def _prefill(self, tokens: list[int], handoff: str) -> dict[str, Any]:
         """Lets prefill compute a prompt and keep its blocks; returns their location."""
-        params = {"do_remote_decode": True, "do_remote_prefill": False, **_NO_REMOTE}
-        done = client.prefill(self.prefill_url, tokens, {"X-Request-Id": handoff}, kv_transfer_params=params)
+        done = client.prefill(self.prefill_url, tokens, {"X-Request-Id": handoff}, kv_transfer_params=NIXL_PRODUCE)
         held: dict[str, Any] = done["kv_transfer_params"]
         return held
 
@@ -266,13 +266,8 @@ def nixl(mode: str) -> Callable[[ServerPool, Setting], Group]:
             setting.start(
                 pool,
                 f"{name} {part}",
-                {
-                    "kv_connector": f"Nixl{mode}Connector",
-                    "kv_connector_module_path": "kvpipe.bench.handoff.nixl_connector",
-                    "kv_role": role,
-                    "kv_buffer_device": "cpu",
-                    "kv_connector_extra_config": {"num_threads": setting.nixl_threads},
-                },
+                nixl_transfer(f"Nixl{mode}Connector", role, setting.nixl_threads)
+                | {"kv_connector_module_path": "kvpipe.bench.handoff.nixl_connector"},
                 **nixl_env(setting.nixl_path, port),
             )
             for part, role, port in zip(("prefill", "decode"), ("kv_producer", "kv_consumer"), ports, strict=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 VOCAB_SIZE = 2048
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 16, 16, 64
 MAX_TOKENS = 8192
+_RESERVED_TOKENS = 10
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 _SHOWN_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
@@ -38,6 +40,12 @@ def write_model(folder: Path, num_layers: int = NUM_LAYERS) -> None:
     )
     config.architectures = ["LlamaForCausalLM"]
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
+
+
+def random_prompt(num_tokens: int, seed: str) -> list[int]:
+    """Token ids that are in no prefix cache."""
+    draw = random.Random(seed)  # noqa: S311 - a prompt is no secret
+    return draw.choices(range(_RESERVED_TOKENS, VOCAB_SIZE), k=num_tokens)
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:

@@ -23,6 +23,12 @@ TOKEN = "the token of the benchmark"  # noqa: S105 - of processes on loopback th
 MODEL = "m"
 # vLLM's default on CPUs
 BLOCK_SIZE = 128
+# What routers of NixlConnector send to prefill.
+NIXL_PRODUCE: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
+}
 # UCX's default segments of 8 KiB make TCP four times slower; with CMA the setting has no effect
 NIXL_ENV = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "1m"}
 
@@ -97,6 +103,16 @@ def start_proxy(
     proxy = pool.start(name, url, command, {"KVPIPE_TOKEN": TOKEN}, _log(work, name))
     proxy.until_healthy()
     return proxy
+
+
+def nixl_transfer(connector: str, role: str, num_threads: int) -> dict[str, Any]:
+    """`--kv-transfer-config` of NixlConnector: `connector` is its class."""
+    return {
+        "kv_connector": connector,
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"num_threads": num_threads},
+    }
 
 
 def nixl_env(nixl_path: Path, side_channel_port: int) -> dict[str, str]:

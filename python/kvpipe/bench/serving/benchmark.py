@@ -11,6 +11,7 @@ from kvpipe.bench.instances import model
 from kvpipe.bench.instances.vllm import BLOCK_SIZE, NIXL_ENV, versions
 from kvpipe.bench.plot import require
 from kvpipe.bench.progress import Progress
+from kvpipe.bench.report import write
 from kvpipe.bench.serving import plots, report
 from kvpipe.bench.serving.measure import Measured, Measurement, Wanted
 from kvpipe.bench.serving.results import Findings
@@ -22,7 +23,6 @@ from kvpipe.exceptions import ConfigError
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
-    from pathlib import Path
 
 _QUICK = {"only": "kvpipe,undivided-2048", "loads": "0.5", "rounds": 1, "minutes": 5.0, "idle_requests": 3, "layers": 4}
 _LOADS, _FAULTS_LOAD = "0.25,0.5,0.75,0.9,1.1", "0.5"
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     def save(measured: Measured) -> None:
         if args.json:
-            _write(args.json, report.as_json(_findings(facts, skipped, measured)))
+            write(args.json, report.as_json(_findings(facts, skipped, measured)))
 
     measurement = Measurement(wanted, setting, Progress(sys.stderr), _report, save)
     _report(f"{', '.join(names)}: {measurement.estimate()}; logs are in {setting.work}")
@@ -201,20 +201,12 @@ def _show(args: argparse.Namespace, found: Findings) -> None:
     text = report.text(found)
     sys.stdout.write(f"{text}\n")
     if args.json:
-        _write(args.json, report.as_json(found))
+        write(args.json, report.as_json(found))
     if args.markdown:
-        _write(args.markdown, f"{text}\n")
+        write(args.markdown, f"{text}\n")
     if args.plot and found.faults:
         plots.draw_faults(args.plot, found)
     elif args.plot:
         plots.draw_load(args.plot, found)
     if args.timeline and found.timelines:
         plots.draw_timeline(args.timeline, found)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        message = f"{path} cannot be written: {error.strerror}"
-        raise ConfigError(message) from error

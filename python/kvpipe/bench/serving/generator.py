@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 
-from kvpipe.bench.instances.vllm import MODEL
+from kvpipe.bench.instances.vllm import MODEL, NIXL_PRODUCE
 from kvpipe.bench.serving.workload import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvpipe.bench.serving.workload import Workload
 
@@ -207,8 +207,7 @@ class NixlPull:
 
     async def post(self, http: aiohttp.ClientSession, number: int, body: dict[str, Any]) -> aiohttp.ClientResponse:  # noqa: ARG002 - as Target's
         """Sends a request to both, one after the other."""
-        params: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, **_NO_REMOTE}
-        first = {**body, "max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": params}
+        first = {**body, "max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": NIXL_PRODUCE}
         del first["stream_options"]
         async with http.post(f"{self.prefill_url}/v1/completions", json=first) as response:
             if response.status != 200:  # noqa: PLR2004 - OK
@@ -216,6 +215,3 @@ class NixlPull:
                 raise aiohttp.ClientPayloadError(message)
             held = (await response.json())["kv_transfer_params"]
         return await http.post(f"{self.decode_url}/v1/completions", json={**body, "kv_transfer_params": held})
-
-
-_NO_REMOTE = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))

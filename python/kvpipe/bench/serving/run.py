@@ -9,10 +9,11 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
+from kvpipe.bench.instances.model import random_prompt
 from kvpipe.bench.instances.servers import resumed
 from kvpipe.bench.processes import SubjectError
 from kvpipe.bench.serving import generator, subjects
-from kvpipe.bench.serving.workload import Workload, random_prompt
+from kvpipe.bench.serving.workload import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpipe.bench.instances.vllm import (
     kvpipe_transfer,
     nixl_env,
+    nixl_transfer,
     nixl_unavailable_reason,
     start_instance,
     start_proxy,
@@ -21,7 +23,6 @@ from kvpipe.launch.spec import LOOPBACK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from kvpipe.bench.instances.servers import Server, ServerPool
     from kvpipe.bench.serving.generator import Target
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 BASELINE = "undivided-2048"
 NAMES = ("kvpipe", "kvpipe-late", BASELINE, "undivided-512", "undivided-128", "nixl")
 _NUM_CPUS = 2
-_KVPIPE_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ class Setting:
     prefill_chunk: int
     decode_chunk: int
     num_a_role: int
-    nixl_path: Path
-    nixl_threads: int
-    env: Mapping[str, str]
+    nixl_path: Path = Path()
+    nixl_threads: int = 4
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def start(
         self,
@@ -177,7 +178,7 @@ def _kvpipe(pool: ServerPool, setting: Setting, names: Sequence[str]) -> Group:
             )
             for number, control in zip(range(setting.num_a_role), controls, strict=False)
         ]
-        for place, (role, kv_role) in enumerate(_KVPIPE_ROLES.items())
+        for place, (role, kv_role) in enumerate(_ROLES.items())
     }
     instances = {role: [server for server, _ in found] for role, found in pairs.items()}
     for servers in instances.values():
@@ -195,16 +196,11 @@ def _nixl(pool: ServerPool, setting: Setting) -> Group:
     chunks = (setting.prefill_chunk, setting.decode_chunk)
     ports = free_ports(_NUM_CPUS)
     servers = []
-    for place, (role, chunk) in enumerate(zip(_KVPIPE_ROLES.items(), chunks, strict=True)):
-        transfer = {
-            "kv_connector": "NixlConnector",
-            "kv_role": role[1],
-            "kv_buffer_device": "cpu",
-            "kv_connector_extra_config": {"num_threads": setting.nixl_threads},
-        }
+    for place, ((role, kv_role), chunk) in enumerate(zip(_ROLES.items(), chunks, strict=True)):
+        transfer = nixl_transfer("NixlConnector", kv_role, setting.nixl_threads)
         env = nixl_env(setting.nixl_path, ports[place])
-        servers.append(setting.start(pool, f"nixl {role[0]}", place, chunk, transfer=transfer, env=env))
+        servers.append(setting.start(pool, f"nixl {role}", place, chunk, transfer=transfer, env=env))
     for server in servers:
         server.until_healthy()
     target = NixlPull(*(server.url for server in servers))
-    return Group([Subject("nixl", target, target)], dict(zip(_KVPIPE_ROLES, ([it] for it in servers), strict=True)))
+    return Group([Subject("nixl", target, target)], dict(zip(_ROLES, ([it] for it in servers), strict=True)))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kvpipe.bench.instances.model import VOCAB_SIZE
+from kvpipe.bench.instances.model import random_prompt
 from kvpipe.exceptions import ConfigError
-
-_RESERVED_TOKENS = 10
 
 
 @dataclass(frozen=True)
@@ -112,9 +110,3 @@ class Workload:
     def prompt(self, request: Request, use: str) -> list[int]:
         """Token ids of a request's prompt; each `use` of the workload has others, so that no prefix cache helps."""
         return random_prompt(request.num_prompt, f"{self.seed} {use} {request.number}")
-
-
-def random_prompt(num_tokens: int, seed: str) -> list[int]:
-    """Token ids that are in no prefix cache."""
-    draw = random.Random(seed)  # noqa: S311 - a prompt is no secret
-    return draw.choices(range(_RESERVED_TOKENS, VOCAB_SIZE), k=num_tokens)
