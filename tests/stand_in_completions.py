@@ -91,7 +91,7 @@ def _event(content: dict[str, Any]) -> bytes:
 @asynccontextmanager
 async def listening(instance: StandIn) -> AsyncIterator[StandIn]:
     """An instance that listens on a free port of loopback."""
-    runner = web.AppRunner(instance.app())
+    runner = web.AppRunner(instance.app(), shutdown_timeout=0.1)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
