@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvpipe import Agent, KVPipeError, LookupBuffer, PeerLostError, Pipe
+from kvpipe.launch.plan import free_ports
 from tests.faults.forked import Forked
 from tests.peers import LARGE, LOOPBACK, MIB, Child
 
@@ -69,8 +70,11 @@ def _child(place, program, *arguments):
 
 @contextlib.contextmanager
 def _serving(place, program, *arguments):
-    """A peer that listens: the child, its address, and how to start it there again."""
-    with _child(place, program, *arguments, place.far) as child:
+    """A peer that listens: the child, its address, and how to start it there again.
+
+    A port that the kernel chooses may be another socket's by then.
+    """
+    with _child(place, program, *arguments, f"{place.far.rpartition(':')[0]}:{free_ports(1)[0]}") as child:
         yield child, child.read(), partial(place.start, program, *arguments)
 
 
