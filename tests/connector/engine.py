@@ -13,7 +13,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -74,11 +73,12 @@ class Engine:
 
     Attributes:
         connector_stats: What the connector has told vLLM's metrics, in the order of the steps.
+        sent: Tokens that clients have got, by request id.
     """
 
     def __init__(self, config: VllmConfig, num_blocks: int = NUM_BLOCKS) -> None:
         config.cache_config.num_gpu_blocks = num_blocks
-        self.scheduler = Scheduler(
+        self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
             kv_cache_config=cache_config(num_blocks),
             structured_output_manager=StructuredOutputManager(config),
@@ -87,6 +87,7 @@ class Engine:
             log_stats=True,
         )
         self.connector_stats: list[dict[str, Any]] = []
+        self.sent: dict[str, list[int]] = {}
         self.role = self.scheduler.connector._scheduler
         self.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=True)})
         self._numbers = itertools.count()
@@ -126,6 +127,8 @@ class Engine:
             kv_connector_output=None if is_unreported(output, words) else words,
         )
         for outputs in self.scheduler.update_from_output(output, result).values():
+            for sent in outputs.outputs:
+                self.sent.setdefault(sent.request_id, []).extend(sent.new_token_ids)
             if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats is not None:
                 self.connector_stats.append(outputs.scheduler_stats.kv_connector_stats)
 

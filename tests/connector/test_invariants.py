@@ -51,6 +51,7 @@ MUST_BE_SEEN = (
     "consumer validated its blocks",
     "consumer read changed blocks",
     "last block restored",
+    "request continued",
     "restored block announced for another request",
 )
 
@@ -73,7 +74,7 @@ def prompt(family: int, num_shared: int, length: int) -> list[int]:
 
 
 @cache
-def config(model: str, *, is_chunked: bool, is_cached: bool, on_load_failure: str) -> Any:
+def config(model: str, *, is_chunked: bool, is_cached: bool, is_continuing: bool, on_load_failure: str) -> Any:
     """vLLM's configuration; without chunks a step must hold the longest prompt."""
     arguments = {
         "max_model_len": MAX_LENGTH,
@@ -82,6 +83,8 @@ def config(model: str, *, is_chunked: bool, is_cached: bool, on_load_failure: st
         "enable_prefix_caching": is_cached,
         "scheduler_reserve_full_isl": False,
     }
+    if is_continuing:
+        arguments["scheduler_cls"] = "kvpipe.connector.ContinuingScheduler"
     return engine_config(model, arguments, on_load_failure=on_load_failure)
 
 
@@ -92,11 +95,20 @@ class Engines(RuleBasedStateMachine):
     seen: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        is_chunked=st.booleans(), is_cached=st.booleans(), on_load_failure=st.sampled_from(["recompute", "fail"])
+        is_chunked=st.booleans(),
+        is_cached=st.booleans(),
+        is_continuing=st.booleans(),
+        on_load_failure=st.sampled_from(["recompute", "fail"]),
     )
-    def start(self, *, is_chunked: bool, is_cached: bool, on_load_failure: str) -> None:
+    def start(self, *, is_chunked: bool, is_cached: bool, is_continuing: bool, on_load_failure: str) -> None:
         self.world = World(
-            config(self.model, is_chunked=is_chunked, is_cached=is_cached, on_load_failure=on_load_failure)
+            config(
+                self.model,
+                is_chunked=is_chunked,
+                is_cached=is_cached,
+                is_continuing=is_continuing,
+                on_load_failure=on_load_failure,
+            )
         )
         self.num_handoffs = 0
 

@@ -41,9 +41,9 @@ def consuming(
     return request, bytes.fromhex(handoff)
 
 
-def opened(producer: _kvpipe.Control, request: Request, handoff: bytes) -> None:
+def opened(producer: _kvpipe.Control, request: Request, handoff: bytes, token: int = 7) -> None:
     producer.open(handoff, prompt_hash(request), request.num_prompt_tokens, RANKS)
-    producer.finish(handoff, [7], "length", 0, SAMPLING.hash(request))
+    producer.finish(handoff, [token], "length", 0, SAMPLING.hash(request))
 
 
 def loading(engine: Engine, request: Request) -> Any:

@@ -60,7 +60,7 @@ def test_workers_trace_layers_blocks_and_the_first_step(tmp_path: Path) -> None:
     until(lambda: pair.arrived([2, 3], [5, 4]))
     pair.consumer.begin_step(StepMetadata(commits=[pair.handoff]))
     assert test_worker.received(pair.consumer) == {"consuming"}
-    pair.consumer.begin_step(StepMetadata(first_tokens={pair.handoff: 7}))
+    pair.consumer.begin_step(StepMetadata(first_steps=[pair.handoff]))
     pair.consumer.end_forward()
     once = "load", "verified", "committed", "loaded", "acknowledged", "first step"
     until(lambda: set(once) == set(order(read(trace), *once)))

@@ -59,6 +59,14 @@ class RemoteRead:
     slots: list[int | None] = field(default_factory=list)
 
 
+@dataclass
+class Row:
+    """What vLLM's V1 model runner knows of a request: the scheduler tells of changes only."""
+
+    prompt: list[int]
+    output: list[int] = field(default_factory=list)
+
+
 class World:
     """One engine, its simulated workers, and the invariants that every step checks."""
 
@@ -78,6 +86,7 @@ class World:
         self.acknowledged: list[bytes] = []
         self.given: dict[bytes, int] = {}
         self.loaded: set[str] = set()
+        self.rows: dict[str, Row] = {}
         self.seen: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         match = self.engine.role.match
@@ -125,6 +134,7 @@ class World:
         output = self.engine.scheduler.schedule()
         step = output.kv_connector_metadata
         self._note_preemptions(output)
+        self._update_rows(output)
         self.acknowledged = step.committed
         self._consumers_go_on()
         self._begin(step)
@@ -146,6 +156,8 @@ class World:
         self._expose(step.ready)
         self._exposed_blocks_are_kept()
         sampled = [self._sample(request_id, step) for request_id in output.num_scheduled_tokens]
+        for request_id, tokens in zip(output.num_scheduled_tokens, sampled, strict=True):
+            self.rows[request_id].output += tokens
         report = self._report()
         result = ModelRunnerOutput(
             req_ids=list(output.num_scheduled_tokens),
@@ -165,6 +177,16 @@ class World:
                 role = "producing" if handoff in self.wire.produced else "consuming"
             when = "decode" if request is not None and request.num_output_tokens else "prefill"
             self.seen[f"{role} request preempted in {when}"] += 1
+
+    def _update_rows(self, output: SchedulerOutput) -> None:
+        """What the model runner does first in a step."""
+        for request_id in output.finished_req_ids:
+            self.rows.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self.rows[new.req_id] = Row(list(new.prompt_token_ids or ()))
+        cached = output.scheduled_cached_reqs
+        for request_id, num_output in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            del self.rows[request_id].output[num_output:]
 
     def _begin(self, step: StepMetadata) -> None:
         """`handle_preemptions` and `bind_connector_metadata`."""
@@ -228,8 +250,12 @@ class World:
         spans = []
         for request_id, num_before, num_new in _scheduled(output):
             assert request_id not in self.transfers, "no request is computed while it is loaded"
-            request = self.engine.scheduler.requests[request_id]
-            history = self.cache.history(request.all_token_ids[: num_before + num_new])
+            request, row = self.engine.scheduler.requests[request_id], self.rows[request_id]
+            end = num_before + num_new
+            assert [*row.prompt, *row.output][num_before:end] == list(request.all_token_ids[num_before:end]), (
+                "a worker computes other tokens than the scheduler counts"
+            )
+            history = self.cache.history(request.all_token_ids[:end])
             spans.append((request_id, self.table(request_id), history, num_before, num_before + num_new))
         for _, table, history, first, end in spans:
             self.cache.write(table, history, first, end)
@@ -245,10 +271,17 @@ class World:
             self.loaded.remove(request_id)
             request, table = self.engine.scheduler.requests[request_id], self.table(request_id)
             end = request.num_prompt_tokens
-            assert (num_before, num_new) == (end - 1, 1), "of a loaded prompt one token is computed"
+            is_continued = request.num_output_tokens > 0
+            assert (num_before, num_new) == (end - 1 + is_continued, 1), (
+                "of a loaded prompt one token at most is computed"
+            )
             history = self.cache.history(request.prompt_token_ids)
             assert self.cache.holds(table, history, 0, end), "what is kept is the KV of the prompt"
-            expected.append(table[num_before // BLOCK])
+            if is_continued:
+                assert list(request.output_token_ids) == [THEIRS], "it continues after what the producer has sampled"
+                self.seen["request continued"] += 1
+            else:
+                expected.append(table[num_before // BLOCK])
         assert sorted(step.restores) == sorted(expected), "the last block of a loaded prompt is restored"
         self.seen["last block restored"] += len(expected)
         ready = {block_id for _, _, block_ids in step.ready for block_id in block_ids}

@@ -158,3 +158,18 @@ def test_requests_of_one_batch_each_get_their_own_first_token(servers: Servers) 
 
     with ThreadPoolExecutor(len(tokens)) as threads:
         assert list(threads.map(first, tokens)) == tokens
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("more", [{}, {"temperature": 1.2}, {"seed": 5, "temperature": 1.2}], ids=str)
+def test_decode_continues_after_prefills_token_unless_a_seed_counts_tokens(
+    servers: Servers, more: dict[str, Any]
+) -> None:
+    body = completion(prompt(4 * 32, seed=77), return_token_ids=True, **more)
+    found, handoff = answer(servers.url, COMPLETIONS, body)
+    if "seed" in more or not more:
+        expected = answer(servers.undivided.url, COMPLETIONS, body)[0]
+        assert found["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+    assert (len(found["choices"][0]["token_ids"]), found["usage"]["completion_tokens"]) == (12, 12)
+    result = servers.result(handoff)
+    assert (result["first_token"], result["computed_tokens"]) == ("exact", int("seed" in more))

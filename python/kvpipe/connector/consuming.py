@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpipe.connector.adapters import Adapters
+    from kvpipe.connector.continuing import Continuations
     from kvpipe.connector.first_token_support import FirstTokenSupport
     from kvpipe.connector.outbox import Outbox
     from kvpipe.connector.sampling import Sampling
@@ -34,6 +35,7 @@ class Consuming:
         first_token_support: Whether this engine can force the producer's first token.
         adapters: Identifies the LoRA adapters of requests.
         sampling: How this engine samples first tokens.
+        continuations: Requests that continue after the producer's token.
         block_size: Tokens of a block.
         vocab_size: Size of the sampler's vocabulary.
         num_ranks: Workers of this engine.
@@ -46,6 +48,7 @@ class Consuming:
         first_token_support: FirstTokenSupport,
         adapters: Adapters,
         sampling: Sampling,
+        continuations: Continuations,
         *,
         block_size: int,
         vocab_size: int,
@@ -56,6 +59,7 @@ class Consuming:
         self._first_token_support = first_token_support
         self._adapters = adapters
         self._sampling = sampling
+        self._continuations = continuations
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._is_recomputed = is_recomputed
@@ -97,7 +101,7 @@ class Consuming:
         consumed.note_preemptions()
         if consumed.phase == "waiting":
             return None, False
-        # vLLM computes the last prompt token itself in any case; alone it is not worth a load.
+        # vLLM can compute the last prompt token itself; alone it is not worth a load.
         wanted = request.num_prompt_tokens - num_local_tokens
         has_output = request.num_tokens != request.num_prompt_tokens
         is_wanted = wanted > 1 and not has_output
@@ -182,7 +186,7 @@ class Consuming:
             return
         if consumed.request.num_output_tokens == 0:
             self._out.step.first_tokens[consumed.handoff] = consumed.first_token
-            consumed.is_forced = True
+            consumed.is_exact = True
 
     def _restore(self, request_id: str, num_before: int, num_new: int) -> None:
         """Has the workers restore a prompt's last block in the first step after a load, if that computes one token.
@@ -205,6 +209,7 @@ class Consuming:
         consumed.num_computed += max(0, min(num_before + num_new, consumed.num_prompt_tokens) - num_before)
         if num_before + num_new >= consumed.num_prompt_tokens:
             self._out.trace.instant("scheduled", consumed.handoff)
+            self._out.step.first_steps.append(consumed.handoff)
             self._report(consumed)
 
     def _report(self, consumed: Consumed) -> None:
@@ -278,12 +283,22 @@ class Consuming:
             consumed.is_leased = False
         if is_loaded and not self._commits.is_unacknowledged(consumed.handoff):
             self._out.control.unwatch(consumed.handoff, True)  # noqa: FBT003 - a native method
+        self._continue(consumed, is_loaded=is_loaded)
         # After an incomplete load the producer keeps the blocks until the prompt is computed: see `note_preemptions`.
         if consumed.ending:
             self._forget(request_id, consumed)
 
+    def _continue(self, consumed: Consumed, *, is_loaded: bool) -> None:
+        """Has a loaded request continue after the producer's token, if it qualifies. Otherwise it is forced."""
+        token = consumed.first_token
+        if not is_loaded or token is None or consumed.ending or consumed.unsupported_reason:
+            return
+        if self._continuations.begin(consumed.request, token):
+            consumed.is_exact = True
+
     def finished(self, request: Request) -> None:
         """Cancels the load of a finished request, or reports its result if no load runs."""
+        self._continuations.forget(request)
         consumed = self._consumed.get(request.request_id)
         if consumed is None:
             return

@@ -59,6 +59,7 @@ class StepMetadata(KVConnectorMetadata):
             this step.
         control: This engine's control port, which receives the predictions; empty without `progress`.
         first_tokens: Consumer: token id by handoff, for the requests in this step that have no output yet.
+        first_steps: Consumer: handoffs whose prompt is complete with this step, for the trace.
         restores: Consumer: blocks that get back after this step's forward pass the bytes that they have before it. Each
             is the last block of a prompt, verified by a load; the pass computes the prompt's last token in it alone.
     """
@@ -74,6 +75,7 @@ class StepMetadata(KVConnectorMetadata):
     progress: list[tuple[bytes, float]] = field(default_factory=list)
     control: str = ""
     first_tokens: dict[bytes, int] = field(default_factory=dict)
+    first_steps: list[bytes] = field(default_factory=list)
     restores: list[int] = field(default_factory=list)
 
 

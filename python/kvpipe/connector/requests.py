@@ -98,7 +98,7 @@ class Consumed:
         has_state: Whether the sequence state has arrived.
         first_token: The token that the producer sampled, once it is known.
         unsupported_reason: Why that token cannot be forced here; empty if it can.
-        is_forced: Whether it was forced when the prompt was done.
+        is_exact: Whether it is the request's first one: it was forced, or the request continues after it.
         num_local_tokens: Tokens found in this engine's prefix cache when the load was claimed.
         num_computed: Prompt tokens that this engine has computed since the last preemption.
         num_preemptions: Preemptions that this object has processed.
@@ -122,7 +122,7 @@ class Consumed:
     phase: str = "waiting"
     first_token: int | None = None
     unsupported_reason: str = ""
-    is_forced: bool = False
+    is_exact: bool = False
     opening: dict[str, Any] | None = None
     is_same_prompt: bool | None = None
     has_state: bool = False
@@ -163,7 +163,7 @@ class Consumed:
             "prompt_tokens": self.num_prompt_tokens,
             "local_tokens": self.num_local_tokens,
             "computed_tokens": self.num_computed,
-            # vLLM computes the last prompt token in any case, for its logits.
+            # For its logits vLLM computes the last prompt token, if the request does not continue after the first one.
             "recomputed_tokens": max(0, self.num_computed - 1),
             "blocks_received": outcome.get("num_received", 0),
             "blocks_missing": outcome.get("num_missing", 0),
@@ -177,8 +177,8 @@ class Consumed:
             "transfer_ms": round(outcome.get("elapsed_s", 0.0) * 1000, 3),
             "handover_ms": round((time.monotonic() - self.arrived_at) * 1000, 3),
             "reason": outcome.get("reason") or self.reason,
-            "first_token": "exact" if self.is_forced else "sampled",
-            "first_token_reason": "" if self.is_forced else self.unsupported_reason or "the producer's is not known",
+            "first_token": "exact" if self.is_exact else "sampled",
+            "first_token_reason": "" if self.is_exact else self.unsupported_reason or "the producer's is not known",
         }
 
     def loss_reason(self) -> LossReason:

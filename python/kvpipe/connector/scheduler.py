@@ -18,6 +18,7 @@ from kvpipe.config import resolve_token
 from kvpipe.connector.adapters import Adapters
 from kvpipe.connector.allowed_producers import AllowedProducers
 from kvpipe.connector.consuming import Consuming
+from kvpipe.connector.continuing import Continuations
 from kvpipe.connector.fingerprint import fingerprint, merge_ranks
 from kvpipe.connector.first_token import consumed_handoff
 from kvpipe.connector.first_token_support import FirstTokenSupport
@@ -70,11 +71,13 @@ class SchedulerRole:
         block_size = vllm_config.cache_config.block_size
         self._adapters, self._sampling = Adapters(), Sampling(vllm_config)
         self._producing = Producing(self._out, self._adapters, self._sampling, self._engine_id, block_size)
+        self._continuations = Continuations(vllm_config)
         self._consuming = Consuming(
             self._out,
             self._first_token_support,
             self._adapters,
             self._sampling,
+            self._continuations,
             block_size=block_size,
             vocab_size=vllm_config.model_config.get_vocab_size(),
             num_ranks=vllm_config.parallel_config.world_size,
@@ -122,7 +125,7 @@ class SchedulerRole:
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Stores the manager, which knows the blocks of each request."""
-        self._producing.manager = manager
+        self._producing.manager = self._continuations.manager = manager
 
     def set_workers(self, workers: dict[int, HandshakeMetadata]) -> None:
         """Stores the addresses of this engine's workers, by tensor-parallel rank, and opens the control port."""

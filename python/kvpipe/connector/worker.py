@@ -360,6 +360,6 @@ class WorkerTrace:
 
     def end_forward(self) -> None:
         """Writes the span of a request's first step, after the forward pass."""
-        for handoff in self._step.first_tokens:
+        for handoff in self._step.first_steps:
             self.lines.span("first step", handoff, self._began_s)
         self._step = StepMetadata()

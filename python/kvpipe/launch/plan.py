@@ -24,6 +24,10 @@ Echo = Callable[[str], None]
 _LOWEST_PORT = 10_000
 _KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
+# Only where vLLM schedules synchronously: the class extends its synchronous scheduler, and on GPUs vLLM schedules the
+# next step while one is computed.
+DECODE_ARGS_ON_CPU = ("--scheduler-cls", "kvpipe.connector.ContinuingScheduler")
+
 # For vLLM's CPU build. By default, all instances bind to the same cores, and each takes a share of all memory for its
 # KV. With these, they share the cores and have 1 GiB of KV each.
 _CPU_ENV = {BIND_VARIABLE: "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -95,6 +99,8 @@ class Planner:
                 "--kv-transfer-config",
                 json.dumps(_kv_transfer_config(spec, role, control)),
             ]
+        if role == "decode" and is_cpu_vllm():
+            command += DECODE_ARGS_ON_CPU
         command += spec.vllm_args
         cores = next(self._cores)
         child = self._child(f"{role}-{index}", command, cores)

@@ -1,0 +1,249 @@
+"""Requests that continue after the producer's first token, under vLLM's real scheduler."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.request import Request
+
+from kvpipe import _kvpipe
+from kvpipe.connector import continuing
+from kvpipe.transfer_params import consume
+from tests.connector.engine import BLOCK, Engine, engine_config, new_id, outcome
+from tests.connector.test_first_token_scheduling import finish_received, forced, loaded
+from tests.connector.test_scheduler import FREE, consuming, loading, opened, prompt, reported, until
+
+pytestmark = pytest.mark.vllm
+
+CLASS = "kvpipe.connector.ContinuingScheduler"
+OWN = 7  # what the test's engine samples
+# The producer's token, another one.
+OTHER = 9
+
+
+@pytest.fixture
+def engine(tiny_model: str) -> Iterator[Engine]:
+    """An engine with the scheduler that has requests continue."""
+    engine = Engine(engine_config(tiny_model, {"scheduler_cls": CLASS}))
+    yield engine
+    engine.finish_all()
+    engine.close()
+    assert_nothing_is_left()
+
+
+def assert_nothing_is_left() -> None:
+    assert (continuing._CONTINUED.tokens, continuing._CONTINUED.unsent) == ({}, set())
+
+
+def asked(
+    engine: Engine, producer: _kvpipe.Control, length: int = 100, max_tokens: int = 4, **sampling: Any
+) -> tuple[Request, bytes]:
+    """A consuming request whose producer has sampled `OTHER`, loaded."""
+    handoff = new_id()
+    params = consume(handoff, producer.address)
+    sampling = {"max_tokens": max_tokens, "ignore_eos": True, "extra_args": {"kv_transfer_params": params}} | sampling
+    request = engine.add(prompt(length), max_tokens, params=params, sampling_params=SamplingParams(**sampling))
+    load(engine, producer, request, bytes.fromhex(handoff))
+    return request, bytes.fromhex(handoff)
+
+
+def load(engine: Engine, producer: _kvpipe.Control, request: Request, handoff: bytes) -> None:
+    opened(producer, request, handoff, token=OTHER)
+    loaded(engine, request, handoff)
+
+
+def next_step(engine: Engine, request: Request) -> SchedulerOutput:
+    """Steps until a request is scheduled."""
+
+    def step() -> SchedulerOutput | None:
+        output, _ = engine.step()
+        return output if request.request_id in output.num_scheduled_tokens else None
+
+    return until(step)
+
+
+@pytest.mark.parametrize("length", [2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 4, 4 * BLOCK])
+def test_one_step_after_a_load_gives_the_client_two_tokens(
+    engine: Engine, producer: _kvpipe.Control, length: int
+) -> None:
+    request, handoff = asked(engine, producer, length)
+    output = next_step(engine, request)
+    (new,) = output.scheduled_new_reqs
+    assert (output.num_scheduled_tokens[request.request_id], new.num_computed_tokens) == (1, length)
+    assert new.prompt_token_ids == [*request.prompt_token_ids, OTHER]
+    assert output.kv_connector_metadata.first_tokens == {}
+    assert output.kv_connector_metadata.first_steps == [handoff]
+    assert output.kv_connector_metadata.restores == []
+    assert engine.sent[request.request_id] == [OTHER, OWN]
+    result = reported(engine, handoff.hex())
+    assert (result["result"], result["first_token"], result["computed_tokens"]) == ("full", "exact", 0)
+    until(lambda: engine.step() and request.is_finished())
+    assert engine.sent[request.request_id] == [OTHER, OWN, OWN, OWN] == list(request.output_token_ids)
+    assert engine.num_free_blocks == FREE
+    assert_nothing_is_left()
+
+
+def test_later_steps_tell_workers_of_one_output_token_less(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, _ = asked(engine, producer)
+    next_step(engine, request)
+    cached = next_step(engine, request).scheduled_cached_reqs
+    assert (cached.req_ids, cached.num_output_tokens, request.num_output_tokens) == ([request.request_id], [1], 3)
+
+
+def test_others_in_the_same_steps_are_told_as_they_are(engine: Engine, producer: _kvpipe.Control) -> None:
+    other = engine.add(prompt(40, seed=2), max_tokens=60)
+    next_step(engine, other)
+    request, _ = asked(engine, producer)
+    next_step(engine, request)
+    output = next_step(engine, request)
+    counts = dict(
+        zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_output_tokens, strict=True)
+    )
+    assert counts == {request.request_id: 1, other.request_id: other.num_output_tokens - 1}
+    assert set(engine.sent[other.request_id]) == {OWN}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"seed": 1, "temperature": 1.0},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 1.0},
+        {"repetition_penalty": 1.5},
+        {"min_tokens": 2},
+        {"bad_words": ["x"]},
+        {"logprobs": 1},
+        {"prompt_logprobs": 1},
+        {"logprob_token_ids": [5]},
+        {"thinking_token_budget": 5},
+        {"trace_decode_token_ids": [5]},
+        {"watermarking": True},
+        {"max_tokens": 1},
+        {"stop_token_ids": [OTHER]},
+        {"structured_outputs": StructuredOutputsParams(regex="a+")},
+    ],
+    ids=lambda sampling: next(iter(sampling)),
+)
+def test_what_depends_on_more_than_the_tokens_takes_two_steps(engine: Engine, sampling: dict[str, Any]) -> None:
+    request = Request("request", prompt(100), SamplingParams(**{"max_tokens": 4, "temperature": 0.0} | sampling), None)
+    assert not engine.role._continuations.begin(request, OTHER)
+    assert request.num_output_tokens == 0
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"seed": 1, "temperature": 0.0}, {"temperature": 1.2}])
+def test_greedy_and_unseeded_requests_continue(engine: Engine, producer: _kvpipe.Control, sampling: Any) -> None:
+    request, handoff = asked(engine, producer, **sampling)
+    next_step(engine, request)
+    assert engine.sent[request.request_id] == [OTHER, OWN]
+    assert reported(engine, handoff.hex())["computed_tokens"] == 0
+
+
+def test_the_last_position_of_the_context_is_left_for_the_second_token(engine: Engine) -> None:
+    for length, is_continued in ((2046, True), (2047, False)):
+        request = Request("request", prompt(length), SamplingParams(max_tokens=4, ignore_eos=True), None)
+        assert engine.role._continuations.begin(request, OTHER) is is_continued
+        engine.role._continuations.forget(request)
+
+
+def test_an_incomplete_load_has_its_token_forced(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    opened(producer, request, handoff, token=OTHER)
+    lost(engine, request, handoff)
+    assert next_step(engine, request).kv_connector_metadata.first_tokens == {handoff: OTHER}
+
+
+def lost(engine: Engine, request: Request, handoff: bytes) -> None:
+    """A load ends without any block."""
+    begun = loading(engine, request)
+    finish_received(engine, handoff)
+    engine.step(
+        finished_recving={request.request_id},
+        invalid_block_ids=set(begun.block_ids),
+        kv_connector_worker_meta=outcome(request, is_loaded=False),
+    )
+
+
+def test_a_request_that_workers_know_already_has_its_token_forced(engine: Engine, producer: _kvpipe.Control) -> None:
+    """It was preempted before its output, and is loaded a second time."""
+    request, handoff = consuming(engine, producer, prompt(400))
+    opened(producer, request, handoff, token=OTHER)
+    lost(engine, request, handoff)
+    until(lambda: handoff in engine.step()[1].first_tokens)  # the first of two chunks
+    engine.scheduler._preempt_request(request, 0.0)
+    engine.scheduler.running.remove(request)
+    loaded(engine, request, handoff)
+    assert forced(engine, request, handoff) == OTHER
+
+
+@pytest.mark.parametrize(("num_free", "is_continued"), [(0, False), (1, True)])
+def test_a_prompt_that_ends_with_its_block_continues_into_a_free_one(
+    tiny_model: str, producer: _kvpipe.Control, num_free: int, *, is_continued: bool
+) -> None:
+    engine = Engine(engine_config(tiny_model, {"scheduler_cls": CLASS}), num_blocks=1 + 2 + num_free)
+    request, handoff = asked(engine, producer, 2 * BLOCK, max_tokens=2)
+    assert bool(continuing._CONTINUED.tokens) is is_continued
+    if not is_continued:
+        assert next_step(engine, request).kv_connector_metadata.first_tokens == {handoff: OTHER}
+    engine.finish_all()
+    engine.close()
+    assert_nothing_is_left()
+
+
+def test_a_preempted_request_stays_continued_and_sends_its_token_once(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    request, _ = asked(engine, producer)
+    next_step(engine, request)
+    engine.scheduler._preempt_request(request, 0.0)
+    engine.scheduler.running.remove(request)
+    cached = next_step(engine, request).scheduled_cached_reqs
+    assert (cached.req_ids, cached.num_output_tokens) == ([request.request_id], [1])
+    until(lambda: engine.step() and request.is_finished())
+    assert engine.sent[request.request_id] == [OTHER, OWN, OWN, OWN] == list(request.output_token_ids)
+
+
+def test_a_request_that_is_aborted_before_its_first_step_leaves_nothing(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    request, _ = asked(engine, producer)
+    assert continuing._CONTINUED.tokens == {request.request_id: OTHER}
+    engine.abort(request)
+    assert_nothing_is_left()
+
+
+def test_a_request_that_ends_with_its_second_token_sends_both(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, _ = asked(engine, producer, max_tokens=2)
+    next_step(engine, request)
+    assert request.is_finished()
+    assert engine.sent[request.request_id] == [OTHER, OWN]
+
+
+def test_vllms_own_scheduler_continues_nothing(new_engine: Any, producer: _kvpipe.Control) -> None:
+    engine = new_engine()
+    request, handoff = asked(engine, producer)
+    assert next_step(engine, request).kv_connector_metadata.first_tokens == {handoff: OTHER}
+
+
+def test_an_engine_that_cannot_says_why(tiny_model: str, log: pytest.LogCaptureFixture) -> None:
+    config = engine_config(
+        tiny_model, {"scheduler_cls": CLASS, "logits_processors": ["tests.connector.test_first_token:Other"]}
+    )
+    with log.at_level(logging.WARNING):
+        found = continuing.Continuations(config)
+    assert "continuing.off" in log.text
+    assert "logits processors" in log.text
+    request = Request("request", prompt(100), SamplingParams(max_tokens=4, ignore_eos=True), None)
+    assert not found.begin(request, OTHER)
+
+
+def test_vllm_has_the_fields_that_are_used_here() -> None:
+    """Its scheduler is no public interface."""
+    assert {"schedule", "update_from_output"} <= set(vars(Scheduler))
+    assert {"request_id", "new_token_ids"} <= set(EngineCoreOutput.__struct_fields__)
+    assert "prompt_token_ids" in NewRequestData.__dataclass_fields__
+    assert "num_output_tokens" in CachedRequestData.__dataclass_fields__
