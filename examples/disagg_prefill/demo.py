@@ -41,7 +41,7 @@ MODEL = "tiny"
 BLOCK_SIZE = 32
 MAX_TOKENS = 24
 
-# float32: no test compares whole answers in bfloat16 yet
+# float32: in bfloat16 the answers to requests that run together depend on the batches
 # 512 tokens a step: a longer prompt takes several, and its first blocks move while the next step computes
 VLLM_ARGS = ("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--max-num-batched-tokens", "512")
 

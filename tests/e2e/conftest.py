@@ -62,6 +62,12 @@ def tight(groups: Groups, request: pytest.FixtureRequest) -> Servers:
 
 
 @pytest.fixture
+def bfloat16(groups: Groups) -> Servers:
+    """Instances that compute in bfloat16."""
+    return groups.show("bfloat16")
+
+
+@pytest.fixture
 def is_validated(request: pytest.FixtureRequest) -> bool:
     """Whether `tight` validates."""
     return "validate" in request.node.callspec.params["tight"]

@@ -1,9 +1,10 @@
-"""KVPipeConnector with two faults that a test can order: a block is spoilt before or after its checksum is compared.
+"""KVPipeConnector with faults that a test can order: a block is spoilt before or after its checksum is compared, or
+decode keeps its own KV of a prompt's last token.
 
 Before: at the producer, which has computed the checksum already, so that other bytes arrive than were announced. After:
 at the consumer, where only a test would put it: it proves that the tests could see wrong KV at all. The order is the
-content of the file that `KVPIPE_TEST_FLIP` names: `source`, or nothing for the consumer's side. The file goes when the
-order has been carried out at the source, which is before the producer has answered.
+content of the file that `KVPIPE_TEST_FLIP` names: `source`, nothing for the consumer's side, or `recomputed`. The file
+goes when the order has been carried out at the source, which is before the producer has answered.
 """
 
 import os
@@ -41,6 +42,8 @@ class KVPipeConnector(connector.KVPipeConnector):
         for load in connector_metadata.loads:
             self._destinations[load.request_id] = load.block_ids[0]
             self._requests[load.handoff] = load.request_id
+        if self._is_ordered("recomputed"):
+            connector_metadata.restores.clear()
         for handoff in connector_metadata.committed:
             self._spoil_loaded(self._requests.pop(handoff, ""))
         whole = [ids for _, first, ids in connector_metadata.ready if first == 0 and len(ids) > SPOILT]

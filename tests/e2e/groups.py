@@ -39,6 +39,18 @@ TIGHT_BY_ROLE = {
     "undivided": ("--max-model-len", "1024", "--max-num-batched-tokens", "1024"),
 }
 
+# Whole prompts in one step each, nothing cached. In the tiny model a token that is computed alone has another KV in one
+# of twenty prompts; there are more values in this one.
+LARGER = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 12,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+BFLOAT16 = ("--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-batched-tokens", "1024")
+BFLOAT16 += ("--no-enable-prefix-caching",)
+
 
 class Groups:
     """Starts a group when it is first asked for, and ends the one before."""
@@ -59,7 +71,7 @@ class Groups:
         self._running.close()
 
     def show(self, name: str) -> Servers:
-        """The servers of a group: `roomy`, with large caches, `multi`, `tight`, or `tight, validate`; see above."""
+        """The servers of a group: `roomy`, `multi`, `tight`, `tight, validate` or `bfloat16`; see above."""
         if self._servers is None or name != self._name:
             self._running.close()
             self._name, self._servers = name, self._running.enter_context(self._started(name))
@@ -82,6 +94,9 @@ class Groups:
         elif name == "multi":
             change_transfer(prefill, lambda config: beside_another(config, "fail"))
             change_transfer(decode, lambda config: beside_another(config, "recompute"))
+        elif name == "bfloat16":
+            for instance in running.deployment.instances:
+                instance.child._command += BFLOAT16
         else:
             for instance in running.deployment.instances:
                 instance.child._command += TIGHT_BY_ROLE[instance.role]
@@ -95,14 +110,14 @@ class Groups:
 
     def _spec(self, name: str) -> DeploymentSpec:
         return DeploymentSpec(
-            model=tiny_model(),
+            model=tiny_model(**LARGER) if name == "bfloat16" else tiny_model(),
             num_undivided=1,
             token=TOKEN,
             block_size=32,
             connector_module="tests.e2e.faulty_connector",
             connector_config={"lease_s": LEASE_S} | ({"integrity": "validate"} if "validate" in name else {}),
             env={"KVPIPE_TEST_FLIP": str(self._flip), "PYTHONPATH": str(REPOSITORY), "VLLM_SERVER_DEV_MODE": "1"},
-            vllm_args=COMMON + (() if "tight" in name else ROOMY),
+            vllm_args=COMMON + (ROOMY if name in ("roomy", "multi") else ()),
             log_dir=LOGS / name.replace(", ", "-"),
         )
 
@@ -154,10 +169,11 @@ def proxy(deployment: Deployment, dispatch: str, *, is_reversed: bool = False) -
             process.terminate()
 
 
-def tiny_model() -> str:
-    """The folder of the tiny model."""
+def tiny_model(**sizes: int) -> str:
+    """The folder of the tiny model, or of one with other sizes."""
     path = REPOSITORY / "examples" / "disagg_prefill" / "tiny_model.py"
     spec = importlib.util.spec_from_file_location("tiny_model", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return str(module.make_tiny_model())
+    path = REPOSITORY / ".cache" / ("larger-model" if sizes else "tiny-model")
+    return str(module.make_tiny_model(path, **sizes))

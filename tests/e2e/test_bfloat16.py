@@ -1,0 +1,75 @@
+"""bfloat16, where a token that is computed alone rounds differently than within a prompt: the answers of one instance.
+
+One request runs at a time. All instances compute with the same settings, and none has a prefix cache.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import COMPLETIONS, Servers, completion, prompt
+from tests.e2e.identity import ask
+
+BLOCK = 32
+LENGTHS = [
+    *(num * BLOCK + more for num in (1, 2, 3, 4, 8, 16) for more in (-1, 0, 1)),
+    *(5 * BLOCK + 7, 20 * BLOCK + 20),
+]
+GREEDY = {"temperature": 0}
+HOT = {"temperature": 1.2}
+
+
+def said(url: str, length: int, more: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """A choice of 128 tokens."""
+    plain = {"max_tokens": 128, "ignore_eos": True, "return_token_ids": True, "seed": length}
+    answer, handoff = ask(url, COMPLETIONS, completion(prompt(length, seed=160), **plain | more))
+    return answer["choices"][0], handoff
+
+
+@cache
+def expected(url: str, length: int, temperature: float) -> dict[str, Any]:
+    """What one instance answers, with log probabilities; asked once for each prompt."""
+    return said(url, length, {"temperature": temperature, "logprobs": 1})[0]
+
+
+def later_logprobs(choice: dict[str, Any]) -> list[float]:
+    """Log probabilities of all tokens but the first one, whose row decode computes from its own last prompt token."""
+    return choice["logprobs"]["token_logprobs"][1:]
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}], ids=["plain", "logprobs"])
+@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "sampled"])
+def test_every_token_in_bfloat16_is_that_of_one_instance(
+    bfloat16: Servers, sampling: dict[str, Any], more: dict[str, Any]
+) -> None:
+    differing = []
+    for length in LENGTHS:
+        found, handoff = said(bfloat16.url, length, sampling | more)
+        result = bfloat16.result(handoff)
+        is_continued = sampling == GREEDY and not more
+        assert (result["result"], result["first_token"]) == ("full", "exact")
+        assert result["computed_tokens"] == (not is_continued)
+        theirs = expected(bfloat16.undivided.url, length, sampling["temperature"])
+        is_same = found["token_ids"] == theirs["token_ids"]
+        if more:  # to the last bit
+            is_same = is_same and later_logprobs(found) == later_logprobs(theirs)
+        if not is_same:
+            differing.append(length)
+    assert not differing
+
+
+def test_answers_differ_where_decode_keeps_its_own_kv_of_the_last_token(bfloat16: Servers, flip: Path) -> None:
+    flip.write_text("recomputed")
+    tokens, logprobs = [], []
+    for length in LENGTHS:
+        found, _ = said(bfloat16.url, length, HOT | {"logprobs": 1})
+        theirs = expected(bfloat16.undivided.url, length, HOT["temperature"])
+        if found["token_ids"] != theirs["token_ids"]:
+            tokens.append(length)
+        if later_logprobs(found) != later_logprobs(theirs):
+            logprobs.append(length)
+    print(f"of {len(LENGTHS)} answers, log probabilities of {len(logprobs)} differ, and tokens of {len(tokens)}")
+    assert tokens
+    assert logprobs
