@@ -97,7 +97,8 @@ def main() -> None:
         found = measure(decode.url, urls, args.rounds)
     print(_table(found))
     if args.json:
-        args.json.write_text(json.dumps({"load_average": machine.load_average(), "samples": found}, indent=1))
+        facts = machine.machine() | {"load_average_after": machine.load_average()}
+        args.json.write_text(json.dumps({**facts, "samples": found}, indent=1))
 
 
 def measure(decode_url: str, urls: dict[str, str], num_rounds: int) -> list[dict[str, Any]]:

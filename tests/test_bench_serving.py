@@ -151,6 +151,13 @@ def test_gaps_are_counted_all_and_first_and_later_ones_apart() -> None:
     assert found["tpot_max_ms"] == pytest.approx(900)
 
 
+def test_a_gap_is_beside_a_prompt_while_another_request_waits_for_its_first_text() -> None:
+    stream = outcome(1.0, 1.1, 1.2, 1.5, 1.6, 1.8)
+    other = outcome(1.55, 1.9, at_s=1.3, sent_s=1.3)
+    assert metrics.gaps_beside_prompts([stream, other]) == pytest.approx([0.3, 0.1])
+    assert metrics.gaps_beside_prompts([stream]) == []
+
+
 def test_goodput_is_the_rate_of_requests_that_meet_both_limits() -> None:
     slo = Slo(ttft_ms=1000, itl_ms=100)
     good = outcome(0.9, 0.95, 1.09)

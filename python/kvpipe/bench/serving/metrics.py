@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,18 @@ def quantiles(name: str, values_s: Sequence[float]) -> Figures:
     return {f"{name}_{key}_ms": 1e3 * float(np.percentile(values_s, share)) for key, share in _QUANTILES.items()}
 
 
+def gaps_beside_prompts(begun: Sequence[Outcome]) -> list[float]:
+    """Later gaps of streams, of those during which another request waited for its first text."""
+    waits_s = [(outcome.request.at_s, outcome.chunks_s[0]) for outcome in begun]
+    found = []
+    for index, outcome in enumerate(begun):
+        others = [wait for place, wait in enumerate(waits_s) if place != index]
+        for from_s, to_s in pairwise(outcome.chunks_s[1:]):
+            if any(due_s < to_s and first_s > from_s for due_s, first_s in others):
+                found.append(to_s - from_s)
+    return found
+
+
 def figures(outcomes: Sequence[Outcome], rate: float, slo: Slo | None, cpu_s: Mapping[str, float]) -> Figures:
     """Figures of one subject at one rate in one round.
 
@@ -67,6 +80,7 @@ def figures(outcomes: Sequence[Outcome], rate: float, slo: Slo | None, cpu_s: Ma
         **quantiles("second", [gap for outcome in begun for gap in outcome.gaps_s[:1]]),
         **quantiles("itl", [gap for outcome in begun for gap in outcome.gaps_s]),
         **quantiles("later", [gap for outcome in begun for gap in outcome.gaps_s[1:]]),
+        **quantiles("beside", gaps_beside_prompts(begun)),
         **quantiles("tpot", [outcome.tpot_s for outcome in answered if outcome.tpot_s is not None]),
         **quantiles("lag", [outcome.sent_s - outcome.request.at_s for outcome in outcomes]),
         **{f"cpu {part}": seconds for part, seconds in cpu_s.items()},

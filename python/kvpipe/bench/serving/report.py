@@ -21,6 +21,7 @@ _NOTES = """\
 All times are in ms: p50 / p90 / p99 / max over tokens or requests of a round, and of each the median of the rounds.
 TTFT: from when a request was due, so that waiting in the generator counts, to the first text.
 first to second: the first gap between texts. ITL: all gaps of all streams. later: ITL without the first gaps.
+beside prompts: later gaps during which another request waited for its first text.
 tokens/s: of requests that were answered, from the beginning to the end of the last one.
 goodput: requests/s offered, times the share of requests that were answered in full with TTFT and mean time of a token
   after the first (TPOT) within the limits. each gap: that share with the limit for each gap instead of the mean.
@@ -68,7 +69,14 @@ def _where(row: Row) -> str:
 
 
 def _latencies(phase: str, rows: Sequence[Row]) -> str:
-    columns = {"TTFT": "ttft", "first to second": "second", "ITL": "itl", "later": "later", "TPOT": "tpot"}
+    columns = {
+        "TTFT": "ttft",
+        "first to second": "second",
+        "ITL": "itl",
+        "later": "later",
+        "beside prompts": "beside",
+        "TPOT": "tpot",
+    }
     lines = [[_where(row), row.subject, *(_quantiles(row, name) for name in columns.values())] for row in rows]
     return markdown([phase, "subject", *columns], lines)
 
