@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,38 +36,36 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(path: Path = DEFAULT_PATH, **sizes: int) -> Path:
+def make_tiny_model(path: Path = DEFAULT_PATH) -> Path:
     """Makes the model in `path` unless it is there already, and returns the absolute path.
 
-    The folder appears whole or not at all: it is written beside its place and renamed. `sizes` are fields of
-    `LlamaConfig`, for a model that is less tiny.
+    The folder appears whole or not at all: it is written beside its place and renamed.
     """
     path = path.resolve()
-    recipe = " ".join([RECIPE, *(f"{name}={size}" for name, size in sizes.items())])
-    if _is_made(path, recipe):
+    if _is_made(path):
         return path
     began = time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
         _write_tokenizer(scratch)
-        _write_weights(scratch, sizes)
-        (scratch / RECIPE_FILE).write_text(recipe + "\n")
-        _move_into_place(scratch, path, recipe)
+        _write_weights(scratch)
+        (scratch / RECIPE_FILE).write_text(RECIPE + "\n")
+        _move_into_place(scratch, path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _say(f"made {path} in {time.monotonic() - began:.0f} s")
     return path
 
 
-def _is_made(path: Path, recipe: str) -> bool:
+def _is_made(path: Path) -> bool:
     try:
-        return (path / RECIPE_FILE).read_text().strip() == recipe
+        return (path / RECIPE_FILE).read_text().strip() == RECIPE
     except OSError:
         return False
 
 
-def _move_into_place(scratch: Path, path: Path, recipe: str) -> None:
+def _move_into_place(scratch: Path, path: Path) -> None:
     scratch.chmod(0o755)
     if path.exists():
         if not (path / RECIPE_FILE).exists():
@@ -76,7 +74,7 @@ def _move_into_place(scratch: Path, path: Path, recipe: str) -> None:
     try:
         scratch.rename(path)
     except OSError:
-        if not _is_made(path, recipe):  # else another process was faster, and made the same
+        if not _is_made(path):  # else another process was faster, and made the same
             raise
 
 
@@ -112,27 +110,26 @@ def _standard_library() -> Iterator[str]:
         yield source.read_text(encoding="utf-8", errors="replace")
 
 
-def _write_weights(folder: Path, sizes: Mapping[str, int]) -> None:
+def _write_weights(folder: Path) -> None:
     import torch  # noqa: PLC0415 - only a model that is not there yet needs them
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
     _say("drawing random weights")
     torch.manual_seed(0)
-    plain: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "max_position_embeddings": MAX_POSITIONS,
-        "initializer_range": 0.12,
-        "bos_token_id": SPECIAL_TOKENS.index("<s>"),
-        "eos_token_id": SPECIAL_TOKENS.index("</s>"),
-        "tie_word_embeddings": False,
-    }
-    config: Any = LlamaConfig(**plain | sizes)
+    config: Any = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.12,
+        bos_token_id=SPECIAL_TOKENS.index("<s>"),
+        eos_token_id=SPECIAL_TOKENS.index("</s>"),
+        tie_word_embeddings=False,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
 
 

@@ -39,15 +39,7 @@ TIGHT_BY_ROLE = {
     "undivided": ("--max-model-len", "1024", "--max-num-batched-tokens", "1024"),
 }
 
-# Whole prompts in one step each, nothing cached. In the tiny model a token that is computed alone has another KV in one
-# of twenty prompts; there are more values in this one.
-LARGER = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 12,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-}
+# Whole prompts in one step each, nothing cached.
 BFLOAT16 = ("--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-batched-tokens", "1024")
 BFLOAT16 += ("--no-enable-prefix-caching",)
 
@@ -110,7 +102,7 @@ class Groups:
 
     def _spec(self, name: str) -> DeploymentSpec:
         return DeploymentSpec(
-            model=tiny_model(**LARGER) if name == "bfloat16" else tiny_model(),
+            model=tiny_model(),
             num_undivided=1,
             token=TOKEN,
             block_size=32,
@@ -169,11 +161,10 @@ def proxy(deployment: Deployment, dispatch: str, *, is_reversed: bool = False) -
             process.terminate()
 
 
-def tiny_model(**sizes: int) -> str:
-    """The folder of the tiny model, or of one with other sizes."""
+def tiny_model() -> str:
+    """The folder of the tiny model."""
     path = REPOSITORY / "examples" / "disagg_prefill" / "tiny_model.py"
     spec = importlib.util.spec_from_file_location("tiny_model", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    path = REPOSITORY / ".cache" / ("larger-model" if sizes else "tiny-model")
-    return str(module.make_tiny_model(path, **sizes))
+    return str(module.make_tiny_model())
