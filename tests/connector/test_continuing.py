@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Iterator
+from importlib.metadata import entry_points
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,9 @@ from vllm.v1.request import Request
 from kvpipe import _kvpipe
 from kvpipe.connector import continuing
 from kvpipe.transfer_params import consume
-from tests.connector.engine import BLOCK, Engine, engine_config, new_id, outcome
-from tests.connector.test_first_token_scheduling import finish_received, forced, loaded
-from tests.connector.test_scheduler import FREE, consuming, loading, opened, prompt, reported, until
+from tests.connector.engine import BLOCK, Engine, engine_config, new_id
+from tests.connector.test_first_token_scheduling import forced, loaded, lost
+from tests.connector.test_scheduler import FREE, consuming, opened, prompt, reported, until
 
 pytestmark = pytest.mark.vllm
 
@@ -157,17 +159,6 @@ def test_an_incomplete_load_has_its_token_forced(engine: Engine, producer: _kvpi
     assert next_step(engine, request).kv_connector_metadata.first_tokens == {handoff: OTHER}
 
 
-def lost(engine: Engine, request: Request, handoff: bytes) -> None:
-    """A load ends without any block."""
-    begun = loading(engine, request)
-    finish_received(engine, handoff)
-    engine.step(
-        finished_recving={request.request_id},
-        invalid_block_ids=set(begun.block_ids),
-        kv_connector_worker_meta=outcome(request, is_loaded=False),
-    )
-
-
 def test_a_request_that_workers_know_already_has_its_token_forced(engine: Engine, producer: _kvpipe.Control) -> None:
     """It was preempted before its output, and is loaded a second time."""
     request, handoff = consuming(engine, producer, prompt(400))
@@ -229,16 +220,54 @@ def test_vllms_own_scheduler_continues_nothing(new_engine: Any, producer: _kvpip
     assert next_step(engine, request).kv_connector_metadata.first_tokens == {handoff: OTHER}
 
 
-def test_an_engine_that_cannot_says_why(tiny_model: str, log: pytest.LogCaptureFixture) -> None:
-    config = engine_config(
-        tiny_model, {"scheduler_cls": CLASS, "logits_processors": ["tests.connector.test_first_token:Other"]}
+@pytest.mark.parametrize(
+    ("part", "field", "value", "reason"),
+    [
+        ("", "use_v2_model_runner", True, "V2"),
+        ("scheduler_config", "async_scheduling", True, "asynchronous"),
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline"),
+        ("structured_outputs_config", "reasoning_parser", "qwen3", "reasoning parser"),
+        ("model_config", "logits_processors", ["a.module:Processor"], "logits processors"),
+    ],
+)
+def test_an_engine_in_which_no_request_can_continue_says_why(
+    log: pytest.LogCaptureFixture, part: str, field: str, value: Any, reason: str
+) -> None:
+    """Not a real configuration: most of these need a GPU, or what they name."""
+    config = SimpleNamespace(
+        use_v2_model_runner=False,
+        scheduler_config=SimpleNamespace(
+            scheduler_cls=CLASS, async_scheduling=False, get_scheduler_cls=lambda: continuing.ContinuingScheduler
+        ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        structured_outputs_config=SimpleNamespace(reasoning_parser=""),
+        model_config=SimpleNamespace(logits_processors=None, max_model_len=2048),
+        cache_config=SimpleNamespace(block_size=BLOCK),
     )
-    with log.at_level(logging.WARNING):
-        found = continuing.Continuations(config)
-    assert "continuing.off" in log.text
-    assert "logits processors" in log.text
     request = Request("request", prompt(100), SamplingParams(max_tokens=4, ignore_eos=True), None)
-    assert not found.begin(request, OTHER)
+    assert continuing.Continuations(config).begin(request, OTHER)
+    continuing.Continuations.forget(request)
+    setattr(getattr(config, part) if part else config, field, value)
+    request = Request("request", prompt(100), SamplingParams(max_tokens=4, ignore_eos=True), None)
+    with log.at_level(logging.WARNING):
+        assert not continuing.Continuations(config).begin(request, OTHER)
+    assert "continuing.off" in log.text
+    assert reason in log.text
+
+
+def test_a_logits_processor_of_another_package_is_noticed(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> None:
+    config = engine_config(tiny_model, {"scheduler_cls": CLASS})
+    assert not continuing._refusal(config)
+    other = SimpleNamespace(value="another.package:Processor")
+    monkeypatch.setattr(continuing, "entry_points", lambda group: [*entry_points(group=group), other])
+    assert "logits processors" in continuing._refusal(config)
+
+
+@pytest.mark.parametrize("field", ["resumable", "mm_features", "num_preemptions"])
+def test_requests_that_vllm_treats_in_ways_of_their_own_take_two_steps(engine: Engine, field: str) -> None:
+    request = Request("request", prompt(100), SamplingParams(max_tokens=4, ignore_eos=True), None)
+    setattr(request, field, [object()] if field == "mm_features" else 1)
+    assert not engine.role._continuations.begin(request, OTHER)
 
 
 def test_vllm_has_the_fields_that_are_used_here() -> None:

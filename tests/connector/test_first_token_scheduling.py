@@ -43,6 +43,17 @@ def loaded(engine: Engine, request: Request, handoff: bytes) -> None:
     engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
 
 
+def lost(engine: Engine, request: Request, handoff: bytes) -> None:
+    """A load ends without any block."""
+    begun = loading(engine, request)
+    finish_received(engine, handoff)
+    engine.step(
+        finished_recving={request.request_id},
+        invalid_block_ids=set(begun.block_ids),
+        kv_connector_worker_meta=outcome(request, is_loaded=False),
+    )
+
+
 def with_sampling(params: SamplingParams) -> Request:
     return Request("theirs", [1], params, None)
 
@@ -59,13 +70,7 @@ def test_the_producers_token_goes_along_until_there_is_an_output(engine: Engine,
 def test_it_is_forced_when_blocks_are_missing_too(engine: Engine, producer: _kvpipe.Control) -> None:
     request, handoff = consuming(engine, producer, prompt(500))
     opened(producer, request, handoff)
-    load = loading(engine, request)
-    finish_received(engine, handoff)
-    engine.step(
-        finished_recving={request.request_id},
-        invalid_block_ids=set(load.block_ids),
-        kv_connector_worker_meta=outcome(request, is_loaded=False),
-    )
+    lost(engine, request, handoff)
     assert forced(engine, request, handoff) == THEIRS
     result = reported(engine, handoff.hex())
     assert (result["result"], result["first_token"]) == ("missing", "exact")
@@ -76,13 +81,7 @@ def test_a_request_that_is_preempted_before_its_output_is_forced_again(
 ) -> None:
     request, handoff = consuming(engine, producer, prompt(400))
     opened(producer, request, handoff)
-    load = loading(engine, request)
-    finish_received(engine, handoff)
-    engine.step(
-        finished_recving={request.request_id},
-        invalid_block_ids=set(load.block_ids),
-        kv_connector_worker_meta=outcome(request, is_loaded=False),
-    )
+    lost(engine, request, handoff)
     until(lambda: handoff in engine.step()[1].first_tokens)  # the first of two chunks
     assert request.num_output_tokens == 0
     engine.scheduler._preempt_request(request, 0.0)

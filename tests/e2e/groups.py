@@ -40,8 +40,10 @@ TIGHT_BY_ROLE = {
 }
 
 # Whole prompts in one step each, nothing cached.
-BFLOAT16 = ("--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-batched-tokens", "1024")
-BFLOAT16 += ("--no-enable-prefix-caching",)
+BFLOAT16 = (
+    *("--dtype", "bfloat16", "--no-enable-prefix-caching"),
+    *("--max-model-len", "1024", "--max-num-batched-tokens", "1024"),
+)
 
 
 class Groups:

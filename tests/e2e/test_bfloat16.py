@@ -20,11 +20,13 @@ LENGTHS = [
 ]
 GREEDY = {"temperature": 0}
 HOT = {"temperature": 1.2}
+# On a CPU without bfloat16 instructions KV of a token that is computed alone differs in 1 of 30 prompts.
+NUM_SHORT = 150
 SHORT = HOT | {"logprobs": 1, "max_tokens": 4}
 
 
 def said(url: str, length: int, more: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """A choice of 128 tokens."""
+    """A choice of 128 tokens, or of as many as asked for."""
     plain = {"max_tokens": 128, "ignore_eos": True, "return_token_ids": True, "seed": length}
     answer, handoff = ask(url, COMPLETIONS, completion(prompt(length, seed=160), **plain | more))
     return answer["choices"][0], handoff
@@ -78,8 +80,8 @@ def differing(servers: Servers, lengths: Iterable[int]) -> list[int]:
 def test_answers_differ_where_decode_keeps_its_own_kv_of_the_last_token(bfloat16: Servers, flip: Path) -> None:
     """In the tiny model that KV differs in few prompts; another bit of it shows in all tokens after it."""
     flip.write_text("recomputed")
-    without = differing(bfloat16, range(BLOCK + 1, BLOCK + 151))
+    without = differing(bfloat16, range(BLOCK + 1, BLOCK + 1 + NUM_SHORT))
     flip.unlink()
-    print(f"without restoring, the answers to {len(without)} prompts of 150 differ")
+    print(f"without restoring, the answers to {len(without)} prompts of {NUM_SHORT} differ")
     assert without
     assert not differing(bfloat16, without)
