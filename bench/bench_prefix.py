@@ -42,7 +42,8 @@ def main() -> None:
     work = args.work.absolute()
     model.write_model(work / "model")
     num_tokens = args.document_tokens + QUESTION_TOKENS
-    num_blocks = 2 * NUM_DOCUMENTS * NUM_QUESTIONS * -(-num_tokens // BLOCK_SIZE)
+    # Documents and questions of two rounds.
+    num_blocks = 2 * NUM_DOCUMENTS * -(-(args.document_tokens + NUM_QUESTIONS * QUESTION_TOKENS) // BLOCK_SIZE)
     setting = Setting(
         work=work,
         max_model_len=num_tokens + client.OUTPUT_TOKENS,
