@@ -23,22 +23,28 @@ def saved(pace: StepPace, *times_s: float) -> float | None:
 
 
 def test_what_is_left_of_a_step_is_its_layers_at_the_pace_of_the_last_ones() -> None:
-    pace = StepPace(16)
+    pace = StepPace(16, began_s=0.1)
     assert saved(pace, 0.1, 0.3, 0.4) is None
     assert saved(pace, 0.44) == pytest.approx(13 * 0.1)
     assert saved(pace, 0.48, 0.52) == pytest.approx(11 * 0.04)
 
 
 def test_a_delayed_layer_does_not_change_the_pace() -> None:
-    pace = StepPace(16)
+    pace = StepPace(16, began_s=0.0)
     assert saved(pace, 0.0, 0.04, 0.08, 0.12) == pytest.approx(13 * 0.04)
     assert saved(pace, 0.5) == pytest.approx(12 * 0.04)
 
 
-def test_after_the_last_layer_one_more_is_left_and_never_less_than_nothing() -> None:
-    pace = StepPace(4)
-    assert saved(pace, 0.0, 0.1, 0.2, 0.3) == pytest.approx(0.1)
-    assert saved(pace, 0.4, 0.5) == 0
+@pytest.mark.parametrize(("first_s", "left_s"), [(0.0, 0.1), (0.04, 0.06), (0.1, 0.0), (0.3, 0.0)])
+def test_after_the_last_layers_attention_that_part_of_a_layer_is_left_which_the_first_one_did_not_have(
+    first_s: float, left_s: float
+) -> None:
+    pace = StepPace(4, began_s=1.0)
+    assert saved(pace, *(1.0 + first_s + 0.1 * layer for layer in range(4))) == pytest.approx(left_s)
+
+
+def test_more_layers_than_a_step_has_leave_no_negative_time() -> None:
+    assert saved(StepPace(4, began_s=0.0), 0.1, 0.2, 0.3, 0.4, 0.5, 0.6) == pytest.approx(0)
 
 
 class Scene:
@@ -71,7 +77,7 @@ def scene() -> Iterator[Scene]:
 
 
 def layers(progress: Progress, step: StepMetadata, pace_s: float = 100.0) -> None:
-    progress.begin_step(step, 16)
+    progress.begin_step(step, 16, 0.0)
     for index in range(8):
         progress.layer_saved(index * pace_s)
 
@@ -113,19 +119,19 @@ def test_a_prediction_is_reported_again_when_it_has_moved_or_half_of_it_is_over(
     scene: Scene, reports: list[float]
 ) -> None:
     progress = Progress(0, "p")
-    progress.begin_step(scene.step(), 16)
+    progress.begin_step(scene.step(), 16, 0.0)
     saved_layers(progress, *[0.05] * 8)
-    assert reports == [pytest.approx(13 * 0.05)], "it was steady"
-    progress.begin_step(scene.step(), 16)
+    assert reports == [pytest.approx(12 * 0.05)], "it was steady"
+    progress.begin_step(scene.step(), 16, 0.0)
     saved_layers(progress, *[0.05] * 7)
-    assert reports[1:] == [pytest.approx(13 * 0.05)], "a new step is news"
-    progress.begin_step(scene.step(), 16)
+    assert reports[1:] == [pytest.approx(12 * 0.05)], "a new step is news"
+    progress.begin_step(scene.step(), 16, 0.0)
     saved_layers(progress, *[0.05] * 5, 0.08, 0.08)
-    assert reports[2:] == [pytest.approx(13 * 0.05), pytest.approx(10 * 0.08)], "it has moved"
-    progress.begin_step(scene.step(), 16)
-    saved_layers(progress, *[0.05] * 10)
-    assert reports[4:] == [pytest.approx(13 * 0.05)], "more than half of it is left"
-    progress.layer_saved(11 * 0.05)
+    assert reports[2:] == [pytest.approx(12 * 0.05), pytest.approx(9 * 0.08 + 0.03)], "it has moved"
+    progress.begin_step(scene.step(), 16, 0.0)
+    saved_layers(progress, *[0.05] * 9)
+    assert reports[4:] == [pytest.approx(12 * 0.05)], "more than half of it is left"
+    progress.layer_saved(10 * 0.05)
     assert reports[5:] == [pytest.approx(6 * 0.05)]
 
 
@@ -133,9 +139,9 @@ def test_a_prediction_that_has_moved_by_less_than_5_ms_is_not_reported_again(
     scene: Scene, reports: list[float]
 ) -> None:
     progress = Progress(0, "p")
-    progress.begin_step(scene.step(), 16)
+    progress.begin_step(scene.step(), 16, 0.0)
     saved_layers(progress, *[0.001] * 5, 0.0012, 0.0012)
-    assert reports == [pytest.approx(13 * 0.001)]
+    assert reports == [pytest.approx(12 * 0.001)]
 
 
 def test_only_the_first_rank_reports_and_only_steps_with_prefills(scene: Scene) -> None:

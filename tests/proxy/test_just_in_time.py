@@ -321,13 +321,26 @@ def test_short_requests_between_long_ones_do_not_bring_the_lead_to_its_bound():
     assert leads.lead_s("p", "d", 150) < 0.07
 
 
-def test_errors_and_backlogs_never_bring_a_lead_over_200_ms():
+def test_a_lead_covers_the_steps_of_a_busy_decode_until_its_load_has_begun():
+    leads = Leads()
+    leads.admitted("d", 0.02)
+    leads.stepped("d", 0.003)
+    assert leads.lead_s("p", "d", 1000) == pytest.approx(0.03), "10 ms at least"
+    for _ in range(8):
+        leads.stepped("d", 0.15)
+    assert leads.lead_s("p", "d", 1000) == pytest.approx(0.17)
+    assert leads.lead_s("p", "another", 1000) == pytest.approx(0.19)
+
+
+@pytest.mark.parametrize(("steps_s", "lead_s"), [(0.01, 0.21), (0.15, 0.35)])
+def test_errors_and_backlogs_never_bring_a_lead_over_200_ms_and_the_steps_of_decode(steps_s, lead_s):
     leads = Leads()
     leads.admitted("d", 0.05)
+    leads.stepped("d", steps_s)
     for _ in range(50):
         leads.answered("p", 3.0)
         leads.moved("d", 3.0, 1000)
-    assert leads.lead_s("p", "d", 1000) == 0.2
+    assert leads.lead_s("p", "d", 1000) == pytest.approx(lead_s)
 
 
 def test_an_admission_that_takes_longer_is_covered_up_to_5_s():
@@ -405,7 +418,7 @@ def test_a_prediction_that_comes_too_late_lengthens_the_next_lead():
                 await posting
                 leads.append((await status_of(s, handoff.hex()))["dispatch"])
             assert leads[0]["prediction_error_ms"] > 50_000
-            assert leads[1]["lead_ms"] == 200.0
+            assert leads[1]["lead_ms"] == 210.0
 
     run(scene)
 

@@ -107,7 +107,7 @@ def test_a_handoff_is_counted_by_the_result_in_its_status():
 def test_the_result_of_a_handoff_is_asked_for_once_for_metrics_and_leads():
     async def scene():
         control = RecordingControl()
-        control.results = {"d0.control:7100": {"result": "full", "bytes": 4096, "backlog_ms": 50.0}}
+        control.results = {"d0.control:7100": {"result": "full", "bytes": 4096, "backlog_ms": 50.0, "steps_ms": 25.0}}
         control.moment = Moment("finished")
         async with stage(control=control, dispatch="just-in-time") as s:
             handoffs = []
@@ -121,7 +121,7 @@ def test_the_result_of_a_handoff_is_asked_for_once_for_metrics_and_leads():
                 assert control.asked == ["d0.control:7100"] * num
             first, second = [await dispatch_of(s, handoff) for handoff in handoffs]
             backlog_ms = 50 * sizes[1] / sizes[0]
-            assert second["lead_ms"] == pytest.approx(first["admission_ms"] + 10 + backlog_ms, abs=0.01)
+            assert second["lead_ms"] == pytest.approx(first["admission_ms"] + 25 + backlog_ms, abs=0.01)
 
     run(scene)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -65,6 +66,8 @@ class Consuming:
         self._is_recomputed = is_recomputed
         self._consumed: Handoffs[Consumed] = Handoffs()
         self._commits = Commits(num_ranks)
+        # Loads that begin with the step under way.
+        self._beginning: list[Consumed] = []
 
     def __contains__(self, request_id: str) -> bool:
         return self._consumed.get(request_id) is not None
@@ -156,6 +159,7 @@ class Consuming:
         opening = {} if refusal or consumed.opening is None else consumed.opening
         consumed.phase, consumed.outcome, consumed.verified = "loading", None, []
         consumed.last_block_id = block_ids[-1]
+        self._beginning.append(consumed)
         self._out.trace.instant("admitted", consumed.handoff, blocks=len(block_ids))
         self._out.step.loads.append(
             Load(
@@ -244,6 +248,9 @@ class Consuming:
 
     def receive_outcomes(self, output: KVConnectorOutput) -> None:
         """Processes the workers' reports: ended loads, verified loads, and acknowledged commits."""
+        for consumed in self._beginning:
+            consumed.steps_s = time.monotonic() - consumed.arrived_at
+        self._beginning.clear()
         reports = output.kv_connector_worker_meta
         for request_id, outcome in getattr(reports, "outcomes", {}).items():
             self._note_outcome(request_id, outcome)

@@ -34,16 +34,18 @@ _NEVER_S = float("-inf")
 
 
 class StepPace:
-    """Remaining time of a step with `num_layers` layers. Times are seconds of one monotonic clock."""
+    """Remaining time of a step with `num_layers` layers, which begins now. Times are seconds of one monotonic clock."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, began_s: float) -> None:
         self._num_layers = num_layers
+        self._began_s = began_s
         self._saved_at_s: list[float] = []
 
     def layer_saved(self, now_s: float) -> float | None:
         """Notes that one more layer's attention is done.
 
-        The work after the last attention (its MLP, the logits, sampling) counts as one more layer.
+        A step takes as long as all its layers. So the work after the last attention is that part of a layer which the
+        first one does not have before its attention is done.
 
         Returns:
             Seconds until the end of the step, 0 or more; `None` before enough layers are done.
@@ -53,7 +55,8 @@ class StepPace:
         if len(recent) <= _NUM_RECENT:
             return None
         pace_s = median(later - earlier for earlier, later in pairwise(recent))
-        return max(0, self._num_layers - len(self._saved_at_s) + 1) * pace_s
+        first_s = self._saved_at_s[0] - self._began_s
+        return max(0, self._num_layers - len(self._saved_at_s)) * pace_s + max(0.0, pace_s - first_s)
 
 
 class Progress:
@@ -69,14 +72,14 @@ class Progress:
         self._engine_id = engine_id
         self._client: _kvpipe.Control | None = None
         self._step: StepMetadata | None = None
-        self._pace = StepPace(0)
+        self._pace = StepPace(0, 0.0)
         self._reported_s = _NEVER_S
         self._reported_left_s = 0.0
 
-    def begin_step(self, step: StepMetadata, num_layers: int) -> None:
+    def begin_step(self, step: StepMetadata, num_layers: int, now_s: float) -> None:
         """Starts a step, before its forward pass."""
         self._step = None if self._is_silent or not step.progress else step
-        self._pace = StepPace(num_layers)
+        self._pace = StepPace(num_layers, now_s)
         self._reported_s = _NEVER_S
 
     def layer_saved(self, now_s: float) -> None:

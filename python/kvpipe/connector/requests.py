@@ -93,6 +93,7 @@ class Consumed:
         num_prompt_tokens: Length of the prompt.
         request: vLLM's request.
         arrived_at: When it arrived, by `time.monotonic`.
+        steps_s: Time from its arrival until the end of the step with which its load began; 0 before that.
         opening: The producer's message that opened the handoff.
         is_same_prompt: Whether the producer computes the same prompt; compared once.
         has_state: Whether the sequence state has arrived.
@@ -119,6 +120,7 @@ class Consumed:
     num_prompt_tokens: int
     request: Request
     arrived_at: float = field(default_factory=time.monotonic)
+    steps_s: float = 0.0
     phase: str = "waiting"
     first_token: int | None = None
     unsupported_reason: str = ""
@@ -173,6 +175,7 @@ class Consumed:
             "checksums_differed": outcome.get("num_corrupt", 0),
             "bytes": outcome.get("num_bytes", 0),
             "transport": outcome.get("transport", ""),
+            "steps_ms": round(self.steps_s * 1000, 3),
             "backlog_ms": round(outcome.get("backlog_s", 0.0) * 1000, 3),
             "transfer_ms": round(outcome.get("elapsed_s", 0.0) * 1000, 3),
             "handover_ms": round((time.monotonic() - self.arrived_at) * 1000, 3),

@@ -15,9 +15,10 @@ from kvpipe.proxy.control import Control, FailureLog
 
 # Assumed for an instance that has not been measured.
 _FIRST_ADMISSION_S = 0.18
-# Time for D's steps between its watch and its load.
-_MARGIN_S = 0.01
-# Prediction errors and backlogs never extend the lead beyond this, because an early D takes CPU from P.
+# Assumed for D's steps, and the least that they count: an idle D has short ones.
+_LEAST_STEPS_S = 0.01
+# Prediction errors and backlogs never extend the lead beyond this and D's steps, because an early D takes CPU from P.
+# A D with long steps is busy anyway.
 _BOUND_S = 0.2
 _LONGEST_S = 5.0
 # Added to a request's bytes, because a short request takes time too, and predicts little about a long one.
@@ -66,28 +67,35 @@ class RollingMedian:
 class Leads:
     """Learns the lead: how long before the end of the prefill each D is asked.
 
-    A lead is the sum of D's admission (until it watches the handoff), D's backlog (until it has read the blocks that
-    were ready by then) and the error of P's prediction, each with twice its mean deviation. A backlog grows with the
-    prompt, of which the proxy knows the request's bytes, so backlogs are learned by the byte.
+    A lead is the sum of D's admission (until it watches the handoff), D's steps (until the end of the one with which
+    its load begins), D's backlog (until it has read the blocks that were ready by then) and the error of P's
+    prediction, each with twice its mean deviation. A backlog grows with the prompt, of which the proxy knows the
+    request's bytes, so backlogs are learned by the byte.
     """
 
     def __init__(self) -> None:
         self._admissions: dict[str, RollingMedian] = {}
+        self._steps: dict[str, RollingMedian] = {}
         self._backlogs_by_byte: dict[str, RollingMedian] = {}
         self._errors: dict[str, RollingMedian] = {}
 
     def lead_s(self, prefill_url: str, decode_url: str, num_bytes: int) -> float:
-        """Lead for a request of `num_bytes`: up to 200 ms, or up to 5 s where D's median admission takes longer."""
+        """Lead for a request of `num_bytes`: up to 200 ms and D's steps, or up to 5 s where D's admission takes longer."""
         admission = self._admissions.get(decode_url, RollingMedian(_FIRST_ADMISSION_S))
+        steps = self._steps.get(decode_url, RollingMedian())
         backlog_s = (_BASE_BYTES + num_bytes) * self._backlogs_by_byte.get(decode_url, RollingMedian()).upper_s
         error = self._errors.get(prefill_url, RollingMedian())
-        wanted_s = _MARGIN_S + admission.upper_s + backlog_s + error.upper_s
-        bound_s = max(_BOUND_S, _MARGIN_S + admission.median_s)
+        wanted_s = max(_LEAST_STEPS_S, steps.upper_s) + admission.upper_s + backlog_s + error.upper_s
+        bound_s = max(_BOUND_S, admission.median_s) + max(_LEAST_STEPS_S, steps.median_s)
         return max(0.0, min(wanted_s, bound_s, _LONGEST_S))
 
     def admitted(self, decode_url: str, admission_s: float) -> None:
         """Add the time from a D's request to its watch, 0 or more seconds."""
         self._admissions.setdefault(decode_url, RollingMedian()).add(min(admission_s, _LONGEST_S))
+
+    def stepped(self, decode_url: str, steps_s: float) -> None:
+        """Add the time from a D's watch until the end of the step with which its load began, 0 or more seconds."""
+        self._steps.setdefault(decode_url, RollingMedian()).add(min(steps_s, _LONGEST_S))
 
     def moved(self, decode_url: str, backlog_s: float, num_bytes: int) -> None:
         """Add the time in which a D read its backlog, 0 or more seconds; `num_bytes` as in `lead_s`."""

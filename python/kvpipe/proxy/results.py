@@ -101,7 +101,7 @@ class ResultRecorder:
     Args:
         results: the results.
         metrics: counters of results.
-        leads: learns D's backlogs from the results.
+        leads: learns D's steps and backlogs from the results.
         failures: log of control ports that do not answer.
     """
 
@@ -119,15 +119,16 @@ class ResultRecorder:
     async def record(
         self, handoff: str, decode: Instance, timing: Timing | None, *, is_decode_asked: bool
     ) -> dict[str, Any] | None:
-        """Count a handoff, and learn D's backlog from it: the time to read blocks that were ready when D came.
+        """Count a handoff, and learn from it how long D's steps took and the reading of blocks that were ready before.
 
         Returns the result; None if no instance knows it.
         """
         result = await self._result(handoff, decode, is_decode_asked=is_decode_asked)
         self._metrics.handoff_ended(result)
-        # A failed load does not measure the backlog.
+        # A failed load measures neither.
         if timing is not None and result is not None and "backlog_ms" in result and result.get("result") == "full":
             self._leads.moved(decode.url, result["backlog_ms"] / 1000, timing.num_bytes)
+            self._leads.stepped(decode.url, result.get("steps_ms", 0.0) / 1000)
         return result
 
     async def _result(self, handoff: str, decode: Instance, *, is_decode_asked: bool) -> dict[str, Any] | None:
