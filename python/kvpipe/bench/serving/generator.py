@@ -80,7 +80,10 @@ class RoundRobin:
 
 
 def body_of(prompt: Sequence[int], num_output: int, **more: Any) -> dict[str, Any]:
-    """A streamed completion of exactly `num_output` tokens, each of which has a text."""
+    """A streamed completion of exactly `num_output` tokens, each of which has a text.
+
+    It has no `min_tokens`, with which decode does not continue after prefill's token.
+    """
     return {
         "model": MODEL,
         "prompt": list(prompt),
@@ -88,7 +91,6 @@ def body_of(prompt: Sequence[int], num_output: int, **more: Any) -> dict[str, An
         "ignore_eos": True,
         "skip_special_tokens": False,
         "max_tokens": num_output,
-        "min_tokens": num_output,
         "stream": True,
         "stream_options": {"include_usage": True},
         **more,
@@ -207,7 +209,7 @@ class NixlPull:
 
     async def post(self, http: aiohttp.ClientSession, number: int, body: dict[str, Any]) -> aiohttp.ClientResponse:  # noqa: ARG002 - as Target's
         """Sends a request to both, one after the other."""
-        first = {**body, "max_tokens": 1, "min_tokens": 1, "stream": False, "kv_transfer_params": NIXL_PRODUCE}
+        first = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": NIXL_PRODUCE}
         del first["stream_options"]
         async with http.post(f"{self.prefill_url}/v1/completions", json=first) as response:
             if response.status != 200:  # noqa: PLR2004 - OK
