@@ -63,6 +63,7 @@ def test_a_request_asks_for_exactly_its_tokens_and_is_answered() -> None:
     assert [body["prompt"] for body in bodies] == wanted
     for body in bodies:
         assert (body["max_tokens"], body["ignore_eos"], body["temperature"]) == (3, True, 0)
+        assert "min_tokens" not in body, "decode would not continue after prefill's token"
 
 
 def test_a_slow_server_shows_in_the_ttft_of_all_requests_that_wait_for_it() -> None:
@@ -139,6 +140,7 @@ def test_nixl_is_asked_as_its_toy_proxy_does() -> None:
     found, first, second = within(scene)
     assert (found.error, len(found.chunks_s)) == ("", 3)
     assert (first["max_tokens"], first["stream"]) == (1, False)
+    assert "min_tokens" not in first
     assert first["kv_transfer_params"]["do_remote_decode"] is True
     assert second["kv_transfer_params"] == {"remote_block_ids": [0]}
     assert second["max_tokens"] == 3

@@ -1,5 +1,6 @@
 """Predictions from the layers of the step that is under way."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from kvpipe import _kvpipe
 from kvpipe.connector.metadata import StepMetadata
 from kvpipe.connector.progress import Progress, StepPace
 from kvpipe.control import ControlClient
+from tests.connector import test_worker
 from tests.connector.engine import new_id
 
 pytestmark = pytest.mark.vllm
@@ -160,6 +162,17 @@ def test_a_prediction_that_cannot_be_reported_does_not_fail_the_forward_pass(
     monkeypatch.delenv("KVPIPE_TOKEN_FILE")
     layers(progress, scene.step())
     assert progress._client is None, "it was tried again in the middle of a step"
+
+
+def test_a_worker_times_its_steps_by_the_monotonic_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun_s: list[float] = []
+    monkeypatch.setattr(Progress, "begin_step", lambda _, step, num_layers, now_s: begun_s.append(now_s))
+    pair = test_worker.Pair()
+    before_s = time.monotonic()
+    pair.begin_step([2, 3])
+    assert [before_s <= now_s <= time.monotonic() for now_s in begun_s] == [True]
+    pair.producer.close()
+    pair.consumer.close()
 
 
 def test_nothing_is_predicted_of_a_handoff_that_is_not_open(scene: Scene) -> None:

@@ -129,6 +129,20 @@ def test_the_result_has_the_time_until_the_end_of_the_step_with_which_its_load_b
     assert 100 <= result["steps_ms"] <= result["handover_ms"] - 100
 
 
+def test_waiting_for_the_producer_is_not_counted_as_steps(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    for _ in range(10):
+        engine.step()
+        time.sleep(0.05)
+    opened(producer, request, handoff)
+    loading(engine, request)
+    engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
+    scheduled(engine, request)
+    result = reported(engine, handoff.hex())
+    assert 0 < result["steps_ms"] < 250
+    assert result["handover_ms"] > 500
+
+
 @pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 1])
 def test_no_claim_breaks_an_assertion_at_any_length(engine: Engine, producer: _kvpipe.Control, length: int) -> None:
     request, handoff = consuming(engine, producer, prompt(length))

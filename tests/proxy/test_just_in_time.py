@@ -332,6 +332,14 @@ def test_a_lead_covers_the_steps_of_a_busy_decode_until_its_load_has_begun():
     assert leads.lead_s("p", "another", 1000) == pytest.approx(0.19)
 
 
+def test_steps_of_a_decode_that_never_has_room_do_not_lengthen_the_lead_for_ever():
+    leads = Leads()
+    leads.admitted("d", 0.03)
+    for _ in range(100):
+        leads.stepped("d", leads.lead_s("p", "d", 1000) + 0.3)
+    assert leads.lead_s("p", "d", 1000) <= 1.2
+
+
 @pytest.mark.parametrize(("steps_s", "lead_s"), [(0.01, 0.21), (0.15, 0.35)])
 def test_errors_and_backlogs_never_bring_a_lead_over_200_ms_and_the_steps_of_decode(steps_s, lead_s):
     leads = Leads()

@@ -66,8 +66,9 @@ class Consuming:
         self._is_recomputed = is_recomputed
         self._consumed: Handoffs[Consumed] = Handoffs()
         self._commits = Commits(num_ranks)
-        # Loads that begin with the step under way.
+        # Loads that begin with the step under way, and when that step and the one before were scheduled.
         self._beginning: list[Consumed] = []
+        self._step_s = self._step_before_s = 0.0
 
     def __contains__(self, request_id: str) -> bool:
         return self._consumed.get(request_id) is not None
@@ -177,6 +178,10 @@ class Consuming:
         consumed.phase, consumed.reason, consumed.loss = "ended", reason, loss
         self._out.control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
 
+    def begin_step(self, now_s: float) -> None:
+        """Notes that a step is scheduled."""
+        self._step_before_s, self._step_s = self._step_s, now_s
+
     def scheduled(self, request_id: str, num_before: int, num_new: int) -> None:
         """Forces a scheduled request's first token, restores its last block, and reports when its prompt is done."""
         self._force(request_id)
@@ -248,9 +253,7 @@ class Consuming:
 
     def receive_outcomes(self, output: KVConnectorOutput) -> None:
         """Processes the workers' reports: ended loads, verified loads, and acknowledged commits."""
-        for consumed in self._beginning:
-            consumed.steps_s = time.monotonic() - consumed.arrived_at
-        self._beginning.clear()
+        self._measure_steps(time.monotonic())
         reports = output.kv_connector_worker_meta
         for request_id, outcome in getattr(reports, "outcomes", {}).items():
             self._note_outcome(request_id, outcome)
@@ -261,6 +264,15 @@ class Consuming:
             self._commits.acknowledged(handoff)
             self._out.control.unwatch(handoff, True)  # noqa: FBT003 - a native method
         self._commits.drop_unacknowledged(output)
+
+    def _measure_steps(self, now_s: float) -> None:
+        """Notes how long steps have kept the loads that began with this one: the step, and of the one before what was left.
+
+        A request that waited longer waited for blocks, or for its producer, which no earlier arrival shortens.
+        """
+        for consumed in self._beginning:
+            consumed.steps_s = now_s - max(consumed.arrived_at, self._step_before_s)
+        self._beginning.clear()
 
     def report_committed(self, output: KVConnectorOutput) -> None:
         """Adds locally committed loads to `finished_recving` and forgets them."""

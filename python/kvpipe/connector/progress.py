@@ -44,8 +44,8 @@ class StepPace:
     def layer_saved(self, now_s: float) -> float | None:
         """Notes that one more layer's attention is done.
 
-        A step takes as long as all its layers. So the work after the last attention is that part of a layer which the
-        first one does not have before its attention is done.
+        Layers are timed from attention to attention. What is left after the last attention is a layer less the first
+        layer's part up to its attention. Logits and sampling are not counted: they are of one token a request.
 
         Returns:
             Seconds until the end of the step, 0 or more; `None` before enough layers are done.

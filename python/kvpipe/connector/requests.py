@@ -93,7 +93,7 @@ class Consumed:
         num_prompt_tokens: Length of the prompt.
         request: vLLM's request.
         arrived_at: When it arrived, by `time.monotonic`.
-        steps_s: Time from its arrival until the end of the step with which its load began; 0 before that.
+        steps_s: Time of the engine's steps until its load had begun, see `Consuming`; 0 before that, or if none begins.
         opening: The producer's message that opened the handoff.
         is_same_prompt: Whether the producer computes the same prompt; compared once.
         has_state: Whether the sequence state has arrived.

@@ -237,6 +237,7 @@ class SchedulerRole:
             self._producing.preempted(request_id)
         now_s = time.monotonic()
         self._producing.begin_step(output.total_num_scheduled_tokens, now_s)
+        self._consuming.begin_step(now_s)
         for request_id, num_before, num_new in scheduled(output):
             self._producing.scheduled(output, request_id, num_before, num_new, now_s)
             self._consuming.scheduled(request_id, num_before, num_new)

@@ -1,7 +1,7 @@
 """Just-in-time dispatch: D gets a request shortly before the predicted end of P's prefill.
 
-The lead is the time that D takes to admit a request. A wrong, late or missing prediction costs only time: at the latest
-D is asked when P has answered.
+The lead is the time until D has read what is ready (`Leads`). A wrong, late or missing prediction costs only time: at
+the latest D is asked when P has answered.
 """
 
 import time
@@ -15,8 +15,8 @@ from kvpipe.proxy.control import Control, FailureLog
 
 # Assumed for an instance that has not been measured.
 _FIRST_ADMISSION_S = 0.18
-# Assumed for D's steps, and the least that they count: an idle D has short ones.
-_LEAST_STEPS_S = 0.01
+# Assumed for D's steps, and the least that they count: an idle D has short ones. No step of streams takes a second.
+_LEAST_STEPS_S, _MOST_STEPS_S = 0.01, 1.0
 # Prediction errors and backlogs never extend the lead beyond this and D's steps, because an early D takes CPU from P.
 # A D with long steps is busy anyway.
 _BOUND_S = 0.2
@@ -69,8 +69,8 @@ class Leads:
 
     A lead is the sum of D's admission (until it watches the handoff), D's steps (until the end of the one with which
     its load begins), D's backlog (until it has read the blocks that were ready by then) and the error of P's
-    prediction, each with twice its mean deviation. A backlog grows with the prompt, of which the proxy knows the
-    request's bytes, so backlogs are learned by the byte.
+    prediction, each with twice its mean deviation. The backlog begins within that step, so that the sum is generous.
+    A backlog grows with the prompt, of which the proxy knows the request's bytes, so backlogs are learned by the byte.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Leads:
         self._errors: dict[str, RollingMedian] = {}
 
     def lead_s(self, prefill_url: str, decode_url: str, num_bytes: int) -> float:
-        """Lead for a request of `num_bytes`: up to 200 ms and D's steps, or up to 5 s where D's admission takes longer."""
+        """Lead for a request of `num_bytes`: at most D's steps and 200 ms, or D's admission if that is longer, or 5 s."""
         admission = self._admissions.get(decode_url, RollingMedian(_FIRST_ADMISSION_S))
         steps = self._steps.get(decode_url, RollingMedian())
         backlog_s = (_BASE_BYTES + num_bytes) * self._backlogs_by_byte.get(decode_url, RollingMedian()).upper_s
@@ -94,8 +94,8 @@ class Leads:
         self._admissions.setdefault(decode_url, RollingMedian()).add(min(admission_s, _LONGEST_S))
 
     def stepped(self, decode_url: str, steps_s: float) -> None:
-        """Add the time from a D's watch until the end of the step with which its load began, 0 or more seconds."""
-        self._steps.setdefault(decode_url, RollingMedian()).add(min(steps_s, _LONGEST_S))
+        """Add how long a D's steps took until a load had begun, 0 or more seconds."""
+        self._steps.setdefault(decode_url, RollingMedian()).add(min(steps_s, _MOST_STEPS_S))
 
     def moved(self, decode_url: str, backlog_s: float, num_bytes: int) -> None:
         """Add the time in which a D read its backlog, 0 or more seconds; `num_bytes` as in `lead_s`."""

@@ -82,7 +82,7 @@ class RoundRobin:
 def body_of(prompt: Sequence[int], num_output: int, **more: Any) -> dict[str, Any]:
     """A streamed completion of exactly `num_output` tokens, each of which has a text.
 
-    It has no `min_tokens`, with which decode does not continue after prefill's token.
+    It has no `min_tokens`: with it, decode would not continue after prefill's token.
     """
     return {
         "model": MODEL,
