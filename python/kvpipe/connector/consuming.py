@@ -266,7 +266,7 @@ class Consuming:
         self._commits.drop_unacknowledged(output)
 
     def _measure_steps(self, now_s: float) -> None:
-        """Notes how long steps have kept the loads that began with this one: the step, and of the one before what was left.
+        """Notes how long steps have kept the loads that began with this one: it, and what was left of the one before.
 
         A request that waited longer waited for blocks, or for its producer, which no earlier arrival shortens.
         """

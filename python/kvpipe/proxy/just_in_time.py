@@ -80,7 +80,7 @@ class Leads:
         self._errors: dict[str, RollingMedian] = {}
 
     def lead_s(self, prefill_url: str, decode_url: str, num_bytes: int) -> float:
-        """Lead for a request of `num_bytes`: at most D's steps and 200 ms, or D's admission if that is longer, or 5 s."""
+        """Lead for a request of `num_bytes`: up to D's steps and 200 ms, or D's admission if that is longer; or 5 s."""
         admission = self._admissions.get(decode_url, RollingMedian(_FIRST_ADMISSION_S))
         steps = self._steps.get(decode_url, RollingMedian())
         backlog_s = (_BASE_BYTES + num_bytes) * self._backlogs_by_byte.get(decode_url, RollingMedian()).upper_s

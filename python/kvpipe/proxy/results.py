@@ -119,7 +119,7 @@ class ResultRecorder:
     async def record(
         self, handoff: str, decode: Instance, timing: Timing | None, *, is_decode_asked: bool
     ) -> dict[str, Any] | None:
-        """Count a handoff, and learn from it D's steps and backlog: until its load had begun, and had read what was ready.
+        """Count a handoff, and learn D's steps and backlog from it: until its load began, and had read what was ready.
 
         Returns the result; None if no instance knows it.
         """
