@@ -17,7 +17,7 @@ from kvpipe.proxy.metrics import Metrics
 ROOT = Path(__file__).parents[1]
 LONGEST_PAGE = 200
 # Figures that were measured are not left out.
-LONG_PAGES = {"docs/benchmarks.md", "docs/evaluation.md"}
+LONG_PAGES = {"docs/benchmarks.md"}
 # vLLM's own, not ours.
 OF_VLLM = ("KVPipeConnector received pp_rank > 0", "No package metadata", "Turning off hybrid")
 MONITORING = "docs/guide/monitoring.md"
