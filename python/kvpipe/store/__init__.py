@@ -1,0 +1,29 @@
+"""Databases for KV that waits for whoever needs it: the protocol `KVStore`, and its implementations."""
+
+from kvpipe.store.base import (
+    LEASE_S,
+    MAX_KEY_BYTES,
+    MAX_RECORD_BYTES,
+    RESERVATION_S,
+    KVStore,
+    Lease,
+    Match,
+    Reservation,
+    StoreStats,
+    Value,
+    ValueInfo,
+)
+
+__all__ = [
+    "LEASE_S",
+    "MAX_KEY_BYTES",
+    "MAX_RECORD_BYTES",
+    "RESERVATION_S",
+    "KVStore",
+    "Lease",
+    "Match",
+    "Reservation",
+    "StoreStats",
+    "Value",
+    "ValueInfo",
+]
