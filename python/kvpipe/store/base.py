@@ -267,8 +267,8 @@ class KVStore(Closing):
             key: Its name, 1 to `MAX_KEY_BYTES` bytes.
             num_bytes: Its size, 0 or more.
             ttl_s: Seconds from the commit until the store deletes it; `None`: when the store needs the space.
-            timeout: Seconds to wait for space. It is scarce only if reservations and open values fill the store, because
-                other values are evicted.
+            timeout: Seconds to wait for space. Other values are evicted first, so that only reservations and open values
+                can fill a store.
 
         Returns:
             The reservation; `None` if the key has a value, or another reservation is under way: nothing is to be done.
@@ -316,11 +316,13 @@ class KVStore(Closing):
 
     @abstractmethod
     def take(self, key: bytes, *, lease_s: float = LEASE_S, timeout: float | None = 0) -> Lease | None:
-        """Returns a value to exactly one caller, or waits for one. Other arguments and errors are those of `select`.
+        """Returns a value to exactly one caller, or waits for one.
 
-        A value that others have open cannot be taken before they close it.
+        A value that others have open cannot be taken before they close it. It raises as `select` does.
 
         Args:
+            key: Its name.
+            timeout: As for `select`.
             lease_s: Seconds after which the value goes back, unless the lease was renewed or acknowledged. It also goes
                 back when the store loses its holder.
         """
