@@ -105,9 +105,7 @@ impl LookupMessage<'_> {
                 with_checksum(header, writer.raw(&tensors).finish())
             }
             Self::Offer { tensors } => with_checksum(header, tensors.into_owned()),
-            Self::Refused(error) => {
-                (header, Payload::Bytes(write_refusal(&error)))
-            }
+            Self::Refused(error) => (header, Payload::Bytes(write_refusal(&error))),
             Self::Select { query, timeout } => {
                 let writer = write_timeout(Writer::default(), timeout);
                 let writer = match &query {
@@ -149,9 +147,7 @@ impl<'a> LookupMessage<'a> {
                 Self::Offer { tensors }
             }
             INSERTED => Self::Inserted,
-            REFUSED => {
-                Self::Refused(read_refusal(reader)?)
-            }
+            REFUSED => Self::Refused(read_refusal(reader)?),
             SELECT => {
                 let timeout = read_timeout(&mut reader)?;
                 let query = match reader.u8()? {

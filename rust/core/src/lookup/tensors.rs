@@ -171,7 +171,9 @@ impl Tensors {
         };
         for (index, buffer) in entry.offered() {
             let source = source_id(operation, *index);
-            self.exchange.engine.add_source(session, source, buffer.source());
+            self.exchange
+                .engine
+                .add_source(session, source, buffer.source());
         }
         tensors.waiting.insert(operation, entry);
     }

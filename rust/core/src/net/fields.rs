@@ -53,7 +53,9 @@ pub(crate) fn write_refusal(error: &Error) -> Vec<u8> {
         Error::Timeout(_) => 4,
         _ => 0,
     };
-    Writer::new(kind).text(&error.to_string(), TEXT_CAP).finish()
+    Writer::new(kind)
+        .text(&error.to_string(), TEXT_CAP)
+        .finish()
 }
 
 pub(crate) fn read_refusal(mut reader: Reader<'_>) -> Result<Error> {
