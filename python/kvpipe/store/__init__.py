@@ -13,6 +13,7 @@ from kvpipe.store.base import (
     Value,
     ValueInfo,
 )
+from kvpipe.store.local import LocalStore
 
 __all__ = [
     "LEASE_S",
@@ -21,6 +22,7 @@ __all__ = [
     "RESERVATION_S",
     "KVStore",
     "Lease",
+    "LocalStore",
     "Match",
     "Reservation",
     "StoreStats",

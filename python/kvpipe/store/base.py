@@ -230,7 +230,7 @@ class KVStore(Closing):
     Any thread may call, and calls of several threads go on side by side. No call waits longer than its `timeout` and
     the store's own bound for an answer, after which it raises `TransferTimeoutError` or `PeerLostError`.
 
-    A subclass implements the abstract methods; the tests of `kvpipe.store.contract` say whether it keeps the contract.
+    A subclass implements the abstract methods; `tests/store/contract.py` has the tests that it must pass.
     """
 
     @classmethod
@@ -267,8 +267,8 @@ class KVStore(Closing):
             key: Its name, 1 to `MAX_KEY_BYTES` bytes.
             num_bytes: Its size, 0 or more.
             ttl_s: Seconds from the commit until the store deletes it; `None`: when the store needs the space.
-            timeout: Seconds to wait for space. Other values are evicted first, so that only reservations and open values
-                can fill a store.
+            timeout: Seconds to wait for space. Other values are evicted first, so that only reservations and open
+                values fill a store.
 
         Returns:
             The reservation; `None` if the key has a value, or another reservation is under way: nothing is to be done.
@@ -372,3 +372,32 @@ def check_record(record: bytes) -> bytes:
         message = f"record of {len(record)} bytes: at most {MAX_RECORD_BYTES}"
         raise ConfigError(message)
     return bytes(record)
+
+
+def check_size(num_bytes: int, capacity_bytes: int | None = None) -> int:
+    """Returns the size of a value that a store of this capacity can hold.
+
+    Raises:
+        ConfigError: It is none, or larger than the store.
+    """
+    if not isinstance(num_bytes, int) or num_bytes < 0:
+        message = f"num_bytes={num_bytes!r}: expected a number of bytes, 0 or more"
+        raise ConfigError(message)
+    if capacity_bytes is not None and num_bytes > capacity_bytes:
+        message = f"a value of {num_bytes} bytes can never be stored: the store's capacity is {capacity_bytes} bytes"
+        raise ConfigError(message)
+    return num_bytes
+
+
+def check_out(out: Buffer, num_bytes: int) -> memoryview:
+    """Returns the bytes of a destination for a value.
+
+    Raises:
+        ConfigError: It has another size, or is read-only or not contiguous.
+    """
+    view = memoryview(out)
+    if view.readonly or not view.c_contiguous or view.nbytes != num_bytes:
+        kind = "read-only" if view.readonly else "writable"
+        message = f"a destination of {view.nbytes} bytes, {kind}: expected {num_bytes} contiguous, writable bytes"
+        raise ConfigError(message)
+    return view.cast("B")
