@@ -317,7 +317,9 @@ class StoreClient:
 class StoreServer:
     """A store in this process that serves others."""
 
-    def __new__(cls, address: str, token: bytes, transport: Transport, capacity_bytes: int) -> StoreServer: ...
+    def __new__(
+        cls, address: str, token: bytes, transport: Transport, capacity_bytes: int, reservation_s: float
+    ) -> StoreServer: ...
     @property
     def address(self) -> str: ...
     def stats(self) -> Work:

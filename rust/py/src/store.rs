@@ -29,12 +29,15 @@ impl StoreServer {
         token: &[u8],
         transport: &Transport,
         capacity_bytes: u64,
+        reservation_s: f64,
     ) -> PyResult<Self> {
         log::begin(py)?;
-        let transport = transport.core();
-        py.detach(|| store::StoreServer::serve(address, token, transport, capacity_bytes))
-            .map(Self)
-            .map_err(to_py)
+        let (transport, reservation) = (transport.core(), lease(reservation_s)?);
+        py.detach(|| {
+            store::StoreServer::serve(address, token, transport, capacity_bytes, reservation)
+        })
+        .map(Self)
+        .map_err(to_py)
     }
 
     #[getter]

@@ -27,7 +27,7 @@ pub struct StoreServer {
 
 impl StoreServer {
     /// Serves an empty store of at most `capacity_bytes`. Each value counts the memory of its bytes (from 4 MiB on rounded up
-    /// to 2 MiB), its key and record, and 512 bytes of bookkeeping.
+    /// to 2 MiB), its key and record, and 512 bytes of bookkeeping. A reservation ends `reservation` after its last call.
     ///
     /// # Errors
     /// `Config`: the address cannot be bound, or others could reach it without a token. `Unavailable`: there is no usable
@@ -37,6 +37,7 @@ impl StoreServer {
         token: &[u8],
         transport: Transport,
         capacity_bytes: u64,
+        reservation: Duration,
     ) -> Result<Self> {
         let address = listen_address(address, token)?;
         let config = ReactorConfig {
@@ -48,7 +49,7 @@ impl StoreServer {
             timeouts: SessionTimeouts::default(),
             busy_poll: default_busy_poll(),
         };
-        let reactor = spawn(config, move || Server::new(capacity_bytes))?;
+        let reactor = spawn(config, move || Server::new(capacity_bytes, reservation))?;
         Ok(Self { reactor })
     }
 

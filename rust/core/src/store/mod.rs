@@ -10,8 +10,6 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-use std::time::Duration;
-
 use crate::error::Result;
 use crate::net::codec::{Reader, Writer};
 use crate::transfer::exchange::HUGE;
@@ -30,8 +28,6 @@ pub const KEYS_CAP: usize = 1 << 14;
 const PAGE_VALUES: usize = 1 << 12;
 /// Waits, reservations, open values and leases of one client.
 const HOLDS_CAP: usize = 1 << 14;
-/// Between a reservation, or the last write into it, and its commit.
-const RESERVATION: Duration = Duration::from_secs(30);
 /// Buffers that are read from one peer at once.
 const TRANSFERS_IN_FLIGHT: usize = 4;
 

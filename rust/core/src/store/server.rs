@@ -55,9 +55,9 @@ fn after(timeout: Option<Duration>) -> Option<Instant> {
 }
 
 impl Server {
-    pub(super) fn new(capacity_bytes: u64) -> Self {
+    pub(super) fn new(capacity_bytes: u64, reservation: Duration) -> Self {
         Self {
-            state: State::new(capacity_bytes),
+            state: State::new(capacity_bytes, reservation),
             arrivals: HashMap::new(),
             writes: HashMap::new(),
             hash_queue: VecDeque::new(),

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{PAGE_VALUES, RESERVATION, StoreInfo};
+use super::{PAGE_VALUES, StoreInfo};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::reactor::Timers;
@@ -90,6 +90,8 @@ pub(super) struct Listed {
 #[derive(Debug)]
 pub(super) struct State<C> {
     info: StoreInfo,
+    /// Between a reservation, or the last write into it, and its commit.
+    reservation: Duration,
     /// Of values that nobody holds.
     evictable_bytes: u64,
     reserved_bytes: u64,
@@ -105,13 +107,14 @@ pub(super) struct State<C> {
 }
 
 impl<C: Clone> State<C> {
-    pub(super) fn new(capacity_bytes: u64) -> Self {
+    pub(super) fn new(capacity_bytes: u64, reservation: Duration) -> Self {
         let info = StoreInfo {
             capacity_bytes,
             ..StoreInfo::default()
         };
         Self {
             info,
+            reservation,
             evictable_bytes: 0,
             reserved_bytes: 0,
             next_tick: 0,
@@ -220,7 +223,7 @@ impl<C: Clone> State<C> {
             self.reserved_bytes += footprint;
             self.keys.insert(Arc::clone(&key), Slot::Reserved);
             let hold = Hold::Reserved { key, footprint };
-            self.set_hold(holder, hold, Some(now + RESERVATION));
+            self.set_hold(holder, hold, Some(now + self.reservation));
             self.actions.push_back(StoreAction::Reserved(holder));
         }
     }
@@ -255,7 +258,7 @@ impl<C: Clone> State<C> {
     pub(super) fn end_write(&mut self, holder: Holder, now: Instant) {
         if self.is_reserved(holder) {
             self.deadlines
-                .set(Deadline::Hold(holder), now + RESERVATION);
+                .set(Deadline::Hold(holder), now + self.reservation);
         }
     }
 
