@@ -297,8 +297,8 @@ class StoreClient:
         """As `select`."""
 
     def read(self, value: OpenedValue, out: object) -> Work: ...
-    def release(self, operation: int) -> None:
-        """Ends what an operation waits for or holds."""
+    def release(self, operation: int) -> Work:
+        """Ends what an operation waits for or holds; done when the server has ended it."""
 
     def renew(self, take: int, lease_s: float) -> Work: ...
     def acknowledge(self, take: int) -> Work: ...

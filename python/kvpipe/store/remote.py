@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
-from kvpipe.exceptions import ConfigError
+from kvpipe.exceptions import ClosedError, ConfigError, KVPipeError, PeerLostError
 from kvpipe.store.base import (
     LEASE_S,
     KVStore,
@@ -127,7 +128,8 @@ class RemoteStore(KVStore):
         try:
             return _wait(work)
         except BaseException:
-            self._native.release(operation)
+            with suppress(KVPipeError):
+                self._native.release(operation)
             raise
 
 
@@ -150,7 +152,7 @@ class _RemoteReservation(Reservation):
         _wait(self._native.commit(self._operation, record))
 
     def abort(self) -> None:
-        self._native.release(self._operation)
+        _release(self._native, self._operation)
 
 
 class _RemoteValue(Value):
@@ -165,7 +167,7 @@ class _RemoteValue(Value):
         _wait(self._native.read(self._opened, check_out(out, self.num_bytes)))
 
     def close(self) -> None:
-        self._native.release(self._opened.operation)
+        _release(self._native, self._opened.operation)
 
 
 class _RemoteLease(_RemoteValue, Lease):
@@ -204,6 +206,12 @@ def _parts(keys: Sequence[bytes]) -> Iterator[list[bytes]]:
     checked = [check_key(key) for key in keys]
     for start in range(0, len(checked), _KEYS_PER_QUESTION):
         yield checked[start : start + _KEYS_PER_QUESTION]
+
+
+def _release(native: _kvpipe.StoreClient, operation: int) -> None:
+    # A client that was closed or has lost its server holds nothing any more.
+    with suppress(ClosedError, PeerLostError):
+        _wait(native.release(operation))
 
 
 def _wait(work: _kvpipe.Work) -> Any:

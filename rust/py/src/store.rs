@@ -194,8 +194,9 @@ impl StoreClient {
         Ok(Work::new(Kind::Nothing(read.map_err(to_py)?)))
     }
 
-    fn release(&self, operation: u64) {
-        self.0.release(operation);
+    fn release(&self, operation: u64) -> PyResult<Work> {
+        let released = self.0.release(operation).map_err(to_py)?;
+        Ok(Work::new(Kind::Nothing(released)))
     }
 
     fn renew(&self, take: u64, lease_s: f64) -> PyResult<Work> {

@@ -211,10 +211,13 @@ impl StoreClient {
         self.reactor.stop();
     }
 
-    /// Ends what an operation waits for or holds: a wait, a reservation, an open value, a lease. Does nothing if it has ended.
-    pub fn release(&self, operation: u64) {
-        // A closed client holds nothing.
-        let _ = self.reactor.send(ClientCommand::Release(operation));
+    /// Ends what an operation waits for or holds: a wait, a reservation, an open value, a lease. The work is done when the
+    /// server has ended it; at once if it has ended before.
+    pub fn release(&self, target: u64) -> Result<Work<()>> {
+        let (work, completer) = self.reactor.work();
+        let command = ClientCommand::Release { target, completer };
+        self.reactor.send(command)?;
+        Ok(work)
     }
 
     /// Asks the server; the operation's number names it for [`release`](Self::release).

@@ -68,7 +68,10 @@ pub(super) enum ClientCommand {
         completer: Completer<()>,
     },
     /// Ends what an operation waits for or holds.
-    Release(u64),
+    Release {
+        target: u64,
+        completer: Completer<()>,
+    },
 }
 
 /// What callers share with the reactor.
@@ -169,7 +172,7 @@ impl Client {
     }
 
     /// Ends what an operation waits for or holds, here and at the server.
-    fn release(&mut self, cx: &mut ReactorContext, operation: u64) {
+    fn release(&mut self, cx: &mut ReactorContext, operation: u64, completer: Completer<()>) {
         let waited = self.pending.remove(&operation);
         self.graces.remove(&operation);
         let is_upload = self.remove_upload(operation);
@@ -180,11 +183,31 @@ impl Client {
             engine.remove_source(cx, session, operation, &closed);
         }
         let holds = waited.is_some() || is_upload || is_open;
-        if holds && let Ok(session) = self.usable() {
-            StoreMessage::Release.send(cx, session, operation);
-        }
         if let Some(waited) = waited {
             waited.fail(Error::Closed("the operation was withdrawn".to_owned()));
+        }
+        if holds {
+            self.send_release(cx, operation, Some(completer));
+        } else {
+            completer.complete(Ok(()));
+        }
+    }
+
+    /// Has the server end what an operation holds there.
+    fn send_release(
+        &mut self,
+        cx: &mut ReactorContext,
+        target: u64,
+        completer: Option<Completer<()>>,
+    ) {
+        let operation = self.shared.next_operation();
+        let message = StoreMessage::Release { target };
+        match (completer, self.usable()) {
+            (Some(completer), _) => {
+                self.ask(cx, operation, message, (Pending::Done(completer), None));
+            }
+            (None, Ok(session)) => message.send(cx, session, operation),
+            (None, Err(_)) => {}
         }
     }
 
@@ -276,7 +299,7 @@ impl Client {
         for operation in overdue {
             let text = "the store has not answered in time; the operation is withdrawn";
             if let Some(pending) = self.pending.remove(&operation) {
-                StoreMessage::Release.send(cx, session, operation);
+                self.send_release(cx, operation, None);
                 pending.fail(Error::Timeout(text.to_owned()));
             }
             self.graces.remove(&operation);
@@ -343,7 +366,7 @@ impl Service for Client {
                 buffer,
                 completer,
             } => self.read(cx, value, buffer, completer),
-            ClientCommand::Release(operation) => self.release(cx, operation),
+            ClientCommand::Release { target, completer } => self.release(cx, target, completer),
         }
     }
 
@@ -387,7 +410,7 @@ impl Service for Client {
                 // What the server holds for it is released.
                 Err(Error::Corrupt(text)) => {
                     let refused = StoreMessage::Refused(Error::Corrupt(text));
-                    StoreMessage::Release.send(cx, session, operation);
+                    self.send_release(cx, operation, None);
                     self.receive(cx, operation, refused)?;
                 }
                 Err(error) => return Err(error),

@@ -146,8 +146,8 @@ pub(crate) enum StoreMessage<'a> {
         lease: Duration,
         timeout: Option<Duration>,
     },
-    /// Client: the operation ends, and with it its wait, reservation, open value or lease. Nothing answers.
-    Release,
+    /// Client: an operation ends, and with it its wait, reservation, open value or lease. `Done` answers.
+    Release { target: u64 },
     /// Client: extend the lease of a take. `Done` or `Refused` answers.
     Renew { take: u64, lease: Duration },
     /// Client: delete the value of a take. `Done` or `Refused` answers.
@@ -206,7 +206,7 @@ impl StoreMessage<'_> {
             Self::Checksum(_) => CHECKSUM,
             Self::Select { .. } => SELECT,
             Self::Take { .. } => TAKE,
-            Self::Release => RELEASE,
+            Self::Release { .. } => RELEASE,
             Self::Renew { .. } => RENEW,
             Self::Acknowledge { .. } => ACKNOWLEDGE,
             Self::Corrupt { .. } => CORRUPT,
@@ -279,9 +279,9 @@ impl StoreMessage<'_> {
             Self::Renew { take, lease } => {
                 (write_timeout(header.u64(take), Some(lease)), Payload::None)
             }
-            Self::Acknowledge { take: target } | Self::Corrupt { select: target } => {
-                (header.u64(target), Payload::None)
-            }
+            Self::Acknowledge { take: target }
+            | Self::Corrupt { select: target }
+            | Self::Release { target } => (header.u64(target), Payload::None),
             Self::List { prefix, after } => {
                 (header, plain(Writer::default().bytes(&prefix).u64(after)))
             }
@@ -298,8 +298,7 @@ impl StoreMessage<'_> {
             Self::Checksum(value) | Self::Deleted(value) => (header.u64(value), Payload::None),
             Self::Page(page) => (header, plain(write_page(&page))),
             Self::Statistics(info) => (header, plain(info.write(Writer::default()))),
-            Self::Release
-            | Self::Stats
+            Self::Stats
             | Self::Done
             | Self::Reserved
             | Self::Occupied
@@ -322,7 +321,7 @@ impl<'a> StoreMessage<'a> {
                 Self::decode_sealed(kind, &mut reader)?
             }
             REFUSED => return read_refusal(reader).map(Self::Refused),
-            RENEW | ACKNOWLEDGE | CORRUPT | CHECKSUM | DELETED => {
+            RELEASE | RENEW | ACKNOWLEDGE | CORRUPT | CHECKSUM | DELETED => {
                 Self::decode_header(kind, header)?
             }
             _ => {
@@ -366,6 +365,7 @@ impl<'a> StoreMessage<'a> {
                 take: value,
                 lease: read_lease(&mut header)?,
             },
+            RELEASE => Self::Release { target: value },
             ACKNOWLEDGE => Self::Acknowledge { take: value },
             CORRUPT => Self::Corrupt { select: value },
             CHECKSUM => Self::Checksum(value),
@@ -405,7 +405,6 @@ impl<'a> StoreMessage<'a> {
             PRESENT => Self::Present(read_bits(reader)?),
             PAGE => Self::Page(read_page(reader)?),
             STATISTICS => Self::Statistics(StoreInfo::read(reader)?),
-            RELEASE => Self::Release,
             STATS => Self::Stats,
             DONE => Self::Done,
             RESERVED => Self::Reserved,

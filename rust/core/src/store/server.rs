@@ -115,7 +115,10 @@ impl Server {
                 lease,
                 timeout,
             } => self.select(cx, holder, (&key, Some(lease)), after(timeout))?,
-            StoreMessage::Release => self.release(cx, holder),
+            StoreMessage::Release { target } => {
+                self.release(cx, (session, target));
+                StoreMessage::Done.send(cx, session, operation);
+            }
             other => self.receive_about_values(cx, holder, other)?,
         }
         Ok(())

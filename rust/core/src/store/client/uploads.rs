@@ -329,8 +329,8 @@ impl Client {
                 if let Some(write) = upload.write.take_if(is_it) {
                     write.fail(error);
                 }
-                if was_held && let Ok(session) = self.usable() {
-                    StoreMessage::Release.send(cx, session, reservation);
+                if was_held {
+                    self.send_release(cx, reservation, None);
                 }
             }
         }

@@ -81,7 +81,7 @@ fn of_clients() -> impl Strategy<Value = StoreMessage<'static>> {
         any::<u64>().prop_map(|select| StoreMessage::Corrupt { select }),
         (bytes(KEY_CAP), any::<u64>())
             .prop_map(|(prefix, after)| StoreMessage::List { prefix, after }),
-        Just(StoreMessage::Release),
+        any::<u64>().prop_map(|target| StoreMessage::Release { target }),
         Just(StoreMessage::Stats),
     ]
 }
