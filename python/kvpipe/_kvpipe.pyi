@@ -247,8 +247,8 @@ class LookupBuffer:
     ) -> Work:
         """`tokens` is a buffer of 64-bit integers; `is_waited` as of `PipeEnd.send`."""
 
-    def select(self, tokens: Any, timeout: float | None, is_waited: bool) -> Work:
-        """Ends with `None`, or a list of five `(family, dtype, shape, buffer or None)`."""
+    def select(self, tokens: Any, timeout: float | None, is_waited: bool, is_peek: bool) -> Work:
+        """Ends with `None`, or a list of five `(family, dtype, shape, buffer or None)`. A peek leaves it there."""
 
     def info(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
