@@ -266,7 +266,7 @@ class OpenedValue:
 
 @final
 class StoreClient:
-    """A client of a store. Operations that hold something have a number, for `release`; all works are waited for at once.
+    """A client of a store. Operations that hold something have a number, for `release`. All works are waited for.
 
     What the operations mean is `kvpipe.store.KVStore`.
     """

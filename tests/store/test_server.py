@@ -16,6 +16,7 @@ from kvpipe import (
     CapacityError,
     ConfigError,
     ConnectError,
+    CorruptDataError,
     IncompatiblePeerError,
     LookupBuffer,
     PeerLostError,
@@ -131,7 +132,10 @@ def test_a_server_that_is_killed_ends_every_call_with_peer_lost(store):
         assert lost.put(b"key", bytes(LARGE))
         value, lease, reservation = lost.select(b"key"), None, lost.reserve(b"other", LARGE)
         with ThreadPoolExecutor(2) as threads:
-            waiting = [threads.submit(lost.select, b"none", timeout=None), threads.submit(lost.take, b"key", timeout=None)]
+            waiting = [
+                threads.submit(lost.select, b"none", timeout=None),
+                threads.submit(lost.take, b"key", timeout=None),
+            ]
             time.sleep(0.2)
             server.kill()
             for each in waiting:
@@ -162,6 +166,46 @@ def test_a_server_that_is_stopped_ends_a_call_soon_after_its_timeout():
         assert time.monotonic() - began_s < 3
         server.kill(signal.SIGCONT)
         assert store.put(b"key", b"x")
+
+
+def test_a_value_that_changes_in_memory_is_found_corrupt_and_deleted(server, store):
+    marker = os.urandom(64)
+    data = bytearray(1 << 20)
+    data[1000:1064] = marker
+    assert store.put(b"key", data)
+    data[1000:1064] = bytes(64)
+    with store.select(b"key") as value:
+        assert value.read()[1000:1064] == marker
+        rot_in_memory(marker)
+        with pytest.raises(CorruptDataError, match="deleted"):
+            value.read()
+    assert store.exists([b"key"]) == [False]
+    stats = server.stats()
+    assert (stats.num_corrupt, stats.num_values, stats.num_bytes) == (1, 0, 0)
+
+
+def rot_in_memory(marker):
+    """Changes a bit wherever these bytes are in this process, but for the object that holds them."""
+    kept, num_changed = id(marker), 0
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "r+b", buffering=0) as memory:
+        for line in maps:
+            area, access, *_ = line.split()
+            start, end = (int(part, 16) for part in area.split("-"))
+            if not access.startswith("rw") or "[v" in line or end - start > 256 << 20:
+                continue
+            memory.seek(start)
+            try:
+                content = memory.read(end - start)
+            except OSError:
+                continue
+            at = content.find(marker)
+            while at >= 0:
+                if not kept <= start + at < kept + 256:
+                    memory.seek(start + at)
+                    memory.write(bytes([marker[0] ^ 1]))
+                    num_changed += 1
+                at = content.find(marker, at + 1)
+    assert num_changed > 0
 
 
 def test_another_token_is_refused(server):

@@ -34,9 +34,9 @@ _KEYS_PER_QUESTION = 1 << 14
 class RemoteStore(KVStore):
     """A store that another process serves: `kvpipe store serve`, or `StoreServer`.
 
-    Large values move over the fastest data path between the two processes; the reader verifies each by the checksum that
-    its writer computed. One connection serves all threads. Once the server is lost, every call raises `PeerLostError`: open
-    the store again.
+    Large values move over the fastest data path between the two processes; the reader verifies each by the checksum
+    that its writer computed. One connection serves all threads. Once the server is lost, every call raises
+    `PeerLostError`: open the store again.
     """
 
     def __init__(self, native: _kvpipe.StoreClient) -> None:
@@ -74,7 +74,7 @@ class RemoteStore(KVStore):
     def reserve(
         self, key: bytes, num_bytes: int, *, ttl_s: float | None = None, timeout: float | None = 0
     ) -> Reservation | None:
-        """Reserves space for a value; see `KVStore.reserve`. Reservations that wait get space in the order of their calls."""
+        """Reserves space for a value; see `KVStore.reserve`. Those that wait get space in the order of their calls."""
         work, operation = self._native.reserve(check_key(key), check_size(num_bytes), ttl_s, timeout)
         reserved = self._wait_for(work, operation)
         return None if reserved is None else _RemoteReservation(self._native, key, num_bytes, operation)

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::{AmData, Buffer, Status};
 
 use super::TRANSFERS_IN_FLIGHT;
-use super::api::OpenedValue;
 use super::messages::StoreMessage;
+use super::values::OpenedValue;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;

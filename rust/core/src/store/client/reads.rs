@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
 
-use super::super::api::OpenedValue;
 use super::super::hashing::ValueHasher;
 use super::super::messages::{Carried, StoreMessage};
+use super::super::values::OpenedValue;
 use super::{Client, HashTask, Pending};
 use crate::error::{Error, Result};
 use crate::session::ReactorContext;
