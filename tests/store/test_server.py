@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvpipe import (
@@ -187,7 +189,7 @@ def test_a_value_that_changes_in_memory_is_found_corrupt_and_deleted(server, sto
 def rot_in_memory(marker):
     """Changes a bit wherever these bytes are in this process, but for the object that holds them."""
     kept, num_changed = id(marker), 0
-    with open("/proc/self/maps") as maps, open("/proc/self/mem", "r+b", buffering=0) as memory:
+    with Path("/proc/self/maps").open() as maps, Path("/proc/self/mem").open("r+b", buffering=0) as memory:
         for line in maps:
             area, access, *_ = line.split()
             start, end = (int(part, 16) for part in area.split("-"))
@@ -270,7 +272,23 @@ def test_what_a_client_holds_is_bounded_and_others_go_on(server, store):
     store.select(b"key").close()
 
 
+def test_data_of_any_format_is_its_bytes_and_must_be_contiguous(store):
+    tensor = np.arange(20_000, dtype=np.float32).reshape(100, 200)
+    assert store.put(b"a", tensor)
+    assert store.put(b"b", np.empty((0, 3)))
+    with store.reserve(b"c", tensor.nbytes) as reservation:
+        reservation.write(tensor)
+        reservation.commit()
+    for key, data in ((b"a", tensor.tobytes()), (b"b", b""), (b"c", tensor.tobytes())):
+        with store.select(key) as value:
+            assert value.read() == data
+    with pytest.raises(ConfigError, match="contiguous"):
+        store.put(b"d", tensor[:, ::2])
+
+
 def test_values_larger_than_the_store_are_refused(store):
+    with pytest.raises(ConfigError, match="capacity"):
+        store.reserve(b"key", 1 << 70)
     with pytest.raises(ConfigError, match="capacity is 67108864"):
         store.put(b"key", bytes(64 << 20))
 

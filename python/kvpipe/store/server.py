@@ -40,7 +40,7 @@ class StoreServer(Closing):
         token: str | None = None,
         reservation_s: float = RESERVATION_S,
     ) -> None:
-        if not isinstance(capacity_bytes, int) or capacity_bytes < 1:
+        if not isinstance(capacity_bytes, int) or not 1 <= capacity_bytes < 1 << 63:
             message = f"capacity_bytes={capacity_bytes!r}: expected a number of bytes, 1 or more"
             raise ConfigError(message)
         secret = resolve_token(token)
