@@ -68,8 +68,8 @@ class Case:
     """A case to measure.
 
     Attributes:
-        kind: `tensors`, `blocks` or `latency`; of a LookupBuffer `insert` or `wake`; of a KVStore `put`, `get`, `wake` or
-            `exists`.
+        kind: `tensors`, `blocks` or `latency`; of a LookupBuffer `insert` or `wake`; of a KVStore `put`, `get`, `wake`
+            or `exists`.
         num_bytes: Bytes of a tensor, block, entry, value or key.
         num_blocks: Blocks of one transfer, or keys of one question.
         layout: Of blocks: `contiguous` or `scattered`.

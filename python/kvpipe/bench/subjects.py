@@ -128,7 +128,7 @@ def lookup_inserts() -> list[Subject]:
 
 
 def kvpipe_store(data_path: str) -> list[Subject]:
-    """kvpipe's own store server, used by one thread, and by four that share a connection."""
+    """The store server of kvpipe, used by one thread, and by four that share a connection."""
     program = ours("store_values", env=ucx_env(data_path), roles=("client", "server"))
     apart = ours("store_values", env=ucx_env(data_path), roles=("consumer", "producer", "server"))
     return [
