@@ -90,7 +90,7 @@ def _add_up(commands: Commands) -> None:
         const="own",
         default="",
         metavar="URL",
-        help="share KV through a store, without handoffs: kvpipe://host:port, redis://host:port, or one that is started here",
+        help="share KV through this store, without handoffs; without a URL one is started",
     )
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block")
     parser.add_argument(
