@@ -17,6 +17,8 @@ from kvpipe.store.base import (
     ValueInfo,
 )
 from kvpipe.store.local import LocalStore
+from kvpipe.store.remote import RemoteStore
+from kvpipe.store.server import StoreServer
 
 if TYPE_CHECKING:
     from kvpipe.store.lookup import LookupBufferStore
@@ -31,7 +33,9 @@ __all__ = [
     "LocalStore",
     "LookupBufferStore",
     "Match",
+    "RemoteStore",
     "Reservation",
+    "StoreServer",
     "StoreStats",
     "Value",
     "ValueInfo",
