@@ -14,6 +14,7 @@ from kvpipe.store.base import (
     ValueInfo,
 )
 from kvpipe.store.local import LocalStore
+from kvpipe.store.urls import open_store
 
 __all__ = [
     "LEASE_S",
@@ -28,4 +29,5 @@ __all__ = [
     "StoreStats",
     "Value",
     "ValueInfo",
+    "open_store",
 ]
