@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -35,6 +36,15 @@ def test_an_error_is_one_line_without_traceback():
     assert done.stdout == ""
 
 
+def started(*options, **process):
+    """The proxy's line about its settings."""
+    command = [sys.executable, "-m", "kvpipe", "proxy", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **process) as running:
+        line = next((line for line in running.stderr if "proxy.listening" in line), "")
+        running.terminate()
+    return line
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -47,11 +57,19 @@ def test_an_error_is_one_line_without_traceback():
 )
 def test_the_proxy_has_the_settings_of_its_options(options, expected):
     instances = ["--prefill", "http://127.0.0.1:1,127.0.0.1:1", "--decode", "http://127.0.0.1:1"]
-    command = [sys.executable, "-m", "kvpipe", "proxy", *instances, "--port", "0", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        line = next((line for line in process.stderr if "proxy.listening" in line), "")
-        process.terminate()
+    line = started(*instances, "--port", "0", *options)
     assert line.endswith(f"{expected}\n")
+
+
+def test_the_proxy_has_the_settings_of_the_environment_and_of_a_file_where_there_are_no_flags(tmp_path):
+    (tmp_path / ".env").write_text("DECODE_ENDPOINTS=http://127.0.0.1:1\nLISTEN_HOST=127.0.0.2\nLISTEN_PORT=1\n")
+    environment = os.environ | {"PREFILL_ENDPOINTS": "http://127.0.0.1:2", "LISTEN_PORT": "0"}
+    line = started(cwd=tmp_path, env=environment)
+    assert "host=127.0.0.2" in line
+    assert "dispatch=store" in line
+    assert "dispatch=sequential" in started(
+        "--prefill", "http://127.0.0.1:2,127.0.0.1:3", "--dispatch", "sequential", cwd=tmp_path, env=environment
+    )
 
 
 def test_up_without_instances_is_refused(capsys):

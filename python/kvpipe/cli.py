@@ -18,6 +18,8 @@ from kvpipe.exceptions import ConfigError, KVPipeError
 # argparse has no public name for the result of add_subparsers()
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
 
+_HOST, _PORT = "127.0.0.1", 8000
+_DISPATCHES = ("just-in-time", "sequential", "concurrent")  # the first one is the default
 _INTERRUPTED = 130  # the exit status of a command that SIGINT ended, as in shells
 
 
@@ -75,6 +77,12 @@ def _add_up(commands: Commands) -> None:
         action="store_true",
         help="start one more instance without connector and proxy, for comparison",
     )
+    parser.add_argument(
+        "--dispatch",
+        choices=_DISPATCHES,
+        default=_DISPATCHES[0],
+        help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once",
+    )
     _add_endpoint(parser)
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block")
     parser.add_argument(
@@ -109,19 +117,19 @@ def _add_proxy(commands: Commands) -> None:
         default="on",
         help="whether a plain stream begins with prefill's token before decode has answered (default), or waits",
     )
+    parser.add_argument(
+        "--dispatch",
+        choices=(*_DISPATCHES, "store"),
+        help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once; "
+        "store: after prefill and without a handoff, as both share a KV store (default without control addresses)",
+    )
     _add_endpoint(parser)
     parser.set_defaults(command=_proxy)
 
 
 def _add_endpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="address of the proxy, default loopback")
-    parser.add_argument("--port", type=int, default=8000, help="port of the proxy, default 8000; 0 picks a free one")
-    parser.add_argument(
-        "--dispatch",
-        choices=("just-in-time", "sequential", "concurrent"),
-        default="just-in-time",
-        help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once",
-    )
+    parser.add_argument("--host", help="address of the proxy, default loopback")
+    parser.add_argument("--port", type=int, help="port of the proxy, default 8000; 0 picks a free one")
     parser.add_argument(
         "--split-from",
         type=int,
@@ -161,8 +169,8 @@ def _up(args: argparse.Namespace) -> int:
         num_prefill=args.prefill,
         num_decode=args.decode,
         num_undivided=int(args.undivided),
-        host=args.host,
-        port=args.port,
+        host=_HOST if args.host is None else args.host,
+        port=_PORT if args.port is None else args.port,
         dispatch=args.dispatch,
         split_from=args.split_from,
         block_size=args.block_size,
@@ -180,12 +188,16 @@ def _proxy(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise _missing_extra(error) from error
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    environment = proxy.Environment.read()
+    prefill = tuple(map(proxy.Instance.parse, args.prefill)) or environment.prefill
+    has_control = not prefill or any(instance.control for instance in prefill)
+    dispatch: Any = args.dispatch or (_DISPATCHES[0] if has_control else "store")
     config = proxy.ProxyConfig(
-        prefill=tuple(map(proxy.Instance.parse, args.prefill)),
-        decode=tuple(map(proxy.Instance.parse, args.decode)),
-        host=args.host,
-        port=args.port,
-        dispatch=args.dispatch,
+        prefill=prefill,
+        decode=tuple(map(proxy.Instance.parse, args.decode)) or environment.decode,
+        host=args.host or environment.host or _HOST,
+        port=next(port for port in (args.port, environment.port, _PORT) if port is not None),
+        dispatch=dispatch,
         on_prefill_failure=args.on_prefill_failure,
         early_token=args.early_token == "on",  # noqa: S105 - not a secret
         token=args.token or os.environ.get("KVPIPE_TOKEN"),
@@ -194,7 +206,7 @@ def _proxy(args: argparse.Namespace) -> int:
     try:
         proxy.run(config)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {args.host}:{args.port}: {error}") from error
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
     return 0
 
 
@@ -210,6 +222,6 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _missing_extra(error: ModuleNotFoundError) -> KVPipeError:
     """Names the extra if one of its packages is missing; any other missing module is a bug."""
-    if error.name is None or error.name.split(".")[0] not in {"aiohttp", "orjson", "uvloop"}:
+    if error.name is None or error.name.split(".")[0] not in {"aiohttp", "dotenv", "orjson", "uvloop"}:
         raise error
     return ConfigError(f"{error.name} is not installed; pip install 'kvpipe[proxy]'")

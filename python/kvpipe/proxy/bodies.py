@@ -40,15 +40,16 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def prefill_body(body: dict[str, Any], path: str, handoff: str) -> bytes:
-    """Body for P: the client's request, limited to its first token, not streamed, producing `handoff`."""
+def prefill_body(body: dict[str, Any], path: str, handoff: str = "") -> bytes:
+    """Body for P: the client's request, limited to its first token, not streamed; with an id, producing `handoff`."""
     changed = {key: value for key, value in body.items() if key != "stream_options"}
     changed |= {"max_tokens": 1, "n": 1, "stream": False}
     if path == CHAT_PATH:  # vLLM's completions protocol lacks this field
         changed["max_completion_tokens"] = 1
     if isinstance(min_tokens := body.get("min_tokens"), int):
         changed["min_tokens"] = min(1, min_tokens)
-    changed[_PARAMS] = transfer_params.produce(handoff)
+    if handoff:
+        changed[_PARAMS] = transfer_params.produce(handoff)
     return written(changed)
 
 

@@ -14,7 +14,7 @@ from typing import Self
 from multidict import CIMultiDict
 
 from kvpipe.proxy.attempt import PREFILL_GRACE_S, Attempt, Services
-from kvpipe.proxy.bodies import plain_body
+from kvpipe.proxy.bodies import plain_body, prefill_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control, FailureLog
 from kvpipe.proxy.descriptions import Descriptions
@@ -24,7 +24,8 @@ from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.just_in_time import JustInTime
 from kvpipe.proxy.limits import LengthCheck, is_contradictory, output_limit
 from kvpipe.proxy.metrics import Metrics
-from kvpipe.proxy.modes import MODES
+from kvpipe.proxy.modes import MODES, Mode
+from kvpipe.proxy.prefill_answer import PrefillAnswer
 from kvpipe.proxy.prompt_length import PromptLengths
 from kvpipe.proxy.results import RecentHandoffs, ResultRecorder, Results
 from kvpipe.proxy.resumption import Resumption
@@ -50,7 +51,7 @@ class Dispatcher:
             "prefill": RoundRobin(config.prefill),
             "decode": RoundRobin(config.decode, num_partners=len(config.prefill)),
         }
-        self._mode = MODES[config.dispatch]
+        self._mode = MODES.get(config.dispatch)
         self._split_from = config.split_from
         self._prompts = PromptLengths()
         self._falls_back = config.on_prefill_failure == "decode"
@@ -134,11 +135,16 @@ class Dispatcher:
             return await self._ask_alone("prefill", call, retries), None
         if await self._length.is_too_long(call, retries.first("decode")):
             return await self._ask_decode_alone(call, retries, "too_long"), None
+        if self._mode is None:
+            return await self._ask_through_store(call, retries), None
+        return await self._hand_off(call, retries, self._mode)
+
+    async def _hand_off(self, call: Call, retries: Retries, mode: Mode) -> tuple[Answer, Resumption | None]:
         while retries.has("prefill") and retries.has("decode"):
             attempt = Attempt(self._services, call, retries)
             resumption = Resumption(self._services, call, retries, attempt)
             try:
-                return await self._attempt(attempt, resumption), resumption
+                return await self._attempt(attempt, mode, resumption), resumption
             except InstanceError as error:
                 if error.answer is not None:
                     error.answer.headers[HANDOFF] = attempt.handoff  # the reason is in its result
@@ -161,10 +167,10 @@ class Dispatcher:
     def _order(self, role: Role) -> list[Instance]:
         return self._pools[role].order(asyncio.get_running_loop().time())
 
-    async def _attempt(self, attempt: Attempt, resumption: Resumption) -> Answer:
+    async def _attempt(self, attempt: Attempt, mode: Mode, resumption: Resumption) -> Answer:
         attempt.begin()
         try:
-            answer = await self._mode(attempt)
+            answer = await mode(attempt)
             answer = await _with_stream_begun(answer, attempt, resumption)
         except BaseException as error:
             if isinstance(error, InstanceError) and error.role == "decode":
@@ -180,12 +186,33 @@ class Dispatcher:
         self._metrics.went_to_decode_alone(reason)
         return await self._ask_alone("decode", call, retries)
 
-    async def _ask_alone(self, role: Role, call: Call, retries: Retries) -> Answer:
+    async def _ask_through_store(self, call: Call, retries: Retries) -> Answer:
+        """Have P compute the prompt into the store that it shares with D, then D answer."""
+        body = prefill_body(call.body, call.path)
+        while retries.has("prefill") and retries.has("decode"):
+            prefill = retries.first("prefill")
+            call.record.begin_attempt("", prefill.url, retries.first("decode").url)
+            try:
+                answer = await self._exchanges.post("prefill", prefill, call, body)
+            except InstanceError as error:
+                if self._next_role(error, call, retries) is None:
+                    return _final(error)
+                continue
+            if answer.status != HTTPStatus.OK:
+                return answer
+            prefilled = PrefillAnswer.parse(answer.body)
+            if prefilled.ends_request(call.body):
+                answer.body = prefilled.final_body()
+                return answer
+            return await self._ask_alone("decode", call, retries, prefilled_at=prefill.url)
+        return await self._ask_alone("decode", call, retries)
+
+    async def _ask_alone(self, role: Role, call: Call, retries: Retries, *, prefilled_at: str = "") -> Answer:
         """Have an instance answer without a handoff: D, or P where its one token is all that the client wants."""
         body = plain_body(call.body)
         while True:
             instance = retries.first(role)
-            urls = (instance.url, "") if role == "prefill" else ("", instance.url)
+            urls = (instance.url, "") if role == "prefill" else (prefilled_at, instance.url)
             call.record.begin_attempt("", *urls)
             try:
                 return await self._exchanges.post(role, instance, call, body)

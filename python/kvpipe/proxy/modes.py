@@ -1,4 +1,4 @@
-"""The three ways of dispatch: when an attempt asks D. All return D's answer, or P's where that is the client's."""
+"""When an attempt at a handoff asks D. All modes return D's answer, or P's where that is the client's."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -27,7 +27,10 @@ async def _just_in_time(attempt: Attempt) -> Answer:
     return await _overlap(attempt, attempt.prefilling)
 
 
-MODES: dict[Dispatch, Callable[[Attempt], Awaitable[Answer]]] = {
+Mode = Callable[[Attempt], Awaitable[Answer]]
+
+# `store` is none of these: it has no handoffs.
+MODES: dict[Dispatch, Mode] = {
     "sequential": _sequential,
     "concurrent": _concurrent,
     "just-in-time": _just_in_time,

@@ -1,0 +1,123 @@
+"""Dispatch `store`: P and D share a KV store, and have no handoff."""
+
+import asyncio
+
+import pytest
+
+from kvpipe import ConfigError
+from kvpipe.proxy import Instance, ProxyConfig
+
+from .harness import CHAT, COMPLETIONS, DEAD, EVENTS, REQUEST, answers, breaks_off, never_ends, run, stage, streams
+
+ONE_TOKEN = {"max_tokens": 1, "n": 1, "stream": False}
+
+
+def test_prefill_computes_one_token_and_then_decode_answers_without_a_handoff():
+    async def scene():
+        may_answer = asyncio.Event()
+
+        async def waits(request):
+            await may_answer.wait()
+            return await answers()(request)
+
+        async with stage([waits], [answers(body=b'{"id":"d"}')], dispatch="store") as s:
+            posting = asyncio.create_task(s.post())
+            await s.prefill[0].asked.wait()
+            await asyncio.sleep(0.05)
+            assert not s.decode[0].asked.is_set()
+            may_answer.set()
+            status, body, headers = await posting
+            assert (status, body) == (200, b'{"id":"d"}')
+            assert "x-kvpipe-handoff" not in headers
+            assert s.prefill[0].bodies == [REQUEST | ONE_TOKEN]
+            assert s.decode[0].bodies == [REQUEST]
+            assert s.control.released == []
+
+    run(scene)
+
+
+def test_a_stream_of_decode_is_passed_on():
+    async def scene():
+        async with stage(decode=[streams(*EVENTS)], dispatch="store") as s:
+            body = {"model": "m", "messages": [], "stream": True, "stream_options": {"include_usage": True}}
+            status, answer, _ = await s.post(CHAT, body)
+            assert (status, answer) == (200, b"".join(EVENTS))
+            [prefilled] = s.prefill[0].bodies
+            assert prefilled == {"model": "m", "messages": [], "max_completion_tokens": 1} | ONE_TOKEN
+
+    run(scene)
+
+
+def test_a_refusal_of_prefill_is_the_clients():
+    async def scene():
+        async with stage([answers(422, b'{"error":"no"}')], dispatch="store") as s:
+            status, body, _ = await s.post()
+            assert (status, body) == (422, b'{"error":"no"}')
+            assert s.decode[0].bodies == []
+
+    run(scene)
+
+
+def test_a_token_that_ends_the_request_is_the_answer():
+    async def scene():
+        stopped = answers(body=b'{"choices":[{"finish_reason":"stop","text":"."}]}')
+        async with stage([stopped], dispatch="store") as s:
+            status, body, _ = await s.post()
+            assert status == 200
+            assert b'"finish_reason":"stop"' in body
+            assert s.decode[0].bodies == []
+
+    run(scene)
+
+
+@pytest.mark.parametrize("failing", [DEAD, breaks_off, answers(503)])
+def test_another_prefill_is_asked_when_one_fails_and_decode_alone_when_none_is_left(failing):
+    async def scene():
+        async with stage([failing, answers()], [answers(body=b'{"id":"d"}')], dispatch="store") as s:
+            assert (await s.post())[:2] == (200, b'{"id":"d"}')
+            assert s.prefill[1].bodies == [REQUEST | ONE_TOKEN]
+        async with stage([failing], [answers(body=b'{"id":"d"}')], dispatch="store") as s:
+            assert (await s.post())[:2] == (200, b'{"id":"d"}')
+            assert s.decode[0].bodies == [REQUEST]
+        async with stage([failing], dispatch="store", on_prefill_failure="fail") as s:
+            assert (await s.post())[0] >= 500
+            assert s.decode[0].bodies == []
+
+    run(scene)
+
+
+def test_another_decode_is_asked_when_one_fails_after_the_prefill_which_is_not_repeated():
+    async def scene():
+        async with stage(decode=[DEAD, answers(body=b'{"id":"d"}')], dispatch="store") as s:
+            assert (await s.post())[:2] == (200, b'{"id":"d"}')
+            assert len(s.prefill[0].bodies) == 1
+
+    run(scene)
+
+
+def test_a_client_that_leaves_during_the_prefill_aborts_it():
+    async def scene():
+        async with stage([never_ends], dispatch="store") as s:
+            posting = asyncio.create_task(s.post())
+            await s.prefill[0].asked.wait()
+            posting.cancel()
+            await s.prefill[0].aborted.wait()
+            assert s.decode[0].bodies == []
+
+    run(scene)
+
+
+def test_requests_of_several_sequences_go_to_decode_alone():
+    async def scene():
+        async with stage(dispatch="store") as s:
+            assert (await s.post(COMPLETIONS, REQUEST | {"n": 2}))[0] == 200
+            assert s.prefill[0].bodies == []
+
+    run(scene)
+
+
+def test_prefill_instances_need_no_control_address():
+    instances = {"prefill": (Instance("http://a:1"),), "decode": (Instance("http://b:1"),)}
+    assert ProxyConfig(**instances, dispatch="store").dispatch == "store"
+    with pytest.raises(ConfigError, match="dispatch='store'"):
+        ProxyConfig(**instances)
