@@ -132,7 +132,7 @@ class Engine:
         result = ModelRunnerOutput(
             req_ids=list(output.num_scheduled_tokens),
             req_id_to_index={request_id: index for index, request_id in enumerate(output.num_scheduled_tokens)},
-            sampled_token_ids=sampled,
+            sampled_token_ids=[sampled[request_id] for request_id in output.num_scheduled_tokens],
             kv_connector_output=None if is_unreported(output, report) else report,
         )
         self._update(self.scheduler.update_from_output(output, result))
@@ -163,7 +163,7 @@ class Engine:
         for new in output.scheduled_new_reqs:
             self._rows[new.req_id] = list(new.prompt_token_ids or ())
 
-    def _compute(self, output: SchedulerOutput) -> list[list[int]]:
+    def _compute(self, output: SchedulerOutput) -> dict[str, list[int]]:
         """The forward pass: all requests of a step write, then read."""
         spans = []
         for request_id, num_before, num_new in scheduled(output):
@@ -178,7 +178,7 @@ class Engine:
             if self.is_checked:
                 tokens = list(request.all_token_ids)[:end]
                 assert self.slots(table, end) == [history(tokens)] * len(LAYERS), f"{request_id}: wrong KV"
-        return [self._sample(request, table, end) for _, request, table, _, end in spans]
+        return {request_id: self._sample(request, table, end) for request_id, request, table, _, end in spans}
 
     def _write(self, table: list[int], tokens: list[int], first: int, end: int) -> None:
         value = self._slot(LAYERS[0], table, first - 1) if first else 0

@@ -14,8 +14,9 @@ WAIT_S = 20
 class SharedStore(LocalStore):
     """One store for each name, for all engines of this process; closing it does nothing.
 
-    `is_open`: calls wait while it is cleared. `failure` is raised by every call while it is set. `corrupt` changes what
-    is read. `lookups` has the keys of each question.
+    `is_open`: calls wait while it is cleared. `failure` is raised by every call while it is set. `on_select` is called
+    with each key before it is looked for, `on_put` with each key before it is put. `lookups` has the keys of each
+    question.
     """
 
     of: dict[str, SharedStore] = {}  # noqa: RUF012 - the registry
@@ -26,6 +27,7 @@ class SharedStore(LocalStore):
         self.is_open.set()
         self.failure: Exception | None = None
         self.lookups: list[list[bytes]] = []
+        self.on_select = self.on_put = lambda _: None
         self.num_puts = self.num_selects = 0
 
     @classmethod
@@ -48,11 +50,13 @@ class SharedStore(LocalStore):
 
     def put(self, key: bytes, *arguments: Any, **more: Any) -> bool:
         self.num_puts += 1
+        self.on_put(key)
         self._use()
         return super().put(key, *arguments, **more)
 
     def select(self, key: bytes, **more: Any) -> Any:
         self.num_selects += 1
+        self.on_select(key)
         self._use()
         return super().select(key, **more)
 

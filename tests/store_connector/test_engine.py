@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from typing import Any
 
 import pytest
 
+from kvpipe.store_connector.chunk import HEADER_BYTES
+from kvpipe.transfer_params import consume
 from tests.connector.engine import BLOCK
 from tests.store_connector.engine import CHUNK, Engine, answered
 
@@ -127,16 +130,10 @@ def test_a_store_that_fails_is_left_alone_after_three_failures(engine: Engine, s
 def test_a_chunk_that_is_gone_is_computed_and_saved_again(new_engine: Any, store: Any) -> None:
     tokens = prompt(4 * CHUNK + 1)
     stored(new_engine(), tokens)
-    engine = new_engine()
-    store.is_open.clear()
-    request = engine.add(tokens)
-    engine.step()
     gone = store.lookups[0][2]
-    store.is_open.set()
-    engine.until(lambda: engine.role._prompts[request.request_id].phase != "asked" or engine.step() is None)
-    assert store.delete([gone]) == 1
-    engine.until(request.is_finished)
-    assert engine.answers[request.request_id] == answered(tokens)
+    store.on_select = lambda key: store.delete([gone])
+    engine = new_engine()
+    assert engine.answer(tokens) == answered(tokens)
     assert (engine.count("loaded"), engine.count("missed", "missing")) == (2, 2)
     engine.saved()
     assert gone in store.keys
@@ -159,14 +156,11 @@ def test_a_chunk_that_is_not_what_its_name_says_is_a_miss_and_replaced(
 ) -> None:
     tokens = prompt(4 * CHUNK)
     stored(new_engine(), tokens)
-    engine = new_engine()
-    request = engine.add(tokens)
-    engine.until(lambda: store.lookups[1:] or engine.step() is None)
-    *_, second, third, _ = store.lookups[1]
+    _, second, third, _ = store.lookups[0]
     right = store.read(second)
     store.replace(second, WRONG[reason](right, store.read(third)))
-    engine.until(request.is_finished)
-    assert engine.answers[request.request_id] == answered(tokens)
+    engine = new_engine()
+    assert engine.answer(tokens) == answered(tokens)
     assert (engine.count("loaded"), engine.count("missed", reason)) == (1, 3)
     engine.saved()
     assert store.read(second) == right
@@ -177,25 +171,22 @@ def test_without_the_check_a_corrupt_chunk_would_change_the_answer(
 ) -> None:
     tokens = prompt(4 * CHUNK)
     stored(new_engine(), tokens)
-    for key in store.keys:
-        store.replace(key, flipped(store.read(key), -1 % len(store.read(key)) - 7))
+    last = store.lookups[0][-1]
+    store.replace(last, flipped(store.read(last), HEADER_BYTES + 8 * CHUNK - 8))  # the first layer's last slot
     monkeypatch.setattr("kvpipe.store_connector.loading.fault", lambda *_: "")
     engine = new_engine(is_checked=False)
-    assert engine.answer(tokens) != answered(tokens)
+    assert engine.answer([*tokens, 10]) != answered([*tokens, 10])
 
 
-def test_a_load_that_takes_too_long_ends_with_what_it_has_and_writes_nothing_later(
-    new_engine: Any, store: Any
-) -> None:
+def test_a_load_that_takes_too_long_ends_with_what_it_has_and_writes_nothing_later(new_engine: Any, store: Any) -> None:
     tokens = prompt(3 * CHUNK)
     stored(new_engine(), tokens)
-    engine = new_engine(load_timeout_s=0.05)
-    request = engine.add(tokens)
-    engine.until(lambda: store.lookups[1:])
-    engine.until(lambda: engine.role._lookups._answers or engine.role._prompts[request.request_id].phase == "loading")
-    store.is_open.clear()
-    engine.until(request.is_finished)
-    assert engine.answers[request.request_id] == answered(tokens)
+    engine = new_engine(load_timeout_s=0.1)
+    slow = store.lookups[0][1]
+    store.on_select = lambda key: key == slow and store.is_open.clear()
+    assert engine.answer(tokens) == answered(tokens)
+    assert engine.count("missed", "timeout") + engine.count("loaded") == 3
+    assert engine.count("loaded") < 2
     others = [engine.add(prompt(3 * CHUNK, seed), 1) for seed in range(1, 9)]
     store.is_open.set()
     engine.until(lambda: all(other.is_finished() for other in others))
@@ -207,48 +198,34 @@ def test_blocks_of_an_aborted_load_are_kept_until_nothing_writes_into_them(
     tokens = prompt(3 * CHUNK)
     stored(new_engine(), tokens)
     engine = new_engine()
-    scatter, calls = engine.worker._worker._loader._cache.scatter, []
-
-    def slow(*arguments: Any) -> None:
-        calls.append(None)
-        store.is_open.wait()
-        scatter(*arguments)
-
-    monkeypatch.setattr(engine.worker._worker._loader._cache, "scatter", slow)
+    cache = engine.worker._worker._loader._cache
+    scatter, begun, held = cache.scatter, [], threading.Event()
+    monkeypatch.setattr(cache, "scatter", lambda *chunk: (begun.append(None), held.wait(20), scatter(*chunk)))
     request = engine.add(tokens)
-    engine.until(lambda: len(store.lookups) == 2)
-    engine.until(lambda: engine.role._prompts[request.request_id].phase == "loading" or store.is_open.clear())
-    engine.until(lambda: calls)
+    engine.until(lambda: begun)
     engine.abort(request)
     for _ in range(20):
         engine.step()
     assert engine.num_free_blocks < engine.num_blocks - 1
-    store.is_open.set()
+    held.set()
     engine.until(engine.is_at_rest)
 
 
 def test_chunks_without_space_on_their_way_are_not_saved_and_counted(new_engine: Any, store: Any) -> None:
     chunk_bytes = 2 * CHUNK * 8 + 128
     engine = new_engine(staging_bytes=2 * chunk_bytes)
-    engine.answer(prompt(BLOCK), 1)
-    store.is_open.clear()
-    request = engine.add(prompt(5 * CHUNK), 1)
+    store.on_put = lambda key: store.is_open.clear()
+    assert engine.answer(prompt(4 * CHUNK), 1) == answered(prompt(4 * CHUNK), 1)
     store.is_open.set()
-    engine.until(lambda: engine.role._prompts[request.request_id].phase == "done" or engine.step() is None)
-    store.is_open.clear()
-    engine.until(request.is_finished)
-    engine.step()
-    store.is_open.set()
+    store.on_put = lambda key: None
     engine.saved()
-    assert engine.count("skipped", "staging_full") == 5 - engine.count("saved") > 0
+    assert (engine.count("saved"), engine.count("skipped", "staging_full")) == (2, 2)
 
 
 def test_a_request_with_a_handoff_is_left_to_the_pipe(new_engine: Any, store: Any) -> None:
     tokens = prompt(3 * CHUNK)
     stored(new_engine(), tokens)
     engine = new_engine()
-    from kvpipe.transfer_params import consume  # noqa: PLC0415
-
     assert engine.answer(tokens, params=consume("ab" * 16, "127.0.0.1:7")) == answered(tokens)
     assert engine.count("loaded") == 0
 
