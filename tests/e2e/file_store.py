@@ -69,7 +69,7 @@ class FileStore(KVStore):
         return num_deleted
 
     def list(self, prefix: bytes = b"") -> Any:
-        names = [name for name in os.listdir(self.folder) if "." not in name]
+        names = [path.name for path in self.folder.iterdir() if "." not in path.name]
         infos = [ValueInfo(bytes.fromhex(name), (self.folder / name).stat().st_size) for name in names]
         return iter([info for info in infos if info.key.startswith(prefix)])
 

@@ -69,7 +69,7 @@ class Groups:
         self._running.close()
 
     def show(self, name: str) -> Servers:
-        """The servers of a group: `roomy`, `multi`, `store`, `pipe and store`, `tight`, `tight, validate`, `bfloat16`."""
+        """The servers of a group: `roomy`, `multi`, `store`, `pipe and store`, `tight[, validate]` or `bfloat16`."""
         if self._servers is None or name != self._name:
             self._running.close()
             self._name, self._servers = name, self._running.enter_context(self._started(name))

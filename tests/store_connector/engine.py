@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -59,9 +60,20 @@ def history(tokens: list[int]) -> list[int]:
 class Engine:
     """An engine, its worker, and what every step checks: nothing is computed on KV that is not its own."""
 
-    def __init__(self, model: str, store: str, *, num_blocks: int = NUM_BLOCKS, role: str = "kv_both", **extra: Any):
-        self.is_checked = extra.pop("is_checked", True)
+    def __init__(
+        self,
+        model: str,
+        store: str,
+        *,
+        num_blocks: int = NUM_BLOCKS,
+        num_ranks: int = 1,
+        role: str = "kv_both",
+        is_checked: bool = True,
+        **extra: Any,
+    ) -> None:
+        self.is_checked = is_checked
         config = store_config(model, store, role, **extra)
+        config.parallel_config.world_size = num_ranks
         config.cache_config.num_gpu_blocks = num_blocks
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
@@ -73,9 +85,18 @@ class Engine:
         )
         self.num_blocks = num_blocks
         self.role = self.scheduler.connector._scheduler
-        self.worker = KVStoreConnector(config, KVConnectorRole.WORKER, cache_config(num_blocks))
-        self.caches = {name: torch.zeros((num_blocks, BLOCK), dtype=torch.int64) for name in LAYERS}
-        self.worker.register_kv_caches(self.caches)
+        self.workers = []
+        self.caches = {
+            f"{rank} {name}": torch.zeros((num_blocks, BLOCK), dtype=torch.int64)
+            for rank in range(num_ranks)
+            for name in LAYERS
+        }
+        for rank in range(num_ranks):
+            config.parallel_config.rank = rank
+            worker = KVStoreConnector(config, KVConnectorRole.WORKER, cache_config(num_blocks))
+            worker.register_kv_caches({name: self.caches[f"{rank} {name}"] for name in LAYERS})
+            self.workers.append(worker)
+        self._aggregator = KVOutputAggregator(num_ranks)
         self.answers: dict[str, list[int]] = {}
         self.num_computed: dict[str, int] = {}
         self.stats: dict[str, dict[str, float]] = {}
@@ -115,30 +136,37 @@ class Engine:
     def step(self) -> SchedulerOutput:
         """One step: schedules, loads, computes, saves, reports."""
         output = self.scheduler.schedule()
-        self.worker.bind_connector_metadata(output.kv_connector_metadata)
+        for worker in self.workers:
+            worker.bind_connector_metadata(output.kv_connector_metadata)
         self._update_rows(output)
         sampled = self._compute(output)
-        self.worker.start_load_kv(None)
-        self.worker.wait_for_save()
-        sent, received = self.worker.get_finished(output.finished_req_ids)
+        result = self._aggregator.aggregate([self._result(worker, output, sampled) for worker in self.workers])
+        self._update(self.scheduler.update_from_output(output, result))
+        if not output.num_scheduled_tokens:
+            time.sleep(0.001)  # as vLLM does
+        return output
+
+    def _result(
+        self, worker: KVStoreConnector, output: SchedulerOutput, sampled: dict[str, list[int]]
+    ) -> ModelRunnerOutput:
+        """What the worker of one rank does after the forward pass, and reports."""
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        sent, received = worker.get_finished(output.finished_req_ids)
         report = KVConnectorOutput(
             finished_sending=sent,
             finished_recving=received,
-            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
-            kv_connector_stats=self.worker.get_kv_connector_stats(),
-            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=worker.get_kv_connector_stats(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
-        self.worker.clear_connector_metadata()
-        result = ModelRunnerOutput(
+        worker.clear_connector_metadata()
+        return ModelRunnerOutput(
             req_ids=list(output.num_scheduled_tokens),
             req_id_to_index={request_id: index for index, request_id in enumerate(output.num_scheduled_tokens)},
             sampled_token_ids=[sampled[request_id] for request_id in output.num_scheduled_tokens],
             kv_connector_output=None if is_unreported(output, report) else report,
         )
-        self._update(self.scheduler.update_from_output(output, result))
-        if not output.num_scheduled_tokens:
-            time.sleep(0.001)  # as vLLM does
-        return output
 
     def _update(self, outputs: Any) -> None:
         for found in outputs.values():
@@ -177,15 +205,15 @@ class Engine:
         for request_id, request, table, _, end in spans:
             if self.is_checked:
                 tokens = list(request.all_token_ids)[:end]
-                assert self.slots(table, end) == [history(tokens)] * len(LAYERS), f"{request_id}: wrong KV"
+                assert self.slots(table, end) == [history(tokens)] * len(self.caches), f"{request_id}: wrong KV"
         return {request_id: self._sample(request, table, end) for request_id, request, table, _, end in spans}
 
     def _write(self, table: list[int], tokens: list[int], first: int, end: int) -> None:
-        value = self._slot(LAYERS[0], table, first - 1) if first else 0
+        value = self._slot(next(iter(self.caches)), table, first - 1) if first else 0
         for at in range(first, end):
             value = following(value, tokens[at])
-            for layer in LAYERS:
-                self.caches[layer][table[at // BLOCK], at % BLOCK] = value
+            for cache in self.caches.values():
+                cache[table[at // BLOCK], at % BLOCK] = value
 
     def _slot(self, layer: str, table: list[int], at: int) -> int:
         return int(self.caches[layer][table[at // BLOCK], at % BLOCK])
@@ -197,7 +225,7 @@ class Engine:
     def _sample(self, request: Request, table: list[int], end: int) -> list[int]:
         if request.num_computed_tokens < request.num_tokens:
             return []
-        return [10 + sum(self._slot(layer, table, end - 1) for layer in LAYERS) % 1000]
+        return [10 + sum(self._slot(layer, table, end - 1) for layer in self.caches) % 1000]
 
     def abort(self, request: Request) -> None:
         """The client has left."""
@@ -214,18 +242,18 @@ class Engine:
 
     def saved(self) -> None:
         """Steps until no thread saves."""
-        saver = self.worker._worker._saver
-        self.until(lambda: not saver._in_flight)
+        self.until(lambda: not any(worker._worker._saver._in_flight for worker in self.workers))
 
     def close(self) -> None:
         """Ends the connector."""
         self.scheduler.connector.shutdown()
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
 
 
-def answered(prompt: list[int], max_tokens: int = 3) -> list[int]:
+def answered(prompt: list[int], max_tokens: int = 3, num_ranks: int = 1) -> list[int]:
     """What an engine without a store answers."""
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(10 + len(LAYERS) * history(tokens)[-1] % 1000)
+        tokens.append(10 + num_ranks * len(LAYERS) * history(tokens)[-1] % 1000)
     return tokens[len(prompt) :]

@@ -198,7 +198,7 @@ def test_blocks_of_an_aborted_load_are_kept_until_nothing_writes_into_them(
     tokens = prompt(3 * CHUNK)
     stored(new_engine(), tokens)
     engine = new_engine()
-    cache = engine.worker._worker._loader._cache
+    cache = engine.workers[0]._worker._loader._cache
     scatter, begun, held = cache.scatter, [], threading.Event()
     monkeypatch.setattr(cache, "scatter", lambda *chunk: (begun.append(None), held.wait(20), scatter(*chunk)))
     request = engine.add(tokens)

@@ -14,13 +14,19 @@ if TYPE_CHECKING:
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
-def read_settings(config: type[Any], extra: Mapping[str, Any], variable_of: Callable[[str], str]) -> dict[str, Any]:
+def read_settings(
+    config: type[Any],
+    extra: Mapping[str, Any],
+    variable_of: Callable[[str], str],
+    defaults: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Returns a value for each field of a dataclass, of the type of its default. Numbers are above 0.
 
     Args:
         config: The dataclass.
         extra: `kv_connector_extra_config`.
         variable_of: Returns the environment variable of a field.
+        defaults: Values that are better defaults than those of the dataclass.
 
     Raises:
         ConfigError: A key is unknown or a value is bad; the message names it and what is expected.
@@ -30,8 +36,9 @@ def read_settings(config: type[Any], extra: Mapping[str, Any], variable_of: Call
     if unknown:
         message = f"unknown key {unknown[0]!r} in kv_connector_extra_config; known: {', '.join(sorted(known))}"
         raise ConfigError(message)
+    defaults = {name: field.default for name, field in known.items()} | dict(defaults or {})
     return {
-        name: _value(name, extra.get(name, os.environ.get(variable_of(name), field.default)), field.default)
+        name: _value(name, extra.get(name, os.environ.get(variable_of(name), defaults[name])), field.default)
         for name, field in known.items()
     }
 

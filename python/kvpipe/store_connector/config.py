@@ -1,17 +1,26 @@
-"""Settings of the store connector: `kv_connector_extra_config`, then `KVPIPE_STORE_*`, then the default."""
+"""Settings of the store connector.
+
+`kv_connector_extra_config`, then `KVPIPE_STORE_*`, then the file that `LMCACHE_CONFIG_FILE` names, then the default.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
 
 from kvpipe.connector.config import ON_LOAD_FAILURE
 from kvpipe.connector.settings import read_settings
 from kvpipe.exceptions import ConfigError
 from kvpipe.store.urls import resolve_url
+from kvpipe.store_connector.lmcache import read_lmcache_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+logger = init_logger("vllm.kvpipe.store")
 
 SERDES = ("naive",)
 
@@ -53,7 +62,10 @@ class StoreConnectorConfig:
         Raises:
             ConfigError: A key is unknown or a value is bad; the message names it and what is expected.
         """
-        config = cls(**read_settings(cls, extra, variable_of))
+        lmcache = read_lmcache_settings(os.environ)
+        for key, reason in lmcache.ignored.items():
+            logger.info("config.ignored %s of LMCache's file: %s", key, reason)
+        config = cls(**read_settings(cls, extra, variable_of, lmcache.settings))
         config._check(block_size)
         return config
 

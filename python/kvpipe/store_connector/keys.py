@@ -19,16 +19,20 @@ CHUNK_ID_BYTES = 32
 KEY_BYTES = NAMESPACE_BYTES + CHUNK_ID_BYTES
 
 
-def engine_namespace(properties: Iterable[tuple[str, str]], *, chunk_size: int, serde: str, namespace: str) -> bytes:
+def engine_namespace(
+    properties: Iterable[tuple[str, str]], *, num_ranks: int, chunk_size: int, serde: str, namespace: str
+) -> bytes:
     """Returns what the namespaces of an engine's ranks have in common.
 
     Args:
         properties: The engine's fingerprint, with what its workers add to it.
+        num_ranks: Workers of the engine, which share the KV of a token.
         chunk_size: Tokens of a chunk.
         serde: Identity of the serde.
         namespace: The operator's own part.
     """
-    facts = [("format", str(FORMAT_VERSION)), ("chunk size", str(chunk_size)), ("serde", serde), ("own", namespace)]
+    numbers = [("format", FORMAT_VERSION), ("ranks", num_ranks), ("chunk size", chunk_size)]
+    facts = [*numbers, ("serde", serde), ("own", namespace)]
     return _digest(f"{name}={value}".encode() for name, value in (*facts, *properties))
 
 

@@ -298,7 +298,11 @@ class SchedulerRole:
         properties = [*self._fingerprint, *merge_ranks([self._ranks[rank] for rank in sorted(self._ranks)])]
         config = self._config
         self._namespace = engine_namespace(
-            properties, chunk_size=config.chunk_size, serde=config.serde, namespace=config.namespace
+            properties,
+            num_ranks=self._num_ranks,
+            chunk_size=config.chunk_size,
+            serde=config.serde,
+            namespace=config.namespace,
         )
         for prompt in self._prompts.values():
             if prompt.phase == "new":
