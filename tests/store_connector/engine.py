@@ -199,8 +199,8 @@ class Engine:
             table = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
             spans.append((request_id, request, table, num_before, num_before + num_new))
             self.num_computed[request_id] = self.num_computed.get(request_id, 0) + num_new
-        # Blocks that requests of one step share are written by the first of them.
-        for _, request, table, first, end in spans:
+        # A request may share a block that another one writes in this step, and goes on after it.
+        for _, request, table, first, end in sorted(spans, key=lambda span: span[3]):
             self._write(table, list(request.all_token_ids), first, end)
         for request_id, request, table, _, end in spans:
             if self.is_checked:
