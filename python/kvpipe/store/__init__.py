@@ -1,5 +1,8 @@
 """Databases for KV that waits for whoever needs it: the protocol `KVStore`, and its implementations."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kvpipe.store.base import (
     LEASE_S,
     MAX_KEY_BYTES,
@@ -16,6 +19,9 @@ from kvpipe.store.base import (
 from kvpipe.store.local import LocalStore
 from kvpipe.store.urls import open_store
 
+if TYPE_CHECKING:
+    from kvpipe.store.lookup import LookupBufferStore
+
 __all__ = [
     "LEASE_S",
     "MAX_KEY_BYTES",
@@ -24,6 +30,7 @@ __all__ = [
     "KVStore",
     "Lease",
     "LocalStore",
+    "LookupBufferStore",
     "Match",
     "Reservation",
     "StoreStats",
@@ -31,3 +38,13 @@ __all__ = [
     "ValueInfo",
     "open_store",
 ]
+
+# Where the classes are that need more than kvpipe itself.
+_MODULES = {"LookupBufferStore": "kvpipe.store.lookup"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(import_module(_MODULES[name]), name)

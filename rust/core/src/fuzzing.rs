@@ -163,7 +163,7 @@ fn lookup_payload(kind: u8, payload: &[u8]) -> Option<Vec<u8>> {
 /// A kind of a later version is read as the least specific one: only its text is encoded again.
 fn refusal(bytes: &[u8]) -> Option<Vec<u8>> {
     let mut written = lookup_payload(lookup::REFUSED, bytes)?;
-    if bytes[0] > 3 {
+    if bytes[0] > 4 {
         written[0] = bytes[0];
     }
     Some(written)
