@@ -78,9 +78,8 @@ def test_the_metrics_work_under_multi_connector(config: VllmConfig) -> None:
     before, config.kv_transfer_config = config.kv_transfer_config, transfer
     try:
         prom = KVConnectorProm(config, list(LABELS), {0: list(LABELS.values())})
-        data = {"KVStoreConnector": {"data": {"loaded": {"none": 2}}}}
-        stats = MultiConnector.build_kv_connector_stats(carried(data))
-        prom.observe(carried({name: each.data for name, each in stats.data.items()}), 0)
+        stats = MultiConnector.build_kv_connector_stats({"KVStoreConnector": {"loaded": {"none": 2}}})
+        prom.observe(carried(stats.to_dict()), 0)
         assert value("chunks_total", result="loaded", reason="none") == 2
     finally:
         config.kv_transfer_config = before
