@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread, Instance
 from kvpipe.launch.plan import free_ports
+from kvpipe.store.server import StoreServer
 from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -41,6 +42,8 @@ TIGHT_BY_ROLE = {
 
 # Two blocks.
 STORE_CHUNK = 64
+# Alone, instances share a user's own store, whose values a test can change by hand; beside a handoff kvpipe's own.
+FILE_STORE = "tests.e2e.file_store:FileStore"
 
 # Whole prompts in one step each, nothing cached.
 BFLOAT16 = (
@@ -82,7 +85,7 @@ class Groups:
 
     @contextmanager
     def _started(self, name: str) -> Iterator[Servers]:
-        running = DeploymentThread(self._spec(name), report=print)
+        running, started = DeploymentThread(self._spec(name), report=print), ExitStack()
         prefill, decode = running.deployment.prefill[0], running.deployment.decode[0]
         # Some tests have the two change places.
         for instance in (prefill, decode):
@@ -93,18 +96,19 @@ class Groups:
             change_transfer(prefill, lambda config: beside_another(config, "fail"))
             change_transfer(decode, lambda config: beside_another(config, "recompute"))
         elif name == "store":
-            change_transfer(prefill, lambda config: store_alone(config, self._store))
-            change_transfer(decode, lambda config: store_alone(config, self._store))
+            change_transfer(prefill, lambda config: store_alone(config, f"{FILE_STORE}:{self._store}"))
+            change_transfer(decode, lambda config: store_alone(config, f"{FILE_STORE}:{self._store}"))
         elif name == "pipe and store":
-            change_transfer(prefill, lambda config: beside_store(config, self._store))
-            change_transfer(decode, lambda config: beside_store(config, self._store))
+            server = started.enter_context(StoreServer(token=TOKEN))
+            change_transfer(prefill, lambda config: beside_store(config, server.url))
+            change_transfer(decode, lambda config: beside_store(config, server.url))
         elif name == "bfloat16":
             for instance in running.deployment.instances:
                 instance.child._command += BFLOAT16
         else:
             for instance in running.deployment.instances:
                 instance.child._command += TIGHT_BY_ROLE[instance.role]
-        with running, ExitStack() as proxies:
+        with started, running, ExitStack() as proxies:
             yield Servers(
                 running,
                 lambda dispatch, is_reversed: proxies.enter_context(
@@ -156,27 +160,27 @@ def beside_another(config: dict[str, Any], policy: str) -> dict[str, Any]:
     }
 
 
-def store_alone(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+def store_alone(config: dict[str, Any], url: str) -> dict[str, Any]:
     """The configuration of an instance that shares nothing but a store with others."""
     return {
         "kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "tests.e2e.unchecked_store_connector",
         "kv_role": config["kv_role"],
         "kv_connector_extra_config": {
-            "store": f"tests.e2e.file_store:FileStore:{folder}",
+            "store": url,
             "chunk_size": STORE_CHUNK,
             "always_load": True,
         },
     }
 
 
-def beside_store(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+def beside_store(config: dict[str, Any], url: str) -> dict[str, Any]:
     """The configuration of an instance with handoffs and a store, under MultiConnector."""
     return {
         "kv_connector": "MultiConnector",
         "kv_role": config["kv_role"],
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [config, store_alone(config, folder)]},
+        "kv_connector_extra_config": {"connectors": [config, store_alone(config, url)]},
     }
 
 

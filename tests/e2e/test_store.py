@@ -115,26 +115,29 @@ def test_chunks_that_are_gone_are_computed(sharing: Servers, folder: Path, which
     assert is_right(sharing, sharing.decode, body)
 
 
-def test_a_handoff_comes_by_the_pipe_and_a_request_without_one_from_the_store(
-    pipe_and_store: Servers, folder: Path
-) -> None:
+def saved(instance: Instance, body: dict[str, Any]) -> None:
+    """Has an instance compute a prompt, and waits until its chunks are saved. Steps show what is."""
+    expected = chunks(instance, "saved") + len(body["prompt"]) // CHUNK
+    said(instance.url, body | {"max_tokens": 1})
+    until(lambda: said(instance.url, completion(prompt(3))) and chunks(instance, "saved") == expected)
+
+
+def test_a_handoff_comes_by_the_pipe_and_a_request_without_one_from_the_store(pipe_and_store: Servers) -> None:
     servers, body = pipe_and_store, completion(prompt(NUM_TOKENS, seed=350))
     text, handoff = servers.answer(servers.through("sequential"), COMPLETIONS, body)
     assert text == servers.expected(COMPLETIONS, body)
     assert servers.result(handoff)["result"] == "full"
     assert chunks(servers.decode, "loaded") == 0
     other = completion(prompt(NUM_TOKENS, seed=351))
-    stored(servers.prefill, folder, other)
+    saved(servers.prefill, other)
     assert is_right(servers, servers.decode, other)
     until(lambda: chunks(servers.decode, "loaded") == NUM_TOKENS // CHUNK)
     servers.come_to_rest()
 
 
-def test_a_handoff_of_a_prompt_that_prefill_has_from_the_store_is_complete(
-    pipe_and_store: Servers, folder: Path
-) -> None:
+def test_a_handoff_of_a_prompt_that_prefill_has_from_the_store_is_complete(pipe_and_store: Servers) -> None:
     servers, body = pipe_and_store, completion(prompt(NUM_TOKENS, seed=352))
-    stored(servers.decode, folder, body)
+    saved(servers.decode, body)
     other = body | {"prompt": body["prompt"] + prompt(CHUNK, seed=353)}
     before = chunks(servers.prefill, "loaded")
     text, handoff = servers.answer(servers.through("sequential"), COMPLETIONS, other)

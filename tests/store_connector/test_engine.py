@@ -90,6 +90,40 @@ def test_a_longer_prefix_of_another_prompt_is_shared(new_engine: Any) -> None:
     assert engine.count("loaded") == 2
 
 
+def test_a_load_that_fails_within_a_chunk_that_is_here_in_part_is_computed_from_there(
+    new_engine: Any, store: Any
+) -> None:
+    tokens = prompt(4 * CHUNK)
+    stored(new_engine(), tokens)
+    _, second, third, _ = store.lookups[0]
+    for gone in (third, second):
+        engine = new_engine()
+        engine.answer(tokens[: CHUNK + BLOCK + 2], 1)
+        store.on_select = lambda _, gone=gone: store.delete([gone])
+        assert engine.answer(tokens) == answered(tokens)
+        engine.saved()
+
+
+def test_a_step_with_synchronous_loads_of_another_connector_saves_nothing(
+    engine: Engine, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = engine.role.build_metadata
+
+    def beside_others(output: Any) -> Any:
+        output.has_sync_kv_loads = True
+        return build(output)
+
+    monkeypatch.setattr(engine.role, "build_metadata", beside_others)
+    request = engine.add(prompt(2 * CHUNK), 3)
+    engine.until(lambda: request.num_output_tokens)
+    engine.saved()
+    assert store.num_puts == 0
+    monkeypatch.undo()
+    engine.until(request.is_finished)
+    engine.saved()
+    assert store.num_puts == 2
+
+
 def test_a_consumer_saves_nothing(new_engine: Any, store: Any) -> None:
     engine = new_engine(role="kv_consumer")
     tokens = prompt(3 * CHUNK)
