@@ -1,5 +1,6 @@
 """The parts that move chunks: loads under way, staging memory, threads, the client of a store."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -102,6 +103,21 @@ def test_closed_threads_drop_what_they_have_not_begun_and_say_if_they_cannot_end
     assert threads.close(WAIT_S)
     threads.submit(lambda: dropped.append(2))
     assert dropped == []
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this process may use one core only")
+def test_threads_do_not_stay_on_the_core_of_a_bound_caller() -> None:
+    cores, found = os.sched_getaffinity(0), []
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        threads = TaskThreads("test", 1)
+        threads.submit(lambda: found.append(os.sched_getaffinity(0)))
+        while not found:
+            time.sleep(0.01)
+        assert len(found[0]) > 1
+        assert threads.close(WAIT_S)
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 class LosableStore(SharedStore):

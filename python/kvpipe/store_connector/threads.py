@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -55,6 +57,7 @@ class TaskThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
+        _leave_the_core_of_the_caller()
         while (task := self._tasks.get()) is not None:
             if self._is_closed:
                 continue
@@ -62,3 +65,13 @@ class TaskThreads:
                 task()
             except Exception:  # a task that raised must not end the thread, and with it all later tasks
                 logger.exception("store.task_failed in %s", threading.current_thread().name)
+
+
+def _leave_the_core_of_the_caller() -> None:
+    """Lets this thread run on all cores of the parent process.
+
+    On CPUs vLLM binds a worker's main thread to one core, and threads inherit that. It keeps a core free for connectors
+    (0.32, `utils/ompmultiprocessing.py`), which its parent process is not kept from.
+    """
+    with suppress(OSError):
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
