@@ -131,7 +131,10 @@ def test_a_server_that_is_killed_ends_every_call_with_peer_lost(store):
         assert lost.put(b"key", bytes(LARGE))
         value, lease, reservation = lost.select(b"key"), None, lost.reserve(b"other", LARGE)
         with ThreadPoolExecutor(2) as threads:
-            waiting = [threads.submit(lost.select, b"none", timeout=None), threads.submit(lost.take, b"key", timeout=None)]
+            waiting = [
+                threads.submit(lost.select, b"none", timeout=None),
+                threads.submit(lost.take, b"key", timeout=None),
+            ]
             time.sleep(0.2)
             server.kill()
             for each in waiting:

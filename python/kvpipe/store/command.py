@@ -40,7 +40,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve values from the memory of this machine until SIGTERM or SIGINT")
     serve.add_argument(
-        "--listen", default="127.0.0.1:7300", metavar="HOST:PORT", help="default 127.0.0.1:7300; port 0 picks a free one"
+        "--listen",
+        default="127.0.0.1:7300",
+        metavar="HOST:PORT",
+        help="default 127.0.0.1:7300; port 0 picks a free one",
     )
     serve.add_argument("--capacity", type=_num_bytes, default="4GiB", metavar="SIZE", help="memory, default 4GiB")
     serve.add_argument(
