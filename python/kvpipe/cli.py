@@ -84,6 +84,14 @@ def _add_up(commands: Commands) -> None:
         help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once",
     )
     _add_endpoint(parser)
+    parser.add_argument(
+        "--store",
+        nargs="?",
+        const="own",
+        default="",
+        metavar="URL",
+        help="share KV through this store, without handoffs; without a URL one is started",
+    )
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block")
     parser.add_argument(
         "--omp-threads",
@@ -177,6 +185,7 @@ def _up(args: argparse.Namespace) -> int:
         host=_HOST if args.host is None else args.host,
         port=_PORT if args.port is None else args.port,
         dispatch=args.dispatch,
+        store=args.store,
         split_from=args.split_from,
         block_size=args.block_size,
         omp_threads=args.omp_threads,

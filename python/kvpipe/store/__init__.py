@@ -19,6 +19,7 @@ from kvpipe.store.base import (
 from kvpipe.store.local import LocalStore
 from kvpipe.store.remote import RemoteStore
 from kvpipe.store.server import StoreServer
+from kvpipe.store.urls import open_store
 
 if TYPE_CHECKING:
     from kvpipe.store.lookup import LookupBufferStore
@@ -39,6 +40,7 @@ __all__ = [
     "StoreStats",
     "Value",
     "ValueInfo",
+    "open_store",
 ]
 
 # Where the classes are that need more than kvpipe itself.
