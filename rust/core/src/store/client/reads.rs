@@ -42,17 +42,17 @@ impl Client {
     pub(super) fn read(
         &mut self,
         cx: &mut ReactorContext,
-        value: Arc<OpenedValue>,
+        value: &Arc<OpenedValue>,
         buffer: Buffer,
         completer: Completer<()>,
     ) {
-        if let Err(error) = self.check_open(&value) {
+        if let Err(error) = self.check_open(value) {
             drop(buffer); // before the read completes
             return completer.complete(Err(error));
         }
         let owner = cx.token();
         let reading = Reading {
-            value: Arc::clone(&value),
+            value: Arc::clone(value),
             buffer: buffer.clone(),
             hasher: ValueHasher::default(),
             completer,
