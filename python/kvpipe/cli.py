@@ -43,9 +43,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         prog="kvpipe", description="Moves the KV cache between prefill and decode instances."
     )
     commands: Commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_info, _add_up, _add_proxy, _add_bench):
+    for add in (_add_info, _add_up, _add_proxy, _add_store, _add_bench):
         add(commands)
-    if argv[:1] == ["bench"]:
+    if argv[:1] in (["bench"], ["store"]):
         args = parser.parse_args(argv[:1])
         args.arguments = argv[1:]
         return args
@@ -90,7 +90,7 @@ def _add_up(commands: Commands) -> None:
         const="own",
         default="",
         metavar="URL",
-        help="share KV through a store, without handoffs: kvpipe://host:port, redis://host:port, or one that is started here",
+        help="share KV through this store, without handoffs; without a URL one is started",
     )
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block")
     parser.add_argument(
@@ -148,6 +148,11 @@ def _add_endpoint(parser: argparse.ArgumentParser) -> None:
         "--token",
         help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE (proxy only), which other users cannot see",
     )
+
+
+def _add_store(commands: Commands) -> None:
+    parser = commands.add_parser("store", help="serve a store of KV for all instances, or look at one", add_help=False)
+    parser.set_defaults(command=_store)
 
 
 def _add_bench(commands: Commands) -> None:
@@ -217,6 +222,12 @@ def _proxy(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
     return 0
+
+
+def _store(args: argparse.Namespace) -> int:
+    from kvpipe.store import command
+
+    return command.main(args.arguments)
 
 
 def _bench(args: argparse.Namespace) -> int:

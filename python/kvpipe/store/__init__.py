@@ -17,6 +17,8 @@ from kvpipe.store.base import (
     ValueInfo,
 )
 from kvpipe.store.local import LocalStore
+from kvpipe.store.remote import RemoteStore
+from kvpipe.store.server import StoreServer
 from kvpipe.store.urls import open_store
 
 if TYPE_CHECKING:
@@ -32,7 +34,9 @@ __all__ = [
     "LocalStore",
     "LookupBufferStore",
     "Match",
+    "RemoteStore",
     "Reservation",
+    "StoreServer",
     "StoreStats",
     "Value",
     "ValueInfo",

@@ -18,11 +18,8 @@ from kvpipe.store.base import (
     StoreStats,
     Value,
     ValueInfo,
-    check_key,
-    check_out,
-    check_record,
-    check_size,
 )
+from kvpipe.store.checks import check_key, check_out, check_record, check_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

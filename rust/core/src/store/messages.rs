@@ -17,31 +17,31 @@ use crate::transfer::exposed::BufferDescription;
 use crate::transport::Payload;
 
 // Kinds besides those of `crate::transfer::Message`.
-pub(crate) const EXISTS: u8 = 64;
-pub(crate) const RESERVE: u8 = 65;
+const EXISTS: u8 = 64;
+const RESERVE: u8 = 65;
 const WRITE: u8 = 66;
 const COMMIT: u8 = 67;
 const PUT: u8 = 68;
 const CHECKSUM: u8 = 69;
-pub(crate) const SELECT: u8 = 70;
+const SELECT: u8 = 70;
 const TAKE: u8 = 71;
 const RELEASE: u8 = 72;
 const RENEW: u8 = 73;
 const ACKNOWLEDGE: u8 = 74;
 const CORRUPT: u8 = 75;
 const DELETE: u8 = 76;
-pub(crate) const LIST: u8 = 77;
+const LIST: u8 = 77;
 const STATS: u8 = 78;
 const DONE: u8 = 80;
 const REFUSED: u8 = 81;
-pub(crate) const PRESENT: u8 = 82;
+const PRESENT: u8 = 82;
 const RESERVED: u8 = 83;
 const OCCUPIED: u8 = 84;
 const OFFER: u8 = 85;
 const NOTHING: u8 = 86;
 const DELETED: u8 = 87;
-pub(crate) const PAGE: u8 = 88;
-pub(crate) const STATISTICS: u8 = 89;
+const PAGE: u8 = 88;
+const STATISTICS: u8 = 89;
 const ENDED: u8 = 90;
 
 /// What the checksum of a payload is of.

@@ -616,9 +616,19 @@ impl<C: Clone> State<C> {
 
     /// A client is lost: everything that it held ends.
     pub(super) fn session_down(&mut self, session: SessionKey, now: Instant) {
-        for holder in self.held_by(session) {
+        let is_waiting = |hold: Option<&Hold>| hold.is_some_and(Hold::is_waiting);
+        let (waiting, held): (Vec<_>, Vec<_>) = self
+            .held_by(session)
+            .into_iter()
+            .partition(|holder| is_waiting(self.holds.get(*holder)));
+        // First, so that nothing which the client returns goes to it again.
+        for holder in waiting {
+            self.remove_hold(holder);
+        }
+        for holder in held {
             self.release(holder, now);
         }
+        self.grant(now);
         if self.holds.session_down(session) {
             self.info.num_clients -= 1;
         }

@@ -329,6 +329,7 @@ impl Client {
                 if let Some(write) = upload.write.take_if(is_it) {
                     write.fail(error);
                 }
+                self.uploads.remove(&reservation);
                 if was_held {
                     self.send_release(cx, reservation, None);
                 }
@@ -345,10 +346,12 @@ impl Client {
         let is_put = |write: &mut CurrentWrite| write.operation == operation;
         if let Some(write) = upload.write.take_if(is_put) {
             write.fail(reservation_ended());
-            self.uploads.remove(&operation);
             if let Some(session) = self.session {
                 self.exchange.withdraw(session, operation);
             }
+        }
+        if upload.write.is_none() {
+            self.uploads.remove(&operation);
         }
     }
 

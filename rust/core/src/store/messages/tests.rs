@@ -137,7 +137,8 @@ fn of_servers() -> impl Strategy<Value = StoreMessage<'static>> {
 proptest! {
     #[test]
     fn every_message_decodes_to_itself(message in prop_oneof![of_clients(), of_servers()]) {
-        prop_assert_eq!(decode(&encode(message.clone())), Ok(message));
+        let encoded = encode(message.clone());
+        prop_assert_eq!(decode(&encoded), Ok(message));
     }
 
     #[test]

@@ -29,6 +29,12 @@ pub(super) enum Hold {
     Leased(ValueId),
 }
 
+impl Hold {
+    pub(super) fn is_waiting(&self) -> bool {
+        matches!(self, Self::AwaitsSpace { .. } | Self::AwaitsValue { .. })
+    }
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Holds {
     holds: BTreeMap<Holder, Hold>,
