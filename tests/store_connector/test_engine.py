@@ -317,23 +317,21 @@ def test_with_fail_a_chunk_that_is_gone_fails_its_request_and_frees_its_blocks(n
 
 
 def adapter(folder: Path, content: str) -> LoRARequest:
-    folder.mkdir()
+    """An adapter with these settings, instead of the one that was there."""
+    folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(content)
     save_file({"a": torch.zeros(2)}, folder / "adapter_model.safetensors")
     return LoRARequest("style", 1, str(folder))
 
 
 def test_the_chunks_of_an_adapter_are_its_contents_own(new_engine: Any, store: Any, tmp_path: Path) -> None:
+    # vLLM's hashes name the adapter and its path, not its content.
     tokens = prompt(3 * CHUNK)
-    ours, theirs = adapter(tmp_path / "a", "{}"), adapter(tmp_path / "b", '{"r": 8}')
-    same = adapter(tmp_path / "c", "{}")
-    first = new_engine()
-    assert first.answer(tokens, lora_request=ours) == answered(tokens)
-    first.saved()
-    for other, num_loaded in ((None, 0), (theirs, 0), (same, 3)):
+    for content, num_loaded in (("{}", 0), ("{}", 3), ('{"r": 8}', 0), (None, 0)):
+        used = None if content is None else adapter(tmp_path / "style", content)
         engine = new_engine()
-        assert engine.answer(tokens, lora_request=other) == answered(tokens)
-        assert engine.count("loaded") == num_loaded, engine.stats
+        assert engine.answer(tokens, lora_request=used) == answered(tokens)
+        assert engine.count("loaded") == num_loaded
         engine.saved()
     assert len(store.keys) == 9
 
