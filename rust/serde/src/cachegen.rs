@@ -1,5 +1,5 @@
 //! `cachegen`: differences of the tokens to an anchor token, quantised with one step for each channel of a slab, and entropy
-//! coded. See Liu et al., "CacheGen: KV Cache Compression and Streaming for Fast Large Language Model Serving", SIGCOMM 2024.
+//! coded. See Liu et al., "`CacheGen`: KV Cache Compression and Streaming for Fast Large Language Model Serving", SIGCOMM 2024.
 //!
 //! Every 16th token of a block is the anchor of its group; it is kept in 8 bits, and its own difference is coded as those of
 //! the others. A symbol is a difference in steps, of at most 15 for keys and 7 for values, which bear coarser ones. The

@@ -32,7 +32,7 @@ pub(crate) fn from_bf16(bits: u16) -> f32 {
 pub(crate) fn to_bf16(value: f32) -> u16 {
     let (sign, magnitude) = parts(value);
     let magnitude = magnitude.min(0x7f7f_0000);
-    ((magnitude + 0x7fff + (magnitude >> 16 & 1) | sign) >> 16) as u16
+    (((magnitude + 0x7fff + (magnitude >> 16 & 1)) | sign) >> 16) as u16
 }
 
 /// The smallest bfloat16 that is not below a value of 0 or more.
@@ -76,10 +76,10 @@ fn parts(value: f32) -> (u32, u32) {
     (value.to_bits() & SIGN, value.to_bits() & MAGNITUDE)
 }
 
-/// The bits of a narrow float at their place in an `f32`, times the difference of the biases.
+/// The bits of a narrow float at their place in an `f32`, times a factor for the difference of the biases.
 #[inline(always)]
-fn widened(bits: u32, bias: u32) -> u32 {
-    (f32::from_bits(bits) * f32::from_bits(bias)).to_bits()
+fn widened(bits: u32, factor: u32) -> u32 {
+    (f32::from_bits(bits) * f32::from_bits(factor)).to_bits()
 }
 
 /// Cuts `CUT` bits of the mantissa. From `least` on a value is normal; below, `unit` aligns it.
@@ -100,14 +100,14 @@ mod tests {
     use super::*;
 
     /// The number that a float's fields say.
-    fn value_of(bits: u16, mantissa_bits: i32, bias: i32) -> f32 {
+    fn value_of(bits: u16, mantissa_bits: i32, offset: i32) -> f32 {
         let mantissa = f32::from(bits & ((1 << mantissa_bits) - 1));
         let exponent = i32::from(bits >> mantissa_bits);
         let fraction = mantissa * (-mantissa_bits as f32).exp2();
         if exponent == 0 {
-            fraction * ((1 - bias) as f32).exp2()
+            fraction * ((1 - offset) as f32).exp2()
         } else {
-            (1.0 + fraction) * ((exponent - bias) as f32).exp2()
+            (1.0 + fraction) * ((exponent - offset) as f32).exp2()
         }
     }
 

@@ -61,7 +61,7 @@ pub(crate) fn encode<S: Sink>(
     data: &impl Source,
     writer: &mut Writer<'_, S>,
 ) -> Result<()> {
-    let levels = ((1 << bits) - 1) as f32;
+    let levels = f32::from((1u16 << bits) - 1);
     let mut slab = Slab::new(layout);
     let mut quantised = Quantised::new(layout);
     let mut section = Vec::new();
@@ -75,10 +75,10 @@ pub(crate) fn encode<S: Sink>(
         } = &mut quantised;
         match place.1 {
             Kind::Keys => {
-                quantise_keys(&slab.values, layout.head_size, levels, codes, least, steps)
+                quantise_keys(&slab.values, layout.head_size, levels, codes, least, steps);
             }
             Kind::Values => {
-                quantise_values(&slab.values, layout.head_size, levels, codes, least, steps)
+                quantise_values(&slab.values, layout.head_size, levels, codes, least, steps);
             }
         }
         section.clear();

@@ -8,6 +8,14 @@
 //! Any thread may call. Nothing here keeps state between calls, and no input makes it panic or allocate more than in
 //! proportion to the [`Layout`].
 #![deny(unsafe_code)]
+#![cfg_attr(
+    test,
+    allow(
+        clippy::cast_precision_loss,
+        clippy::float_cmp,
+        reason = "the tests compare small numbers, and exact ones"
+    )
+)]
 
 #[macro_use]
 mod kernels;

@@ -2,6 +2,8 @@
 //! processor works on eight symbols at once. After Duda, "Asymmetric numeral systems", 2013, and Giesen, "Interleaved
 //! entropy coders", 2014.
 //!
+//! These loops are no kernels: compiled for AVX-512, LLVM moves states between vectors and scalars, at half the speed.
+//!
 //! A lane's state is a `u32` of at least 2^16 that moves 16 bits at a time; frequencies sum to 2^12.
 
 use crate::Result;
@@ -40,7 +42,7 @@ pub(crate) fn frequencies(symbols: &[u8]) -> Frequencies {
     }
     // The largest is at least 2^12 / 31, and what is left no more than one for each symbol.
     if let Some(largest) = scaled.iter_mut().max() {
-        *largest = (i64::from(*largest) + left) as u16;
+        *largest = u16::try_from(i64::from(*largest) + left).unwrap_or(0);
     }
     scaled
 }
@@ -200,13 +202,13 @@ mod tests {
         let mut scratch = Vec::new();
         let coded = encode(symbols, &table, &mut scratch);
         let words = [coded.words, &[0; LANES]].concat();
-        let mut decoded = vec![99; symbols.len()];
+        let mut found = vec![99; symbols.len()];
         let mut decoder = Decoder::new(&table, coded.states, &words).unwrap();
-        let (first, rest) = decoded.split_at_mut(symbols.len() / 16 * 8);
+        let (first, rest) = found.split_at_mut(symbols.len() / 16 * 8);
         decoder.decode(first).unwrap();
         decoder.decode(rest).unwrap();
         decoder.finish().unwrap();
-        assert!(decoded == symbols);
+        assert!(found == symbols);
         coded.words.len()
     }
 
@@ -237,7 +239,7 @@ mod tests {
             survives(&symbols);
             let skewed: Vec<u8> = symbols.iter().map(|symbol| symbol % rare).collect();
             survives(&skewed);
-            survives(&[&[rare; 40_000][..], &symbols].concat());
+            survives(&[vec![rare; 40_000], symbols].concat());
         }
 
         #[test]

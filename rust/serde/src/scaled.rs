@@ -47,9 +47,9 @@ pub(crate) fn encode<S: Sink>(
         slab.read(layout, place, data)?;
         let scale = slab.largest / codec.largest;
         let inverse = if scale < TINY { 0.0 } else { scale.recip() };
-        let (head, codes) = section.split_at_mut(SCALE_BYTES);
-        head.copy_from_slice(&scale.to_le_bytes());
-        (codec.quantise)(&slab.values, inverse, codes);
+        let (scale_bytes, bytes) = section.split_at_mut(SCALE_BYTES);
+        scale_bytes.copy_from_slice(&scale.to_le_bytes());
+        (codec.quantise)(&slab.values, inverse, bytes);
         writer.append(&section)?;
     }
     Ok(())
@@ -65,9 +65,12 @@ pub(crate) fn decode<S: Source>(
     let mut section = Vec::new();
     for place in layout.slabs() {
         reader.read(section_bytes(layout), &mut section)?;
-        let (head, codes) = section.split_at(SCALE_BYTES);
-        let scale = head.first_chunk().copied().map_or(0.0, f32::from_le_bytes);
-        (codec.restore)(codes, scale, &mut slab.values);
+        let (scale_bytes, bytes) = section.split_at(SCALE_BYTES);
+        let scale = scale_bytes
+            .first_chunk()
+            .copied()
+            .map_or(0.0, f32::from_le_bytes);
+        (codec.restore)(bytes, scale, &mut slab.values);
         slab.write(layout, place, out)?;
     }
     Ok(())

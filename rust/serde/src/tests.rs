@@ -72,7 +72,7 @@ fn noise(layout: &Layout, seed: u32, size: f32) -> Vec<f32> {
     (0..num_values)
         .map(|at| {
             let channel = at % layout.head_size;
-            let offset = if channel % 5 == 0 { 3.0 } else { 0.0 };
+            let offset = if channel.is_multiple_of(5) { 3.0 } else { 0.0 };
             (next() * (1 + channel % 7) as f32 + offset) * size
         })
         .collect()
