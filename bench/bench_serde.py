@@ -247,7 +247,10 @@ def draw(path: Path, speed: dict[str, dict[str, Any]], effect: dict[str, dict[st
         right.plot([row["size"]] * 2, [row["mean_kl"], row["p99_kl"]], color=color, linewidth=1.2)
         right.plot(row["size"], row["mean_kl"], marker="o", color=color)
         right.plot(row["size"], row["p99_kl"], marker="_", markersize=10, color=color)
-        right.annotate(name, (row["size"], row["mean_kl"]), xytext=(7, -9), textcoords="offset points", fontsize=9)
+        # Beside the dot, on the side without another serde.
+        place, side = ((-7, -3), "right") if name == "cachegen" else ((7, -3), "left")
+        point = (row["size"], row["mean_kl"])
+        right.annotate(name, point, xytext=place, textcoords="offset points", ha=side, fontsize=9)
     floor = effect[NOT_ROUNDED]["mean_kl"]
     right.axhline(floor, color="black", linewidth=0.9, linestyle=":", label="mean of rounding to bfloat16")
     right.legend(fontsize=8, frameon=False)

@@ -232,6 +232,24 @@ mod tests {
         assert!(survives(&symbols) as f64 * 16.0 < entropy_bits * 1.02);
     }
 
+    #[test]
+    fn a_decoder_that_has_not_come_to_the_end_is_refused() {
+        let symbols: Vec<u8> = (0..800u32).map(|at| (at * at % 31) as u8).collect();
+        let table = frequencies(&symbols);
+        let mut scratch = Vec::new();
+        let coded = encode(&symbols, &table, &mut scratch);
+        let finished = |words: &[u16], count: usize| {
+            let mut decoder = Decoder::new(&table, coded.states, words).unwrap();
+            decoder.decode(&mut vec![0; count])?;
+            decoder.finish()
+        };
+        let words = [coded.words, &[0; LANES]].concat();
+        assert!(finished(&words, 800).is_ok());
+        assert!(finished(&words, 792).is_err());
+        assert!(finished(&[&words[..], &[0]].concat(), 800).is_err());
+        assert!(finished(&words[1..], 800).is_err());
+    }
+
     proptest! {
         #[test]
         fn symbols_survive(groups in prop::collection::vec(prop::array::uniform8(0u8..31), 1..200), rare in 1u8..31) {
