@@ -17,6 +17,7 @@ mod ids;
 mod log;
 mod lookup;
 mod pipe;
+mod resp;
 mod trace;
 mod transport;
 mod work;
@@ -58,6 +59,8 @@ mod _kvpipe {
     use super::lookup::LookupBuffer;
     #[pymodule_export]
     use super::pipe::PipeEnd;
+    #[pymodule_export]
+    use super::resp::RespConnection;
     #[pymodule_export]
     use super::trace::Trace;
     #[pymodule_export]
