@@ -95,7 +95,7 @@ def running_cluster(folder: Path, num_servers: int = 3) -> Iterator[list[Server]
         share = -(-NUM_SLOTS // num_servers)
         for index, client in enumerate(clients):
             last = min((index + 1) * share, NUM_SLOTS) - 1
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", index * share, last)
+            client.execute_command("CLUSTER", "ADDSLOTS", *range(index * share, last + 1))
             client.execute_command("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
         ends_s = time.monotonic() + STARTS_S
         while not all(_knows_all(client, num_servers) for client in clients):
@@ -106,7 +106,7 @@ def running_cluster(folder: Path, num_servers: int = 3) -> Iterator[list[Server]
 
 def _knows_all(client: redis.Redis, num_servers: int) -> bool:
     info = client.execute_command("CLUSTER", "INFO")
-    return info.get("cluster_state") == "ok" and int(info["cluster_known_nodes"]) == num_servers
+    return b"cluster_state:ok" in info and b"cluster_known_nodes:%d\r" % num_servers in info
 
 
 def free_port() -> int:
