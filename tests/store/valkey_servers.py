@@ -43,7 +43,7 @@ class Server:
         return f"{scheme}://{login}127.0.0.1:{self.port}/{database}?{query}"
 
     def client(self, **options) -> redis.Redis:
-        return redis.Redis(port=self.port, **options)
+        return redis.Redis("127.0.0.1", self.port, **options)
 
     def wait(self, **options) -> None:
         """Waits until the server answers, if only that it wants a password."""

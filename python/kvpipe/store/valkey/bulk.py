@@ -11,7 +11,7 @@ from threading import Condition
 from typing import TYPE_CHECKING, Any
 
 from kvpipe import _kvpipe
-from kvpipe.exceptions import ClosedError, PeerLostError
+from kvpipe.exceptions import ClosedError, ConnectError, PeerLostError
 from kvpipe.store.valkey.errors import REDIRECTIONS, error_of
 
 if TYPE_CHECKING:
@@ -282,7 +282,11 @@ def _borrowing(pools: list[_Pool]) -> Iterator[list[_kvpipe.RespConnection]]:
 def _open(client: Client, server: Address) -> _kvpipe.RespConnection:
     """Opens a connection as the user, in the database."""
     settings = client.settings
-    connection = _kvpipe.RespConnection(*server, settings.answer_s)
+    try:
+        connection = _kvpipe.RespConnection(*server, settings.answer_s)
+    except ConnectError as error:
+        # The store was open: it was there, and now is not.
+        raise PeerLostError(str(error)) from error
     commands = []
     if settings.password:
         login = [settings.username] if settings.username else []

@@ -129,34 +129,31 @@ class Wakeups:
     # --- in the thread
 
     def _run(self) -> None:
-        """Serves until nobody waits. A subscription that is lost is made again once; then all calls fail."""
-        has_failed = False
+        """Serves until nobody waits. A subscription that worked and is lost is made again; otherwise all calls fail."""
         while True:
+            subscription: _Subscription | None = None
             try:
-                has_served = False
                 connection = self._connect()
                 try:
                     with translated("the server"):
                         subscription = _Subscription(connection, self._notifier, self._answer_s)
-                        has_served = self._serve(subscription)
+                        self._serve(subscription)
                 finally:
                     with suppress(Exception):
                         connection.disconnect()
-                return
-            except KVPipeError as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, calls wait for this thread
                 _log.debug("valkey.subscription_lost error=%s", error)
-                # One that was made and lost is made again; two failures in a row are the server's.
-                is_hopeless = has_failed or not has_served
-                has_failed = True
                 with self._lock:
-                    if is_hopeless and not self._is_closed:
-                        self._fail(_lost(error))
-                    if is_hopeless or self._is_closed:
+                    if self._is_closed or subscription is None or not subscription.has_received:
+                        if not self._is_closed:
+                            self._fail(_lost(error))
                         self._end()
                         return
                     self._unsubscribe_all()
+            else:
+                return
 
-    def _serve(self, subscription: _Subscription) -> bool:
+    def _serve(self, subscription: _Subscription) -> None:
         idle_since_s: float | None = None
         while True:
             with self._lock:
@@ -166,7 +163,7 @@ class Wakeups:
                 is_over = idle_since_s is not None and now_s - idle_since_s >= _LINGER_S
                 if self._is_closed or is_over:
                     self._end()
-                    return True
+                    return
             subscription.change(wanted)
             for kind, channel in subscription.messages(None if wanted else _LINGER_S):
                 self._received(kind, channel)
@@ -196,6 +193,7 @@ class _Subscription:
         self._connection, self._notifier, self._answer_s = connection, notifier, answer_s
         self._channels: set[bytes] = set()
         self._answer_due_s: float | None = None
+        self.has_received = False
         self._poll = select.poll()
         # redis-py offers no descriptor, and one thread has to wait for messages and for new waiters.
         self._socket = connection._sock  # noqa: SLF001
@@ -226,6 +224,7 @@ class _Subscription:
         while self._connection.can_read(timeout=0):
             kind, *rest = self._connection.read_response(timeout=self._answer_s)
             self._answer_due_s = None
+            self.has_received = True
             if rest:
                 yield kind, rest[0]
         if not ready:
@@ -243,6 +242,6 @@ class _Subscription:
             self._answer_due_s = time.monotonic() + self._answer_s
 
 
-def _lost(error: KVPipeError) -> KVPipeError:
+def _lost(error: Exception) -> KVPipeError:
     """Returns what a call that waits raises."""
-    return error if isinstance(error, PeerLostError) else PeerLostError(str(error))
+    return error if isinstance(error, KVPipeError) else PeerLostError(f"the subscription has failed: {error!r}")
