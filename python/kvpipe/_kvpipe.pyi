@@ -458,7 +458,7 @@ class RespConnection:
 
     @staticmethod
     def write_parts(
-        connections: Sequence[RespConnection], memory: Buffer, parts: Sequence[tuple[bytes, int]], ttl_ms: int
+        connections: Sequence[RespConnection], memory: Any, parts: Sequence[tuple[bytes, int]], ttl_ms: int
     ) -> list[str | int | None]:
         """Sets each key to its number of bytes, which follow each other in `memory` and fill it.
 
@@ -468,7 +468,7 @@ class RespConnection:
 
     @staticmethod
     def read_parts(
-        connections: Sequence[RespConnection], memory: Buffer, parts: Sequence[tuple[bytes, int]]
+        connections: Sequence[RespConnection], memory: Any, parts: Sequence[tuple[bytes, int]]
     ) -> list[str | int | None]:
         """Gets the value of each key into its place in `memory`, as `write_parts`.
 

@@ -231,7 +231,9 @@ def test_a_url_that_is_none_is_refused(url):
 
 
 def test_all_parts_of_a_url_are_read():
-    settings = ValkeySettings.from_url("valkeys://me:p%40ss@one:7000,[::1]/3?prefix=x&connections=8&answer_s=2.5&ca_file=/c")
+    settings = ValkeySettings.from_url(
+        "valkeys://me:p%40ss@one:7000,[::1]/3?prefix=x&connections=8&answer_s=2.5&ca_file=/c"
+    )
     assert settings.hosts == (("one", 7000), ("::1", 6379))
     assert (settings.username, settings.password, settings.database) == ("me", "p@ss", 3)
     assert (settings.prefix, settings.connections, settings.answer_s, settings.ca_file) == ("x", 8, 2.5, "/c")

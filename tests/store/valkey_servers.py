@@ -132,12 +132,8 @@ def certificates(folder: Path) -> tuple[str, str, str]:
     subprocess.run(
         [*new, "-subj", "/CN=test authority", "-keyout", ca_key, "-out", ca], check=True, capture_output=True
     )
-    subprocess.run(
-        [*new, "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
-        + ["-addext", "basicConstraints=critical,CA:FALSE", "-addext", "authorityKeyIdentifier=keyid"]
-        + ["-CA", ca, "-CAkey", ca_key],
-        check=True,
-        capture_output=True,
-    )
+    request = [*new, "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    extensions = ["-addext", "basicConstraints=critical,CA:FALSE", "-addext", "authorityKeyIdentifier=keyid"]
+    subprocess.run([*request, *extensions, "-CA", ca, "-CAkey", ca_key], check=True, capture_output=True)
     assert all(map(os.path.exists, names))
     return ca, cert, key

@@ -93,7 +93,12 @@ class ValkeyStore(KVStore):
         return self._context.bulk.exist(manifests) if manifests else []
 
     def reserve(
-        self, key: bytes, num_bytes: int, *, ttl_s: float | None = None, timeout: float | None = 0
+        self,
+        key: bytes,
+        num_bytes: int,
+        *,
+        ttl_s: float | None = None,
+        timeout: float | None = 0,  # noqa: ARG002 - of other stores
     ) -> Reservation | None:
         """Reserves a key; see `KVStore.reserve`. Space is not waited for: `timeout` has no effect."""
         keys = self._keys.of(check_key(key))
@@ -126,7 +131,7 @@ class ValkeyStore(KVStore):
         found = self._find(keys, "take", token, lease_s, timeout)
         if found is None:
             return None
-        lease = ValkeyLease(self._context, keys, key, found[0], token, found[1] + lease_s)
+        lease = ValkeyLease(self._context, keys, key, found[0], token, ends_at_s=found[1] + lease_s)
         self._open.add(lease)
         return lease
 

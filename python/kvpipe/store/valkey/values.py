@@ -91,7 +91,7 @@ class ValkeyReservation(Reservation):
         """Reserves the key; returns whether it was free."""
         ttl_ms = self._context.settings.reservation_ms
         keys = self._keys
-        is_free = self._context.client.run(scripts.RESERVE, keys, keys.reservation, self._epoch, ttl_ms) == 1
+        is_free = bool(self._context.client.run(scripts.RESERVE, keys, keys.reservation, self._epoch, ttl_ms))
         self._is_ended = not is_free
         return is_free
 
@@ -117,27 +117,24 @@ class ValkeyReservation(Reservation):
         """Makes the value visible; see `Reservation.commit`."""
         self._check()
         try:
-            record = check_record(record)
-            if self._num_written != self.num_bytes:
-                message = f"{self._num_written} bytes were written, {self.num_bytes} are reserved; it is aborted"
-                raise ConfigError(message)
-            self._flush()
-            self._finish(self._commit(record))
+            self._finish(self._commit(check_record(record)))
         except BaseException:
             with suppress(KVPipeError):
                 self.abort()
             raise
 
     def _commit(self, record: bytes) -> int:
+        if self._num_written != self.num_bytes:
+            message = f"{self._num_written} bytes were written, {self.num_bytes} are reserved; it is aborted"
+            raise ConfigError(message)
+        self._flush()
         packed = b"".join(_PART.pack(*part) for part in self._parts)
         settings = self._context.settings
         ttl_ms = 0 if self._ttl_s is None else max(1, round(self._ttl_s * 1000))
         arguments = (packed, len(self._parts), record, ttl_ms, round(settings.pin_s * 1000), self._keys.channel)
         keys = self._keys
         return int(
-            self._context.client.run(
-                scripts.COMMIT, keys, keys.reservation, self._epoch, self.num_bytes, *arguments
-            )
+            self._context.client.run(scripts.COMMIT, keys, keys.reservation, self._epoch, self.num_bytes, *arguments)
         )
 
     def _finish(self, outcome: int) -> None:
@@ -219,9 +216,7 @@ class ValkeyValue(Value):
     def pin(self) -> None:
         """Renews the pin."""
         keys = self._keys
-        self._context.client.run(
-            scripts.PIN, keys, keys.pins, self._token, round(self._context.settings.pin_s * 1000)
-        )
+        self._context.client.run(scripts.PIN, keys, keys.pins, self._token, round(self._context.settings.pin_s * 1000))
 
     def close(self) -> None:
         """Lets others take the value; see `Value.close`."""
@@ -238,7 +233,7 @@ class ValkeyLease(Lease):
     """A value whose manifest has the token of this lease, until a time of the server."""
 
     def __init__(
-        self, context: Context, keys: ValueKeys, key: bytes, manifest: Manifest, token: bytes, ends_at_s: float
+        self, context: Context, keys: ValueKeys, key: bytes, manifest: Manifest, token: bytes, *, ends_at_s: float
     ) -> None:
         self._context, self._keys, self._manifest, self._token = context, keys, manifest, token
         self.key, self.num_bytes, self.record = key, manifest.num_bytes, manifest.record
