@@ -437,6 +437,7 @@ class Control:
     def drain(self) -> list[dict[str, Any]]: ...
     def close(self) -> None: ...
 
+@final
 class RespConnection:
     """A connection to Valkey or Redis over TCP, for large values. One call uses it at a time.
 
@@ -447,7 +448,7 @@ class RespConnection:
         ConnectError: The server was not reached.
     """
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None: ...
+    def __new__(cls, host: str, port: int, timeout_s: float) -> RespConnection: ...
     @property
     def is_broken(self) -> bool: ...
     def send(self, commands: Sequence[Sequence[bytes]]) -> None:

@@ -149,6 +149,18 @@ def test_a_crowd_that_waits_shares_one_subscription_which_ends_after_it(server):
             time.sleep(0.05)
 
 
+def test_a_wait_right_after_another_one_for_the_same_key_is_woken(server):
+    with ValkeyStore.open(server.url("prefix=again")) as store, ThreadPoolExecutor(1) as threads:
+        for number in range(20):
+            key = b"%d" % number
+            assert store.select(key, timeout=0.01) is None
+            waiting = threads.submit(store.select, key, timeout=5)
+            time.sleep(0.02)
+            assert store.put(key, b"x")
+            with waiting.result(LONG_S) as value:
+                assert value.read() == b"x"
+
+
 def test_a_store_that_is_closed_returns_its_leases_and_ends_its_reservations(server):
     with ValkeyStore.open(server.url("prefix=closing")) as other:
         store = ValkeyStore.open(server.url("prefix=closing"))

@@ -23,11 +23,15 @@ _LINGER_S = 2.0
 
 
 class Waiter:
-    """One call that waits for messages of a channel."""
+    """One call that waits for messages of a channel.
 
-    def __init__(self, channel: bytes) -> None:
-        self.channel = channel
-        self.is_subscribed = False
+    Args:
+        channel: Its name.
+        subscribed: The channels whose messages arrive, as they are at each time.
+    """
+
+    def __init__(self, channel: bytes, subscribed: set[bytes]) -> None:
+        self._channel, self._subscribed = channel, subscribed
         self.error: KVPipeError | None = None
         self._changed = Event()
 
@@ -48,7 +52,7 @@ class Waiter:
         self._changed.clear()
         if self.error is not None:
             raise self.error
-        return self.is_subscribed
+        return self._channel in self._subscribed
 
     def wait(self, timeout: float | None) -> None:
         """Waits for a change."""
@@ -66,6 +70,7 @@ class Wakeups:
     def __init__(self, connect: Callable[[], Any], answer_s: float) -> None:
         self._connect, self._answer_s = connect, answer_s
         self._waiters: defaultdict[bytes, set[Waiter]] = defaultdict(set)
+        self._subscribed: set[bytes] = set()
         self._lock = Lock()
         self._thread: Thread | None = None
         self._notifier = -1
@@ -80,13 +85,11 @@ class Wakeups:
     @contextmanager
     def listening(self, channel: bytes) -> Iterator[Waiter]:
         """Subscribes to a channel."""
-        waiter = Waiter(channel)
+        waiter = Waiter(channel, self._subscribed)
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the store was closed")
-            others = self._waiters[channel]
-            waiter.is_subscribed = any(other.is_subscribed for other in others)
-            others.add(waiter)
+            self._waiters[channel].add(waiter)
             self._notify_or_start()
         try:
             yield waiter
@@ -149,7 +152,7 @@ class Wakeups:
                             self._fail(_lost(error))
                         self._end()
                         return
-                    self._unsubscribe_all()
+                    self._subscribed.clear()
             else:
                 return
 
@@ -158,6 +161,8 @@ class Wakeups:
         while True:
             with self._lock:
                 wanted = set(self._waiters)
+                # Before the server is told: whoever comes for such a channel from now on waits for its next answer.
+                self._subscribed &= wanted
                 now_s = time.monotonic()
                 idle_since_s = None if wanted else idle_since_s or now_s
                 is_over = idle_since_s is not None and now_s - idle_since_s >= _LINGER_S
@@ -170,17 +175,13 @@ class Wakeups:
 
     def _received(self, kind: bytes, channel: bytes) -> None:
         with self._lock:
+            if kind == b"subscribe":
+                self._subscribed.add(channel)
             for waiter in self._waiters.get(channel, ()):
-                waiter.is_subscribed = waiter.is_subscribed or kind == b"subscribe"
-                waiter.wake()
-
-    def _unsubscribe_all(self) -> None:
-        for waiters in self._waiters.values():
-            for waiter in waiters:
-                waiter.is_subscribed = False
                 waiter.wake()
 
     def _end(self) -> None:
+        self._subscribed.clear()
         os.close(self._notifier)
         self._notifier = -1
         self._thread = None
