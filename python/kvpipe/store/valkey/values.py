@@ -107,11 +107,12 @@ class ValkeyReservation(Reservation):
         self._num_written += view.nbytes
         if view.nbytes < _MIN_PART_BYTES:
             self._pending += view
-            if len(self._pending) >= _MIN_PART_BYTES:
-                self._flush()
         else:
             self._flush()
             self._store(view)
+        # The last bytes are sent at once: the commit, which others wait for, is one round trip then.
+        if len(self._pending) >= _MIN_PART_BYTES or self._num_written == self.num_bytes:
+            self._flush()
 
     def commit(self, record: bytes = b"") -> None:
         """Makes the value visible; see `Reservation.commit`."""

@@ -223,7 +223,7 @@ class _Subscription:
         if self._notifier in ready:
             os.eventfd_read(self._notifier)
         while self._connection.can_read(timeout=0):
-            kind, *rest = self._connection.read_response(timeout=self._answer_s)
+            kind, *rest = self._connection.read_response()
             self._answer_due_s = None
             self.has_received = True
             if rest:
