@@ -23,6 +23,7 @@ __all__ = [
     "ReadyBlocks",
     "ReceivedBuffer",
     "Region",
+    "RespConnection",
     "StoreClient",
     "StoreServer",
     "Trace",
@@ -551,3 +552,46 @@ class Control:
     def ask_watched(self, address: str, handoff: bytes, timeout: float) -> Work: ...
     def drain(self) -> list[dict[str, Any]]: ...
     def close(self) -> None: ...
+
+@final
+class RespConnection:
+    """A connection to Valkey or Redis over TCP, for large values. One call uses it at a time.
+
+    `timeout_s` bounds the connect, each exchange and each part of a value. After `PeerLostError` it is broken. Calls
+    release the GIL.
+
+    Raises:
+        ConnectError: The server was not reached.
+    """
+
+    def __new__(cls, host: str, port: int, timeout_s: float) -> RespConnection: ...
+    @property
+    def is_broken(self) -> bool: ...
+    def send(self, commands: Sequence[Sequence[bytes]]) -> None:
+        """Sends commands. Their replies must be received before anything else is called."""
+
+    def receive(self, num_replies: int) -> list[Any]:
+        """The replies: `bytes`, `int`, `None`, a list of such, or `str` for an error."""
+
+    @staticmethod
+    def write_parts(
+        connections: Sequence[RespConnection], memory: Any, parts: Sequence[tuple[bytes, int]], ttl_ms: int
+    ) -> list[str | int | None]:
+        """Sets each key to its number of bytes, which follow each other in `memory` and fill it.
+
+        Returns:
+            For each part `None`, or the error with which the server refused.
+        """
+
+    @staticmethod
+    def read_parts(
+        connections: Sequence[RespConnection], memory: Any, parts: Sequence[tuple[bytes, int]]
+    ) -> list[str | int | None]:
+        """Gets the value of each key into its place in `memory`, as `write_parts`.
+
+        Returns:
+            For each part `None`, or its size if that is another one, -1 if it is missing, or the server's error.
+        """
+
+    def close(self) -> None:
+        """Ends the connection, and calls that use it with `PeerLostError`."""

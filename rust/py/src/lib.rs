@@ -17,6 +17,7 @@ mod ids;
 mod log;
 mod lookup;
 mod pipe;
+mod resp;
 mod serde;
 mod store;
 mod trace;
@@ -60,6 +61,8 @@ mod _kvpipe {
     use super::lookup::LookupBuffer;
     #[pymodule_export]
     use super::pipe::PipeEnd;
+    #[pymodule_export]
+    use super::resp::RespConnection;
     #[pymodule_export]
     use super::serde::{serde_copy, serde_decode, serde_encode, serde_max_bytes};
     #[pymodule_export]

@@ -1,0 +1,250 @@
+"""ValkeyStore: values in Valkey or Redis."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from kvpipe.exceptions import ConfigError, CorruptDataError, KVPipeError
+from kvpipe.store.base import (
+    LEASE_S,
+    KVStore,
+    Lease,
+    Reservation,
+    StoreStats,
+    Value,
+    ValueInfo,
+    check_key,
+    check_size,
+)
+from kvpipe.store.valkey import scripts
+from kvpipe.store.valkey.bulk import LibraryBulk, NativeBulk
+from kvpipe.store.valkey.client import Client
+from kvpipe.store.valkey.context import Context
+from kvpipe.store.valkey.keys import KeySpace
+from kvpipe.store.valkey.pins import PinRenewer
+from kvpipe.store.valkey.settings import ValkeySettings
+from kvpipe.store.valkey.values import Manifest, ValkeyLease, ValkeyReservation, ValkeyValue
+from kvpipe.store.valkey.wakeups import Wakeups
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Self
+
+    from kvpipe.store.valkey.keys import ValueKeys
+
+_LIST_PAGE = 500
+
+
+class ValkeyStore(KVStore):
+    """A store in Valkey or Redis 6.2 and newer, one server or a cluster, which keeps and evicts the values.
+
+    The bytes of values travel in parts of at most `part_bytes` over several connections, without a copy in Python. With
+    TLS (`valkeys://`, `rediss://`) redis-py moves them, with a copy. Each part has a checksum, which is verified when
+    it is read: a value that was changed or lost a part is deleted, and a miss afterwards.
+
+    The server's `maxmemory-policy` says what happens when its memory is used up. Recommended is `allkeys-lru`: values
+    that are open may be evicted too, and reading them then raises `CorruptDataError` or `PeerLostError`. With
+    `noeviction`, `reserve` and `write` raise `CapacityError` at once; they do not wait for space. With the `volatile-`
+    policies, only values with a `ttl_s` and reservations are evicted.
+
+    What a killed process leaves ends by time: its reservations and their parts after `reservation_s`, leases at their
+    end, and open values can be taken after `pin_s`. A user of the server's ACL needs `~PREFIX:*`, `&PREFIX:*` and
+    `+@all`, or those commands that `kvpipe.store.valkey.scripts` uses.
+
+    In a forked child process, every call raises `ClosedError`.
+    """
+
+    def __init__(self, settings: ValkeySettings, timeout: float = 10) -> None:
+        client = Client(settings, timeout)
+        bulk = LibraryBulk(client) if settings.is_tls else NativeBulk(client)
+        self._context = Context(settings, client, bulk, PinRenewer(settings.pin_s))
+        self._keys = KeySpace(settings.prefix)
+        self._wakeups = Wakeups(client.connection, settings.answer_s)
+        self._open: WeakSet[Reservation | Value] = WeakSet()
+
+    @classmethod
+    def open(cls, url: str, *, token: str | None = None, timeout: float = 10) -> Self:  # noqa: ARG003 - of other stores
+        """Connects to a server or a cluster.
+
+        Args:
+            url: `valkey://[[user]:password@]host[:port][,host...][/database][?name=value&...]`; `redis://` is the same,
+                `valkeys://` and `rediss://` use TLS. The names are the attributes of `ValkeySettings` that have a
+                default.
+            token: Not used.
+            timeout: Seconds to wait for the server.
+
+        Raises:
+            ConfigError: The URL is malformed.
+            ConnectError: The server does not answer, still loads its data, or is a replica.
+            AuthenticationError: The server refuses the user or password.
+            IncompatiblePeerError: The server is too old.
+        """
+        return cls(ValkeySettings.from_url(url), timeout)
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Returns for each key whether it can be selected now, in one round trip to each server."""
+        manifests = [self._keys.manifest(check_key(key)) for key in keys]
+        self._context.client.check()
+        return self._context.bulk.exist(manifests) if manifests else []
+
+    def reserve(
+        self,
+        key: bytes,
+        num_bytes: int,
+        *,
+        ttl_s: float | None = None,
+        timeout: float | None = 0,  # noqa: ARG002 - of other stores
+    ) -> Reservation | None:
+        """Reserves a key; see `KVStore.reserve`. Space is not waited for: `timeout` has no effect."""
+        keys = self._keys.of(check_key(key))
+        check_size(num_bytes, self._context.client.capacity_bytes)
+        if ttl_s is not None and ttl_s <= 0:
+            message = f"ttl_s={ttl_s!r}: expected seconds, more than 0"
+            raise ConfigError(message)
+        reservation = ValkeyReservation(self._context, keys, key, num_bytes, ttl_s)
+        if not reservation.begin():
+            return None
+        self._open.add(reservation)
+        return reservation
+
+    def select(self, key: bytes, *, timeout: float | None = 0) -> Value | None:
+        """Returns a value for reading; see `KVStore.select`."""
+        keys = self._keys.of(check_key(key))
+        token = secrets.token_hex(8).encode()
+        found = self._find(keys, "select", token, self._context.settings.pin_s, timeout)
+        if found is None:
+            return None
+        value = ValkeyValue(self._context, keys, key, found[0], token)
+        self._context.pins.add(value)
+        self._open.add(value)
+        return value
+
+    def take(self, key: bytes, *, lease_s: float = LEASE_S, timeout: float | None = 0) -> Lease | None:
+        """Returns a value to one caller; see `KVStore.take`."""
+        keys = self._keys.of(check_key(key))
+        token = secrets.token_hex(8).encode()
+        found = self._find(keys, "take", token, lease_s, timeout)
+        if found is None:
+            return None
+        lease = ValkeyLease(self._context, keys, key, found[0], token, ends_at_s=found[1] + lease_s)
+        self._open.add(lease)
+        return lease
+
+    def _find(
+        self, keys: ValueKeys, mode: str, token: bytes, held_s: float, timeout: float | None
+    ) -> tuple[Manifest, float] | None:
+        """Attempts until there is a value or the time is over; also returns when the last attempt began."""
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        found, _ = self._attempt(keys, mode, token, held_s)
+        if found is None and (timeout is None or timeout > 0):
+            with self._wakeups.listening(keys.channel) as waiter:
+                while found is None and (deadline_s is None or time.monotonic() < deadline_s):
+                    free_at_s = None
+                    if waiter.begin():
+                        found, free_at_s = self._attempt(keys, mode, token, held_s)
+                    if found is None:
+                        waiter.wait(_until(deadline_s, free_at_s))
+                if found is None:
+                    waiter.begin()
+        self._context.count("num_misses" if found is None else "num_hits")
+        return found
+
+    def _attempt(
+        self, keys: ValueKeys, mode: str, token: bytes, held_s: float
+    ) -> tuple[tuple[Manifest, float] | None, float | None]:
+        """Returns the value and when the attempt began, or when a lease or pin of others ends."""
+        began_s = time.monotonic()
+        try:
+            reply = self._context.client.run(scripts.FIND, keys, keys.pins, mode, token, round(held_s * 1000))
+            outcome, *fields = reply
+            if outcome == b"found":
+                return (Manifest.parse(fields), began_s), None
+        except CorruptDataError:
+            # Not a manifest, which no script can have written.
+            self._context.client.call(lambda: self._context.client.library.unlink(keys.manifest))
+            outcome = b"corrupt"
+        if outcome == b"corrupt":
+            self._context.count("num_corrupt")
+        # A millisecond later than the server's clock, which the script rounds down.
+        return None, (time.monotonic() + fields[0] / 1000 + 0.001) if outcome == b"busy" else None
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Deletes values that nobody has open or leased, and returns how many there were."""
+        num_deleted = 0
+        for of_value in [self._keys.of(check_key(key)) for key in keys]:
+            num_deleted += self._context.client.run(scripts.DELETE, of_value, of_value.pins)
+        return num_deleted
+
+    def list(self, prefix: bytes = b"") -> Iterator[ValueInfo]:
+        """Iterates over the values whose keys begin with `prefix`, in no order; it looks at every key of the server."""
+        client = self._context.client
+        found = client.call(lambda: client.library.scan_iter(match=self._keys.pattern(prefix), count=_LIST_PAGE))
+        seen: set[bytes] = set()
+        while page := client.call(lambda: list(itertools.islice(found, _LIST_PAGE))):
+            manifests = [manifest for manifest in page if manifest not in seen]
+            seen.update(manifests)
+            yield from self._describe(manifests)
+
+    def _describe(self, manifests: Sequence[bytes]) -> Iterator[ValueInfo]:
+        client = self._context.client
+
+        def ask() -> Any:
+            pipeline = client.library.pipeline(transaction=False)
+            for manifest in manifests:
+                pipeline.hget(manifest, "n")
+            return pipeline.execute(raise_on_error=False) if manifests else []
+
+        sizes = client.call(ask)
+        are_free = self._context.bulk.exist(manifests) if manifests else []
+        for manifest, size, is_free in zip(manifests, sizes, are_free, strict=True):
+            if isinstance(size, bytes) and size.isdigit():
+                yield ValueInfo(self._keys.key_of(manifest), int(size), is_leased=not is_free)
+
+    def stats(self) -> StoreStats:
+        """Returns counters of this client. The content is not counted: other clients and the server change it."""
+        context = self._context
+        context.client.check()
+        names = ("num_committed", "num_hits", "num_misses", "num_corrupt")
+        return StoreStats(
+            capacity_bytes=context.client.capacity_bytes,
+            num_waiting=self._wakeups.num_waiting,
+            **{name: context.counters[name] for name in names},
+            details={"servers": context.client.address, "is_cluster": context.client.is_cluster},
+        )
+
+    def close(self) -> None:
+        """Ends the use of the store here; see `KVStore.close`."""
+        client = self._context.client
+        if client.is_closed or not client.is_own_process:
+            return
+        self._wakeups.close()
+        self._context.pins.close()
+        with suppress(KVPipeError):
+            # A server that is lost ends them by time; the first one that it does not answer ends this.
+            self._end_all()
+        client.close()
+        self._context.bulk.close()
+
+    def _end_all(self) -> None:
+        client = self._context.client
+        for each in list(self._open):
+            client.call(client.library.ping)
+            if isinstance(each, Reservation):
+                each.abort()
+            else:
+                each.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._context.client.is_closed else "open"
+        return f"<ValkeyStore {self._context.client.address} {state}, prefix {self._context.settings.prefix}>"
+
+
+def _until(deadline_s: float | None, free_at_s: float | None) -> float | None:
+    """Seconds until the earlier of two times."""
+    times = [time_s for time_s in (deadline_s, free_at_s) if time_s is not None]
+    return max(0.0, min(times) - time.monotonic()) if times else None

@@ -1,0 +1,41 @@
+//! A client of Valkey and Redis for large values. It speaks RESP2 over TCP, writes values from the caller's memory and
+//! reads them into it.
+//!
+//! A [`Connection`] is used by one thread at a time and blocks; each of its waits is bounded. Several connections carry
+//! the parts of one value side by side: [`write_parts`] and [`read_parts`]. After an [`Error`] a connection is broken,
+//! because nobody knows which replies are still to come. An error *reply* of the server is no `Error`.
+#![forbid(unsafe_code)]
+
+mod connection;
+mod parts;
+mod reply;
+
+pub use connection::{Closer, Connection};
+pub use parts::{PartOutcome, read_parts, write_parts};
+pub use reply::Reply;
+
+/// Why a connection cannot be used, or not any more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Error {
+    /// The server was not reached.
+    Connect(String),
+    /// The connection was lost, or ended earlier.
+    Lost(String),
+    /// The server did not answer in time.
+    Timeout(String),
+    /// The server's bytes are not RESP2, or beyond its limits here.
+    Protocol(String),
+}
+
+impl std::fmt::Display for Error {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (Self::Connect(text) | Self::Lost(text) | Self::Timeout(text) | Self::Protocol(text)) =
+            self;
+        formatter.write_str(text)
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// Shorthand of this crate.
+pub type Result<T> = std::result::Result<T, Error>;

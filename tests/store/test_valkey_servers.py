@@ -1,0 +1,252 @@
+"""ValkeyStore with passwords, users, TLS, prefixes, scripts that the server has forgotten, and forked processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvpipe.exceptions import AuthenticationError, ClosedError, ConfigError, ConnectError
+from tests.store.valkey_servers import certificates, free_port, needs_server, running
+
+from kvpipe.store.valkey import ValkeySettings, ValkeyStore  # isort: skip - after the module that skips without redis-py
+
+pytestmark = needs_server
+
+MIB = 1 << 20
+LONG_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+def assert_works(store):
+    assert store.put(b"k", bytes(5 * MIB), b"record")
+    assert store.exists([b"k", b"other"]) == [True, False]
+    with store.take(b"k") as lease:
+        assert lease.read() == bytes(5 * MIB)
+        lease.acknowledge()
+
+
+def test_a_password_is_used_and_a_wrong_one_is_an_authentication_error(tmp_path):
+    with running(tmp_path, "--requirepass", "right%word") as server:
+        with ValkeyStore.open(server.url(login=":right%25word@")) as store:
+            assert_works(store)
+        for login in ("", ":wrong@", "nobody:right%25word@"):
+            with pytest.raises(AuthenticationError):
+                ValkeyStore.open(server.url(login=login))
+
+
+def test_a_user_of_the_acl_needs_the_prefix_only(tmp_path):
+    rules = ("on", ">secret", "~tenant:*", "&tenant:*", "+@all")
+    with running(tmp_path, "--user", "someone", *rules) as server:
+        with ValkeyStore.open(server.url("prefix=tenant", login="someone:secret@")) as store:
+            assert_works(store)
+            assert store.select(b"k", timeout=0.1) is None
+        with (
+            ValkeyStore.open(server.url("prefix=foreign", login="someone:secret@")) as store,
+            pytest.raises(AuthenticationError),
+        ):
+            store.put(b"k", b"x")
+
+
+def test_tls_is_used_and_a_foreign_authority_is_a_connect_error(tmp_path):
+    ca, cert, key = certificates(tmp_path)
+    arguments = ("--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", ca, "--tls-auth-clients", "no")
+    with running(tmp_path, *arguments, tls=True, ssl=True, ssl_ca_certs=ca) as server:
+        with ValkeyStore.open(server.url(f"ca_file={ca}&answer_s=5", scheme="valkeys")) as store:
+            assert_works(store)
+            with ThreadPoolExecutor(1) as threads:
+                waiting = threads.submit(store.select, b"later", timeout=LONG_S)
+                time.sleep(0.2)
+                assert store.put(b"later", b"abc")
+                assert waiting.result(LONG_S).read() == b"abc"
+        with pytest.raises(ConnectError):
+            ValkeyStore.open(server.url(scheme="rediss"))
+
+
+def test_prefixes_and_databases_know_nothing_of_each_other(server):
+    urls = [server.url("prefix=a"), server.url("prefix=b"), server.url("prefix=a", database=1)]
+    stores = [ValkeyStore.open(url) for url in urls]
+    for number, store in enumerate(stores):
+        assert store.put(b"k", bytes([number]))
+    for number, store in enumerate(stores):
+        with store.select(b"k") as value:
+            assert value.read() == bytes([number])
+        assert [info.key for info in store.list()] == [b"k"]
+    assert stores[0].delete([b"k"]) == 1
+    assert stores[1].exists([b"k"]) == stores[2].exists([b"k"]) == [True]
+    for store in stores:
+        store.close()
+
+
+@pytest.mark.parametrize("key", [b"}", b"{}", b"a{b}c", b"%7D", b"*", b"[a-z]?\\", b"\x00\xff\r\n"])
+def test_any_byte_may_be_in_a_key(server, key):
+    with ValkeyStore.open(server.url("prefix=bytes")) as store:
+        assert store.put(key, b"x")
+        assert store.put(b"other" + key, b"y")
+        assert [info.key for info in store.list(key)] == [key]
+        assert store.delete([key, b"other" + key]) == 2
+
+
+def test_scripts_that_the_server_has_forgotten_are_sent_again(server):
+    with ValkeyStore.open(server.url("prefix=scripts")) as store, server.client() as client:
+        for _ in range(2):
+            client.script_flush()
+            assert_works(store)
+
+
+def test_1000_operations_of_32_threads_on_two_prefixes(server):
+    stores = [ValkeyStore.open(server.url(f"prefix=threads{number % 2}")) for number in range(4)]
+
+    def work(thread):
+        for turn in range(32):
+            store, key = stores[thread % 4], b"%d-%d" % (thread // 4, turn)
+            data = key * 1000
+            if thread % 4 < 2:
+                assert store.put(key, data)
+            else:
+                with store.take(key, timeout=LONG_S) as lease:
+                    assert lease.read() == data
+                    lease.acknowledge()
+
+    with ThreadPoolExecutor(32) as threads:
+        list(threads.map(work, range(32)))
+    assert all(list(store.list()) == [] for store in stores)
+    for store in stores:
+        store.close()
+
+
+def test_a_crowd_that_waits_shares_one_subscription_which_ends_after_it(server):
+    with ValkeyStore.open(server.url("prefix=crowd")) as store, server.client() as client:
+
+        def take(number):
+            with store.take(b"k%d" % (number % 10), timeout=LONG_S) as lease:
+                lease.acknowledge()
+
+        with ThreadPoolExecutor(50) as threads:
+            waiting = [threads.submit(take, number) for number in range(50)]
+            time.sleep(0.5)
+            assert len(client.client_list(_type="pubsub")) == 1
+            for number in range(50):
+                ends_s = time.monotonic() + LONG_S
+                while not store.put(b"k%d" % (number % 10), b"x"):
+                    assert time.monotonic() < ends_s
+                    time.sleep(0.01)
+            for each in waiting:
+                each.result(LONG_S)
+        ends_s = time.monotonic() + LONG_S
+        while client.client_list(_type="pubsub") or [
+            thread for thread in threading.enumerate() if "wakeups" in thread.name
+        ]:
+            assert time.monotonic() < ends_s
+            time.sleep(0.05)
+
+
+def test_a_wait_right_after_another_one_for_the_same_key_is_woken(server):
+    with ValkeyStore.open(server.url("prefix=again")) as store, ThreadPoolExecutor(1) as threads:
+        for number in range(20):
+            key = b"%d" % number
+            assert store.select(key, timeout=0.01) is None
+            waiting = threads.submit(store.select, key, timeout=5)
+            time.sleep(0.02)
+            assert store.put(key, b"x")
+            with waiting.result(LONG_S) as value:
+                assert value.read() == b"x"
+
+
+def test_a_store_that_is_closed_returns_its_leases_and_ends_its_reservations(server):
+    with ValkeyStore.open(server.url("prefix=closing")) as other:
+        store = ValkeyStore.open(server.url("prefix=closing"))
+        assert store.put(b"leased", b"x")
+        lease = store.take(b"leased")
+        reservation = store.reserve(b"reserved", 1)
+        assert store.put(b"open", b"x")
+        value = store.select(b"open")
+        store.close()
+        assert other.take(b"leased") is not None
+        assert other.take(b"open") is not None
+        assert other.put(b"reserved", b"x")
+        for call in (lease.acknowledge, lambda: reservation.write(b"x"), value.read):
+            with pytest.raises(ClosedError):
+                call()
+        value.close()
+        lease.release()
+        reservation.abort()
+
+
+def test_a_forked_process_gets_closed_errors_and_disturbs_nothing(server):
+    with ValkeyStore.open(server.url("prefix=fork")) as store:
+        assert store.put(b"k", bytes(MIB))
+        value = store.select(b"k")
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                for call in (lambda: store.exists([b"k"]), lambda: store.put(b"x", b"y"), value.read):
+                    with pytest.raises(ClosedError):
+                        call()
+                store.close()
+                value.close()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert value.read() == bytes(MIB)
+        assert store.take(b"k") is None
+        value.close()
+        assert store.take(b"k") is not None
+
+
+def test_a_replica_is_a_connect_error(server, tmp_path):
+    with (
+        running(tmp_path, "--replicaof", "127.0.0.1", str(server.port)) as replica,
+        pytest.raises(ConnectError, match="replica"),
+    ):
+        ValkeyStore.open(replica.url())
+
+
+def test_nobody_at_the_port_is_a_connect_error_and_the_next_host_is_tried(server):
+    nobody = free_port()
+    with pytest.raises(ConnectError):
+        ValkeyStore.open(f"redis://127.0.0.1:{nobody}")
+    with ValkeyStore.open(f"redis://127.0.0.1:{nobody},127.0.0.1:{server.port}/0?prefix=hosts") as store:
+        assert_works(store)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://host",
+        "redis://",
+        "redis://host:port",
+        "redis://host:99999",
+        "redis://host/x",
+        "redis://host/-1",
+        "redis://host?unknown=1",
+        "redis://host?connections=0",
+        "redis://host?part_bytes=many",
+        "redis://host?answer_s=0",
+        "redis://host?prefix={x}",
+        "redis://host?prefix=",
+    ],
+)
+def test_a_url_that_is_none_is_refused(url):
+    with pytest.raises(ConfigError):
+        ValkeyStore.open(url)
+
+
+def test_all_parts_of_a_url_are_read():
+    settings = ValkeySettings.from_url(
+        "valkeys://me:p%40ss@one:7000,[::1]/3?prefix=x&connections=8&answer_s=2.5&ca_file=/c"
+    )
+    assert settings.hosts == (("one", 7000), ("::1", 6379))
+    assert (settings.username, settings.password, settings.database) == ("me", "p@ss", 3)
+    assert (settings.prefix, settings.connections, settings.answer_s, settings.ca_file) == ("x", 8, 2.5, "/c")
+    assert settings.is_tls
