@@ -97,12 +97,12 @@ def test_every_page_is_reached_from_the_index():
     assert sorted(set(DOCS) - reached) == []
 
 
-def connector_settings():
+def connector_settings(path="python/kvpipe/connector/config.py", name="ConnectorConfig"):
     """Names and defaults, without vLLM, which importing the connector would take."""
-    tree = ast.parse(text_of("python/kvpipe/connector/config.py"))
-    [config] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ConnectorConfig"]
+    tree = ast.parse(text_of(path))
+    [config] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     fields = [node for node in config.body if isinstance(node, ast.AnnAssign)]
-    return {field.target.id: ast.literal_eval(field.value) for field in fields}
+    return {field.target.id: eval(ast.unparse(field.value)) for field in fields}
 
 
 @pytest.mark.parametrize(("name", "default"), connector_settings().items())
@@ -110,6 +110,19 @@ def test_every_setting_of_the_connector_is_in_the_reference_with_its_default(nam
     text = f"{default:g}" if isinstance(default, float) else f"`{default}`" if default else "empty"
     assert f"| `{name}` | {text} |" in text_of(SETTINGS)
     assert f"`KVPIPE_{name.upper()}`" in text_of(SETTINGS)
+
+
+def store_connector_settings():
+    return connector_settings("python/kvpipe/store_connector/config.py", "StoreConnectorConfig")
+
+
+@pytest.mark.parametrize(("name", "default"), store_connector_settings().items())
+def test_every_setting_of_the_store_connector_is_in_the_reference_with_its_default(name, default):
+    text = f"`{default}`".lower() if isinstance(default, bool | str) and default != "" else f"{default}" or "empty"
+    part = text_of(SETTINGS).partition("\n## The store connector\n")[2].partition("\n## ")[0]
+    assert f"| `{name}` | {text.removesuffix('.0')} |" in part
+    variable = "KVPIPE_STORE" if name == "store" else f"KVPIPE_STORE_{name.upper()}"
+    assert f"`{variable}`" in text_of(SETTINGS)
 
 
 def test_every_setting_of_the_proxy_is_in_the_reference():
@@ -149,7 +162,11 @@ def test_every_metric_is_in_the_reference_and_no_other():
 
 def connector_metrics():
     """Names as Prometheus shows them, without vLLM, which importing the connector would take."""
-    registered = re.findall(r'self\._(\w+)_cls\(\s*name="([^"]+)"', text_of("python/kvpipe/connector/stats.py"))
+    registered = [
+        found
+        for package in ("connector", "store_connector")
+        for found in re.findall(r'self\._(\w+)_cls\(\s*name="([^"]+)"', text_of(f"python/kvpipe/{package}/stats.py"))
+    ]
     return {f"{name}_total" if kind == "counter" else name for kind, name in registered}
 
 

@@ -302,6 +302,20 @@ def test_a_select_that_expired_or_was_dropped_consumes_nothing(place):
 
 
 @pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("size", [4, 100_000])
+def test_a_peek_returns_the_entry_that_would_be_consumed_and_leaves_it_in_its_place(place, size):
+    buffer, server = place
+    insert(buffer, [1], np.full(size, 1, np.uint8))
+    insert(buffer, [2], np.full(size, 2, np.uint8))
+    for _ in range(2):
+        assert np.array_equal(buffer.peek(None, None, timeout=TIMEOUT_S)[2], np.full(size, 1, np.uint8))
+    assert buffer.peek(np.array([2]), None, timeout=TIMEOUT_S)[0].tolist() == [2]
+    assert buffer.peek(np.array([3]), None, timeout=0) == NOTHING
+    eventually(lambda: server.stats().num_entries == 2)
+    assert server.stats().num_taken == 0
+    assert [select(buffer, None, TIMEOUT_S) for _ in range(2)] == [[1], [2]]
+
+
 @pytest.mark.parametrize("size", [1, MIB // 4])
 def test_an_entry_that_nobody_looked_at_goes_back_to_its_old_place(place, size):
     buffer, server = place

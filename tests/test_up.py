@@ -16,6 +16,7 @@ from kvpipe.launch.cores import sharing_text
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread
 from kvpipe.launch.plan import is_cpu_vllm
 from kvpipe.launch.watchdog import group_members
+from kvpipe.store.remote import RemoteStore
 
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in_server.py")))
 
@@ -171,6 +172,39 @@ def test_each_role_gets_its_connector_configuration():
         assert kv_transfer_config(consumer)["kv_role"] == "kv_consumer"
         assert "--kv-transfer-config" not in command_of(deployment.undivided[0])
         assert f"{producer.url},{producer.control}" in command_of(deployment.proxy)
+
+
+def test_instances_that_share_a_store_have_its_connector_and_no_control_port():
+    spec = stand_ins(store="redis://127.0.0.1:6379", connector_config={"chunk_size": 32})
+    with DeploymentThread(spec) as running:
+        deployment = running.deployment
+        producer, consumer = deployment.prefill[0], deployment.decode[0]
+        assert kv_transfer_config(producer) == {
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "kvpipe.store_connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"store": "redis://127.0.0.1:6379", "chunk_size": 32},
+        }
+        assert kv_transfer_config(consumer)["kv_role"] == "kv_consumer"
+        assert "--scheduler-cls" not in command_of(consumer)
+        command = command_of(deployment.proxy)
+        assert command[command.index("--dispatch") + 1] == "store"
+        assert {producer.url, consumer.url} < set(command)
+        assert deployment.store is None
+
+
+def test_a_store_of_its_own_is_started_first_and_ended_last():
+    states = []
+    with DeploymentThread(stand_ins(store="own"), report=states.append) as running:
+        deployment = running.deployment
+        command = command_of(deployment.store)
+        address = command[command.index("--listen") + 1]
+        for instance in (*deployment.prefill, *deployment.decode):
+            assert kv_transfer_config(instance)["kv_connector_extra_config"]["store"] == f"kvpipe://{address}"
+        with RemoteStore.open(f"kvpipe://{address}", token=environment_of(deployment.store)["KVPIPE_TOKEN"]) as store:
+            assert store.put(b"key", b"value")
+    names = [line.split()[0] for line in states]
+    assert names[0] == names[-1] == "store"
 
 
 @pytest.mark.parametrize(

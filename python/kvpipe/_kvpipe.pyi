@@ -16,6 +16,7 @@ __all__ = [
     "CudaEvent",
     "CudaMemory",
     "LookupBuffer",
+    "OpenedValue",
     "Peer",
     "PipeEnd",
     "Plan",
@@ -23,6 +24,8 @@ __all__ = [
     "ReceivedBuffer",
     "Region",
     "RespConnection",
+    "StoreClient",
+    "StoreServer",
     "Trace",
     "Transport",
     "Work",
@@ -245,10 +248,84 @@ class LookupBuffer:
     ) -> Work:
         """`tokens` is a buffer of 64-bit integers; `is_waited` as of `PipeEnd.send`."""
 
-    def select(self, tokens: Any, timeout: float | None, is_waited: bool) -> Work:
-        """Ends with `None`, or a list of five `(family, dtype, shape, buffer or None)`."""
+    def select(self, tokens: Any, timeout: float | None, is_waited: bool, is_peek: bool) -> Work:
+        """Ends with `None`, or a list of five `(family, dtype, shape, buffer or None)`. A peek leaves it there."""
 
     def info(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+@final
+class OpenedValue:
+    """A value of a store that this client may read, until it releases the operation."""
+
+    @property
+    def operation(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def record(self) -> bytes: ...
+
+@final
+class StoreClient:
+    """A client of a store. Operations that hold something have a number, for `release`; all works are waited for at once.
+
+    What the operations mean is `kvpipe.store.KVStore`.
+    """
+
+    @staticmethod
+    def connect(address: str, token: bytes, transport: Transport, timeout: float) -> tuple[StoreClient, Work]: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def transport(self) -> str:
+        """How large values come; empty until connected."""
+
+    def exists(self, keys: Sequence[bytes]) -> Work:
+        """At most 16,384 keys; ends with a list of `bool`."""
+
+    def reserve(self, key: bytes, num_bytes: int, ttl: float | None, timeout: float | None) -> tuple[Work, int]:
+        """Ends with the number of the reservation, or `None` where the key has a value or a reservation."""
+
+    def write(self, reservation: int, data: object) -> Work: ...
+    def commit(self, reservation: int, record: bytes) -> Work: ...
+    def put(self, key: bytes, data: object, record: bytes, ttl: float | None) -> Work:
+        """Ends with whether the value was inserted."""
+
+    def select(self, key: bytes, timeout: float | None) -> tuple[Work, int]:
+        """Ends with an `OpenedValue`, or `None`."""
+
+    def take(self, key: bytes, lease_s: float, timeout: float | None) -> tuple[Work, int]:
+        """As `select`."""
+
+    def read(self, value: OpenedValue, out: object) -> Work: ...
+    def release(self, operation: int) -> Work:
+        """Ends what an operation waits for or holds; done when the server has ended it."""
+
+    def renew(self, take: int, lease_s: float) -> Work: ...
+    def acknowledge(self, take: int) -> Work: ...
+    def delete(self, keys: Sequence[bytes]) -> Work:
+        """At most 16,384 keys; ends with how many were deleted."""
+
+    def list(self, prefix: bytes, after: int) -> Work:
+        """Ends with `([(key, num_bytes, is_leased)], next)`; 0 begins, and `None` is the end."""
+
+    def stats(self) -> Work:
+        """Ends with the counters of `kvpipe.store.StoreStats`, and `num_clients`."""
+
+    def close(self) -> None: ...
+
+@final
+class StoreServer:
+    """A store in this process that serves others."""
+
+    def __new__(
+        cls, address: str, token: bytes, transport: Transport, capacity_bytes: int, reservation_s: float
+    ) -> StoreServer: ...
+    @property
+    def address(self) -> str: ...
+    def stats(self) -> Work:
+        """As of `StoreClient`."""
+
     def close(self) -> None: ...
 
 @final

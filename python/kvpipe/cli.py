@@ -43,9 +43,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         prog="kvpipe", description="Moves the KV cache between prefill and decode instances."
     )
     commands: Commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_info, _add_up, _add_proxy, _add_bench):
+    for add in (_add_info, _add_up, _add_proxy, _add_store, _add_bench):
         add(commands)
-    if argv[:1] == ["bench"]:
+    if argv[:1] in (["bench"], ["store"]):
         args = parser.parse_args(argv[:1])
         args.arguments = argv[1:]
         return args
@@ -84,6 +84,14 @@ def _add_up(commands: Commands) -> None:
         help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once",
     )
     _add_endpoint(parser)
+    parser.add_argument(
+        "--store",
+        nargs="?",
+        const="own",
+        default="",
+        metavar="URL",
+        help="share KV through this store, without handoffs; without a URL one is started",
+    )
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block")
     parser.add_argument(
         "--omp-threads",
@@ -142,6 +150,11 @@ def _add_endpoint(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_store(commands: Commands) -> None:
+    parser = commands.add_parser("store", help="serve a store of KV for all instances, or look at one", add_help=False)
+    parser.set_defaults(command=_store)
+
+
 def _add_bench(commands: Commands) -> None:
     # `kvpipe.bench.command` parses the arguments, because their defaults need its imports
     parser = commands.add_parser("bench", help="measure kvpipe beside other transports and connectors", add_help=False)
@@ -172,6 +185,7 @@ def _up(args: argparse.Namespace) -> int:
         host=_HOST if args.host is None else args.host,
         port=_PORT if args.port is None else args.port,
         dispatch=args.dispatch,
+        store=args.store,
         split_from=args.split_from,
         block_size=args.block_size,
         omp_threads=args.omp_threads,
@@ -208,6 +222,12 @@ def _proxy(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
     return 0
+
+
+def _store(args: argparse.Namespace) -> int:
+    from kvpipe.store import command
+
+    return command.main(args.arguments)
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -213,13 +213,23 @@ class LookupBuffer(Closing):
         native = self._select(input_tokens, roi, None, is_waited=False)
         return Work(native, lambda entry: _consume(native, entry))
 
-    def _select(self, input_tokens: Any, roi: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work:
+    def peek(self, input_tokens: Any, roi: Any, timeout: float | None = None) -> list[Any]:
+        """Returns the entry that `drop_select` would consume, and leaves it in its place.
+
+        Nobody else sees the entry while its bytes are on their way. Arguments, results and errors are those of
+        `drop_select`.
+        """
+        return _rebuilt(_wait(self._select(input_tokens, roi, timeout, is_waited=True, is_peek=True)))
+
+    def _select(
+        self, input_tokens: Any, roi: Any, timeout: float | None, *, is_waited: bool, is_peek: bool = False
+    ) -> _kvpipe.Work:
         if input_tokens is None:
             if roi is not None:
                 message = "roi without input_tokens: a query of None consumes the oldest entry, and has no roi"
                 raise ConfigError(message)
-            return self._native.select(None, timeout, is_waited)
-        return self._native.select(_counted(input_tokens, roi), timeout, is_waited)
+            return self._native.select(None, timeout, is_waited, is_peek)
+        return self._native.select(_counted(input_tokens, roi), timeout, is_waited, is_peek)
 
     def stats(self) -> LookupBufferStats:
         """Returns counters of this buffer."""
@@ -254,12 +264,17 @@ def _wait(native: _kvpipe.Work) -> Any:
 
 
 def _consume(native: _kvpipe.Work, entry: list[tuple[int, str, list[int], Any]] | None) -> list[Any]:
+    tensors = _rebuilt(entry)
+    if entry is not None:
+        # Last, so that an entry from which no tensors can be made stays available to other consumers.
+        native.take()
+    return tensors
+
+
+def _rebuilt(entry: list[tuple[int, str, list[int], Any]] | None) -> list[Any]:
     if entry is None:
         return [None] * _NUM_TENSORS
-    tensors = [rebuild((family, dtype, shape), b"" if data is None else data) for family, dtype, shape, data in entry]
-    # Last, so that an entry from which no tensors can be made stays available to other consumers.
-    native.take()
-    return tensors
+    return [rebuild((family, dtype, shape), b"" if data is None else data) for family, dtype, shape, data in entry]
 
 
 def _described(tensor: Any) -> Described:

@@ -37,9 +37,15 @@ def flip(order: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def groups(order: Path) -> Iterator[Groups]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the store that instances share."""
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="session")
+def groups(order: Path, folder: Path) -> Iterator[Groups]:
     """What starts the servers; only one group runs at a time, so the tests of a group stand together."""
-    with Groups(order) as groups:
+    with Groups(order, folder) as groups:
         yield groups
 
 
@@ -53,6 +59,18 @@ def servers(groups: Groups) -> Servers:
 def multi(groups: Groups) -> Servers:
     """Instances with a second connector: what is called decode recomputes, what is called prefill fails requests."""
     return groups.show("multi")
+
+
+@pytest.fixture
+def sharing(groups: Groups) -> Servers:
+    """Instances that share a store, and know nothing else of each other."""
+    return groups.show("store")
+
+
+@pytest.fixture
+def pipe_and_store(groups: Groups) -> Servers:
+    """Instances with handoffs and a store."""
+    return groups.show("pipe and store")
 
 
 @pytest.fixture(scope="module", params=["tight", "tight, validate"])

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread, Instance
 from kvpipe.launch.plan import free_ports
+from kvpipe.store.server import StoreServer
 from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -39,6 +40,11 @@ TIGHT_BY_ROLE = {
     "undivided": ("--max-model-len", "1024", "--max-num-batched-tokens", "1024"),
 }
 
+# Two blocks.
+STORE_CHUNK = 64
+# Alone, instances share a user's own store, whose values a test can change by hand; beside a handoff kvpipe's own.
+FILE_STORE = "tests.e2e.file_store:FileStore"
+
 # Whole prompts in one step each, nothing cached.
 BFLOAT16 = (
     *("--dtype", "bfloat16", "--no-enable-prefix-caching"),
@@ -49,8 +55,9 @@ BFLOAT16 = (
 class Groups:
     """Starts a group when it is first asked for, and ends the one before."""
 
-    def __init__(self, flip: Path) -> None:
+    def __init__(self, flip: Path, store: Path) -> None:
         self._flip = flip
+        self._store = store
         self._name = ""
         self._servers: Servers | None = None
         self._running = ExitStack()
@@ -65,7 +72,7 @@ class Groups:
         self._running.close()
 
     def show(self, name: str) -> Servers:
-        """The servers of a group: `roomy`, `multi`, `tight`, `tight, validate` or `bfloat16`; see above."""
+        """The servers of a group: `roomy`, `multi`, `store`, `pipe and store`, `tight[, validate]` or `bfloat16`."""
         if self._servers is None or name != self._name:
             self._running.close()
             self._name, self._servers = name, self._running.enter_context(self._started(name))
@@ -78,7 +85,7 @@ class Groups:
 
     @contextmanager
     def _started(self, name: str) -> Iterator[Servers]:
-        running = DeploymentThread(self._spec(name), report=print)
+        running, started = DeploymentThread(self._spec(name), report=print), ExitStack()
         prefill, decode = running.deployment.prefill[0], running.deployment.decode[0]
         # Some tests have the two change places.
         for instance in (prefill, decode):
@@ -88,13 +95,20 @@ class Groups:
         elif name == "multi":
             change_transfer(prefill, lambda config: beside_another(config, "fail"))
             change_transfer(decode, lambda config: beside_another(config, "recompute"))
+        elif name == "store":
+            change_transfer(prefill, lambda config: store_alone(config, f"{FILE_STORE}:{self._store}"))
+            change_transfer(decode, lambda config: store_alone(config, f"{FILE_STORE}:{self._store}"))
+        elif name == "pipe and store":
+            server = started.enter_context(StoreServer(token=TOKEN))
+            change_transfer(prefill, lambda config: beside_store(config, server.url))
+            change_transfer(decode, lambda config: beside_store(config, server.url))
         elif name == "bfloat16":
             for instance in running.deployment.instances:
                 instance.child._command += BFLOAT16
         else:
             for instance in running.deployment.instances:
                 instance.child._command += TIGHT_BY_ROLE[instance.role]
-        with running, ExitStack() as proxies:
+        with started, running, ExitStack() as proxies:
             yield Servers(
                 running,
                 lambda dispatch, is_reversed: proxies.enter_context(
@@ -111,8 +125,8 @@ class Groups:
             connector_module="tests.e2e.faulty_connector",
             connector_config={"lease_s": LEASE_S} | ({"integrity": "validate"} if "validate" in name else {}),
             env={"KVPIPE_TEST_FLIP": str(self._flip), "PYTHONPATH": str(REPOSITORY), "VLLM_SERVER_DEV_MODE": "1"},
-            vllm_args=COMMON + (ROOMY if name in ("roomy", "multi") else ()),
-            log_dir=LOGS / name.replace(", ", "-"),
+            vllm_args=COMMON + (ROOMY if name in ("roomy", "multi", "store", "pipe and store") else ()),
+            log_dir=LOGS / name.replace(", ", "-").replace(" ", "-"),
         )
 
 
@@ -143,6 +157,30 @@ def beside_another(config: dict[str, Any], policy: str) -> dict[str, Any]:
         "kv_role": config["kv_role"],
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"connectors": [config, idle]},
+    }
+
+
+def store_alone(config: dict[str, Any], url: str) -> dict[str, Any]:
+    """The configuration of an instance that shares nothing but a store with others."""
+    return {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "tests.e2e.unchecked_store_connector",
+        "kv_role": config["kv_role"],
+        "kv_connector_extra_config": {
+            "store": url,
+            "chunk_size": STORE_CHUNK,
+            "always_load": True,
+        },
+    }
+
+
+def beside_store(config: dict[str, Any], url: str) -> dict[str, Any]:
+    """The configuration of an instance with handoffs and a store, under MultiConnector."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": config["kv_role"],
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [config, store_alone(config, url)]},
     }
 
 

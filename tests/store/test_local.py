@@ -35,7 +35,7 @@ def test_open_and_leased_values_are_not_evicted():
     for name in (b"a", b"b"):
         assert store.put(name, bytes(40))
     with store.select(b"a"), store.take(b"b"):
-        with pytest.raises(CapacityError, match="80 of 100"):
+        with pytest.raises(CapacityError, match=r"80 of 100"):
             store.reserve(b"c", 30)
         with pytest.raises(CapacityError):
             store.reserve(b"c", 30, timeout=0.1)

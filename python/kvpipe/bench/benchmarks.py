@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kvpipe.bench.runner import Pairs, Subject
 
 _WAKE_BYTES = 8  # the time at which the insert began
+# Namespace and block hash.
+_KEY_BYTES, _NUM_KEYS = 48, 1000
 _LAYOUTS = ("contiguous", "scattered")
 _BLOCKS = "4Kx8192,16Kx2048,64Kx512,256Kx128,1Mx32"
 
@@ -59,6 +61,15 @@ def _blocks(args: argparse.Namespace) -> list[Case]:
     layouts = _LAYOUTS if args.layout == "both" else (args.layout,)
     shapes = parse_blocks(args.blocks)
     return [Case("blocks", size, number, layout) for layout in layouts for size, number in shapes]
+
+
+def _store(args: argparse.Namespace) -> list[Case]:
+    sizes = parse_sizes(args.sizes)
+    return [
+        *(Case(kind, size) for kind in ("put", "get") for size in sizes),
+        Case("wake", _WAKE_BYTES),
+        Case("exists", _KEY_BYTES, _NUM_KEYS),
+    ]
 
 
 def _all_kinds(args: argparse.Namespace) -> list[Case]:
@@ -145,6 +156,14 @@ BENCHMARKS: dict[str, Benchmark] = {
         of.lookup_inserts,
         ("kvpipe, producer serves", "numpy copy"),
         {"sizes": "64M"},
+    ),
+    "store": Benchmark(
+        "values put into and read from a KVStore, how soon a waiting take wakes, and exists for many keys",
+        _store,
+        lambda data_path, _: [*of.kvpipe_store(data_path), *of.pipe_beside_store(data_path)],
+        of.other_stores,
+        ("kvpipe Pipe", "redis-py", "kvpipe store"),
+        {"sizes": "4M"},
     ),
     "peers": Benchmark(
         "kvpipe beside NIXL, ucxx, Mooncake, gloo, ZeroMQ, ucx_perftest, bare UCX and memcpy",

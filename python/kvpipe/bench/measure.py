@@ -11,7 +11,16 @@ from kvpipe.exceptions import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-UNITS = {"tensors": "GB/s", "blocks": "GB/s", "insert": "GB/s", "latency": "us", "wake": "us"}
+UNITS = {
+    "tensors": "GB/s",
+    "blocks": "GB/s",
+    "insert": "GB/s",
+    "put": "GB/s",
+    "get": "GB/s",
+    "latency": "us",
+    "wake": "us",
+    "exists": "us",
+}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # A round then takes about 30 ms, so that clock resolution and a single late wake-up do not matter.
 ROUND_BYTES = 128 << 20
@@ -59,9 +68,10 @@ class Case:
     """A case to measure.
 
     Attributes:
-        kind: `tensors`, `blocks` or `latency`; of a LookupBuffer `insert` or `wake`.
-        num_bytes: Bytes of a tensor, block or entry.
-        num_blocks: Blocks of one transfer.
+        kind: `tensors`, `blocks` or `latency`; of a LookupBuffer `insert` or `wake`; of a KVStore `put`, `get`, `wake`
+            or `exists`.
+        num_bytes: Bytes of a tensor, block, entry, value or key.
+        num_blocks: Blocks of one transfer, or keys of one question.
         layout: Of blocks: `contiguous` or `scattered`.
     """
 
@@ -74,6 +84,8 @@ class Case:
     def label(self) -> str:
         """Label of the case, such as `64 KiB x 512 scattered`."""
         size = size_text(self.num_bytes)
+        if self.kind == "exists":
+            return f"{self.num_blocks} keys of {size}"
         return f"{size} x {self.num_blocks} {self.layout}" if self.kind == "blocks" else size
 
     @property

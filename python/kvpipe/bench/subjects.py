@@ -26,7 +26,8 @@ _CHECKOUT = _BENCH.parents[2]
 _ALONE = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('programs', run_name='__main__')"
 
 TENSORS, BLOCKS, LATENCY = (frozenset({kind}) for kind in ("tensors", "blocks", "latency"))
-WAKE, INSERT = (frozenset({kind}) for kind in ("wake", "insert"))
+WAKE, INSERT, EXISTS = (frozenset({kind}) for kind in ("wake", "insert", "exists"))
+VALUES = frozenset({"put", "get"})
 DATA_PATHS = ("default", "tcp")
 IN_FLIGHT: Pairs = (("in_flight", "4"),)
 # An expert's setting: UCX's defaults make TCP several times slower
@@ -124,6 +125,39 @@ def lookup_inserts() -> list[Subject]:
         Subject("kvpipe insert", "", program, INSERT, (("by", "insert"),), is_ours=True),
         Subject("numpy copy", "", program, INSERT, (("by", "copy"),)),
     ]
+
+
+def kvpipe_store(data_path: str) -> list[Subject]:
+    """The store server of kvpipe, used by one thread, and by four that share a connection."""
+    program = ours("store_values", env=ucx_env(data_path), roles=("client", "server"))
+    apart = ours("store_values", env=ucx_env(data_path), roles=("consumer", "producer", "server"))
+    return [
+        Subject("kvpipe store", data_path, program, VALUES | EXISTS, (("threads", "1"),), is_ours=True),
+        Subject("kvpipe store, 4 threads", data_path, program, VALUES, (("threads", "4"),), is_ours=True),
+        Subject("kvpipe store", data_path, apart, WAKE, is_ours=True),
+    ]
+
+
+def pipe_beside_store(data_path: str) -> list[Subject]:
+    """A Pipe, which moves as many bytes as a store does in one direction."""
+    options = (("into", "out"), ("way", "checked"), *IN_FLIGHT)
+    return [Subject("kvpipe Pipe", data_path, ours("pipe_tensors", env=ucx_env(data_path)), VALUES, options)]
+
+
+def other_stores() -> list[Subject]:
+    """Stores in which kvpipe is the client only, or that are made of its lookup buffers."""
+    found = []
+    for name, server, query in (
+        ("Redis, 1 connection", "redis_server", "?connections=1"),
+        ("Redis, 4 connections", "redis_server", "?connections=4"),
+        ("LookupBufferStore", "lookup_server", ""),
+    ):
+        program = ours("store_values", (("query", query),), roles=("client", server))
+        found.append(Subject(name, "", program, VALUES | EXISTS, (("threads", "1"),), is_ours=True))
+    for name, server in (("Redis", "redis_server"), ("LookupBufferStore", "lookup_server")):
+        program = ours("store_values", roles=("consumer", "producer", server))
+        found.append(Subject(name, "", program, WAKE, is_ours=True))
+    return [*found, Subject("redis-py", "", ours("redis_values", roles=("client", "server")), VALUES)]
 
 
 def bare(data_path: str) -> list[Subject]:

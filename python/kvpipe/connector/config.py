@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpipe.connector.addresses import Addresses
 from kvpipe.connector.allowed_producers import AllowedProducers
+from kvpipe.connector.settings import read_settings
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
@@ -64,13 +64,7 @@ class ConnectorConfig:
         Raises:
             ConfigError: A key is unknown or a value is bad; the message names it and what is expected.
         """
-        known = {field.name: field for field in fields(cls)}
-        unknown = sorted(set(extra) - set(known))
-        if unknown:
-            message = f"unknown key {unknown[0]!r} in kv_connector_extra_config; known: {', '.join(sorted(known))}"
-            raise ConfigError(message)
-        values = {name: _value(name, extra, field.default) for name, field in known.items()}
-        config = cls(**values)
+        config = cls(**read_settings(cls, extra, lambda name: f"KVPIPE_{name.upper()}"))
         config._check()
         return config
 
@@ -91,21 +85,3 @@ class ConnectorConfig:
             raise ConfigError(message)
         AllowedProducers(self.allowed_producers)
         _ = self.addresses
-
-
-def _value(name: str, extra: Mapping[str, Any], default: Any) -> Any:
-    variable = f"KVPIPE_{name.upper()}"
-    value = extra.get(name, os.environ.get(variable, default))
-    if not isinstance(default, float):
-        if isinstance(value, str):
-            return value
-        message = f"{name}={value!r}: expected a string"
-        raise ConfigError(message)
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        message = f"{name}={value!r}: expected a number of seconds above 0"
-        raise ConfigError(message)
-    return seconds

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
-from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpipe.connector.config import ConnectorConfig
+from kvpipe.connector.engine_checks import check_cache, warn_of_untested_vllm
 from kvpipe.connector.integrity import objection_to_validate
 from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata
 from kvpipe.connector.policy import check_parent, load_failure_policy
 from kvpipe.connector.stats import KVPipePromMetrics, KVPipeStats
-from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -36,10 +34,6 @@ if TYPE_CHECKING:
     from kvpipe.connector.scheduler import SchedulerRole
     from kvpipe.connector.worker import WorkerRole
 
-logger = init_logger("vllm.kvpipe.connector")
-
-_TESTED_VLLM = "0.32"
-
 
 class KVPipeConnector(KVConnectorBase_V1):
     """Moves the KV cache of a request from a prefill instance to a decode instance; see docs/concepts/handoff.md.
@@ -49,8 +43,8 @@ class KVPipeConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _warn_of_untested_vllm()
-        _check_cache(kv_cache_config)
+        warn_of_untested_vllm()
+        check_cache(kv_cache_config)
         transfer = self._kv_transfer_config
         config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
         # vLLM reads it after this; under MultiConnector it reads the parent's.
@@ -205,24 +199,3 @@ class KVPipeConnector(KVConnectorBase_V1):
         for role in (self._scheduler, self._worker):
             if role is not None:
                 role.close()
-
-
-def _check_cache(kv_cache_config: KVCacheConfig) -> None:
-    """Refuses KV caches in which a token position can have no block, or more than one."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-        return
-    kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-    message = f"model unsupported: kvpipe needs one KV cache group of full attention, this model has {kinds or 'none'}"
-    raise ConfigError(message)
-
-
-def _warn_of_untested_vllm() -> None:
-    from vllm import __version__  # noqa: PLC0415
-
-    if __version__.partition("+")[0].rsplit(".", 1)[0] != _TESTED_VLLM:
-        logger.warning(
-            "kvpipe was tested with vLLM %s.x, this is %s; hooks may differ",
-            _TESTED_VLLM,
-            __version__,
-        )

@@ -50,20 +50,22 @@ def load_failure_policy(on_load_failure: str, vllms: str) -> str:
     return on_load_failure
 
 
-def check_parent(parent: KVTransferConfig, policy: str) -> None:
+def check_parent(parent: KVTransferConfig, policy: str, connector: str = "KVPipeConnector") -> None:
     """Checks what an engine was configured with, where kvpipe is one of several connectors.
 
     Args:
         parent: The engine's configuration, of which a connector of MultiConnector gets its own part alone.
         policy: What this connector does about KV that does not come.
+        connector: Name of this connector.
 
     Raises:
         ConfigError: vLLM would do something else, or another connector reads the same parameters of requests.
     """
     if parent.kv_connector != "MultiConnector":
         return
+    reads_params = connector == "KVPipeConnector"
     names = [str(part.get("kv_connector")) for part in parent.kv_connector_extra_config.get("connectors", ())]
-    if other := next((name for name in names if name in _SAME_PARAMS), ""):
+    if other := next((name for name in names if reads_params and name in _SAME_PARAMS), ""):
         message = (
             f"MultiConnector has {other} beside KVPipeConnector: both read the same kv_transfer_params, and would "
             "take each other's handoffs; leave one of them"
@@ -72,7 +74,7 @@ def check_parent(parent: KVTransferConfig, policy: str) -> None:
     if parent.kv_load_failure_policy != policy:
         message = (
             f"under MultiConnector vLLM reads kv_load_failure_policy at the top level, where it is "
-            f"{parent.kv_load_failure_policy!r}, and KVPipeConnector has {policy!r}; write "
+            f"{parent.kv_load_failure_policy!r}, and {connector} has {policy!r}; write "
             f'"kv_load_failure_policy": "{policy}" beside "kv_connector": "MultiConnector"'
         )
         raise ConfigError(message)

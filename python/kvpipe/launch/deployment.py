@@ -53,18 +53,18 @@ class Deployment:
         self._watchdog = Watchdog()
         plan = Planner(spec, self._watchdog, echo).plan()
         self.prefill, self.decode = plan.prefill, plan.decode
-        self.undivided, self.proxy = plan.undivided, plan.proxy
+        self.undivided, self.proxy, self.store = plan.undivided, plan.proxy, plan.store
         self._states = States(self.processes, self._report)
 
     @property
     def instances(self) -> list[Instance]:
-        """All processes except the proxy."""
+        """All vLLM instances."""
         return [*self.prefill, *self.decode, *self.undivided]
 
     @property
     def processes(self) -> list[Instance]:
         """All processes."""
-        return self.instances if self.proxy is None else [*self.instances, self.proxy]
+        return [process for process in (self.store, *self.instances, self.proxy) if process is not None]
 
     @property
     def url(self) -> str:
@@ -92,13 +92,16 @@ class Deployment:
         await self.stop()
 
     async def start(self) -> None:
-        """Starts the instances, then the proxy, and returns when all answer `/health` with 200.
+        """Starts the store, the instances, then the proxy, and returns when all answer `/health` with 200.
 
         Raises:
             KVPipeError: A process ended, or the timeout has passed. The others keep running until `stop`.
         """
         if self.proxy is not None:
             _check_address_is_free(self.spec.host, self.proxy.url)
+        if self.store is not None:
+            await self._start(self.store)
+            await self.until_healthy([self.store])
         for instance in self.instances:
             await self._start(instance)
         await self.until_healthy(self.instances)
@@ -113,10 +116,12 @@ class Deployment:
         await self.until_healthy([instance])
 
     async def stop(self) -> None:
-        """Ends all processes and their children, the proxy first."""
+        """Ends all processes and their children, the proxy first, the store last."""
         if self.proxy is not None:
             await self._stop(self.proxy, self.spec.grace_s)
         await asyncio.gather(*(self._stop(instance, self.spec.grace_s) for instance in self.instances))
+        if self.store is not None:
+            await self._stop(self.store, self.spec.grace_s)
         await self._watchdog.close()
 
     def kill(self) -> None:
@@ -125,14 +130,17 @@ class Deployment:
             process.child.send_signal(signal.SIGKILL)
 
     async def until_a_role_has_ended(self) -> Instance:
-        """Waits until no process of some role is left, and returns the last one of that role."""
+        """Waits until no process of some role is left, and returns the last one of that role.
+
+        Without its store, a deployment goes on: its instances compute every prompt.
+        """
         running = {asyncio.create_task(process.child.wait()): process for process in self.processes}
         try:
             while True:
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for ended in [running.pop(task) for task in done]:
                     self._note_end(ended)
-                    if all(process.role != ended.role for process in running.values()):
+                    if ended.role != "store" and all(process.role != ended.role for process in running.values()):
                         return ended
         finally:
             for task in running:

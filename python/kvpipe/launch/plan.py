@@ -15,10 +15,10 @@ from typing import Any, Literal
 from kvpipe.exceptions import ConfigError
 from kvpipe.launch.cores import BIND_VARIABLE, Cores, assign_cores
 from kvpipe.launch.process import ChildProcess
-from kvpipe.launch.spec import LOOPBACK, DeploymentSpec
+from kvpipe.launch.spec import LOOPBACK, OWN_STORE, DeploymentSpec
 from kvpipe.launch.watchdog import Watchdog
 
-Role = Literal["prefill", "decode", "undivided", "proxy"]
+Role = Literal["store", "prefill", "decode", "undivided", "proxy"]
 Echo = Callable[[str], None]
 
 _LOWEST_PORT = 10_000
@@ -59,6 +59,7 @@ class Plan:
     decode: list[Instance]
     undivided: list[Instance]
     proxy: Instance | None
+    store: Instance | None
 
 
 class Planner:
@@ -71,20 +72,29 @@ class Planner:
         self._echo = echo
         self._watchdog = watchdog
         self._env = _environment(spec)
-        self._ports = iter(free_ports(2 * num_engines + spec.num_undivided + 1))
+        self._ports = iter(free_ports(2 * num_engines + spec.num_undivided + 3))
         cores = assign_cores(num_engines + spec.num_undivided, spec.omp_threads, {**os.environ, **spec.env})
         self._cores = iter(cores)
+        self._store_url = f"kvpipe://{LOOPBACK}:{next(self._ports)}" if spec.store == OWN_STORE else spec.store
 
     def plan(self) -> Plan:
         """Returns the processes of the spec."""
         spec = self._spec
+        store = self._store() if spec.store == OWN_STORE else None
         prefill = [self._instance("prefill", index) for index in range(spec.num_prefill)]
         decode = [self._instance("decode", index) for index in range(spec.num_decode)]
         undivided = [self._instance("undivided", index) for index in range(spec.num_undivided)]
         proxy = None
         if spec.proxy_command is not None:
             proxy = self._proxy(spec.proxy_command, [*prefill, *decode])
-        return Plan(prefill, decode, undivided, proxy)
+        return Plan(prefill, decode, undivided, proxy, store)
+
+    def _store(self) -> Instance:
+        """The store, whose state is known by its metrics."""
+        metrics_port = next(self._ports)
+        address = self._store_url.partition("://")[2]
+        command = [*self._spec.store_command, "--listen", address, "--metrics-port", str(metrics_port)]
+        return Instance("store", f"http://{LOOPBACK}:{metrics_port}", address, (), self._child("store", command, ()))
 
     def _instance(self, role: Role, index: int) -> Instance:
         spec, port = self._spec, str(next(self._ports))
@@ -93,14 +103,13 @@ class Planner:
         if spec.block_size is not None:
             command += ["--block-size", str(spec.block_size)]
         control = None
-        if role in _KV_ROLE:
+        if role in _KV_ROLE and self._store_url:
+            command += ["--kv-transfer-config", json.dumps(_store_config(spec, role, self._store_url))]
+        elif role in _KV_ROLE:
             control = f"{LOOPBACK}:{next(self._ports)}"
-            command += [
-                "--kv-transfer-config",
-                json.dumps(_kv_transfer_config(spec, role, control)),
-            ]
-        if role == "decode" and is_cpu_vllm():
-            command += DECODE_ARGS_ON_CPU
+            command += ["--kv-transfer-config", json.dumps(_kv_transfer_config(spec, role, control))]
+            if role == "decode" and is_cpu_vllm():
+                command += DECODE_ARGS_ON_CPU
         command += spec.vllm_args
         cores = next(self._cores)
         child = self._child(f"{role}-{index}", command, cores)
@@ -109,11 +118,11 @@ class Planner:
     def _proxy(self, command: Sequence[str], engines: Sequence[Instance]) -> Instance:
         spec, port = self._spec, self._spec.port or next(self._ports)
         where = ["--host", spec.host, "--port", str(port)]
-        command = [*command, *where, "--dispatch", spec.dispatch]
+        command = [*command, *where, "--dispatch", "store" if self._store_url else spec.dispatch]
         if spec.split_from is not None:
             command += ["--split-from", str(spec.split_from)]
         for engine in engines:
-            command += [f"--{engine.role}", f"{engine.url},{engine.control}"]
+            command += [f"--{engine.role}", f"{engine.url},{engine.control}" if engine.control else engine.url]
         return Instance("proxy", f"http://{spec.host}:{port}", None, (), self._child("proxy", command, ()))
 
     def _child(self, name: str, command: Sequence[str], cores: Cores) -> ChildProcess:
@@ -159,6 +168,15 @@ def _kv_transfer_config(spec: DeploymentSpec, role: Role, control: str) -> dict[
         "kv_connector_module_path": spec.connector_module,
         "kv_role": _KV_ROLE[role],
         "kv_connector_extra_config": {"listen": control, **spec.connector_config},
+    }
+
+
+def _store_config(spec: DeploymentSpec, role: Role, url: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "kvpipe.store_connector",
+        "kv_role": _KV_ROLE[role],
+        "kv_connector_extra_config": {"store": url, **spec.connector_config},
     }
 
 

@@ -10,6 +10,9 @@ from kvpipe.exceptions import ConfigError
 
 VLLM_COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 PROXY_COMMAND = (sys.executable, "-m", "kvpipe", "proxy")
+STORE_COMMAND = (sys.executable, "-m", "kvpipe", "store", "serve")
+# Of a store that the deployment has for itself.
+OWN_STORE = "own"
 
 LOOPBACK = "127.0.0.1"
 
@@ -29,6 +32,9 @@ class DeploymentSpec:
     port: int = 0
     """Port of the proxy; 0 picks a free one."""
     dispatch: Literal["just-in-time", "sequential", "concurrent"] = "just-in-time"
+    """When D gets a request; without meaning where there is a store."""
+    store: str = ""
+    """URL of a KV store through which the instances share KV, without handoffs; `own` starts one. Empty: handoffs."""
     split_from: int | None = None
     """The proxy's `--split-from`; None leaves it to the proxy."""
     block_size: int | None = None
@@ -39,7 +45,7 @@ class DeploymentSpec:
     """Shared secret of all processes; None means KVPIPE_TOKEN, or a random one for this run."""
     vllm_args: Sequence[str] = ()
     connector_module: str = "kvpipe.connector"
-    """Module of the `KVPipeConnector` that the instances load, for subclasses."""
+    """Module of the `KVPipeConnector` that the instances load, for subclasses; not with a store."""
     connector_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """More keys of `kv_connector_extra_config`, for every instance."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
@@ -52,6 +58,8 @@ class DeploymentSpec:
     server_command: Sequence[str] = VLLM_COMMAND
     proxy_command: Sequence[str] | None = PROXY_COMMAND
     """None starts no proxy."""
+    store_command: Sequence[str] = STORE_COMMAND
+    """Starts the store of `own`."""
 
     def __post_init__(self) -> None:
         """Refuses wrong values."""

@@ -1,5 +1,8 @@
 """Databases for KV that waits for whoever needs it: the protocol `KVStore`, and its implementations."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kvpipe.store.base import (
     LEASE_S,
     MAX_KEY_BYTES,
@@ -14,6 +17,12 @@ from kvpipe.store.base import (
     ValueInfo,
 )
 from kvpipe.store.local import LocalStore
+from kvpipe.store.remote import RemoteStore
+from kvpipe.store.server import StoreServer
+from kvpipe.store.urls import open_store
+
+if TYPE_CHECKING:
+    from kvpipe.store.lookup import LookupBufferStore
 
 __all__ = [
     "LEASE_S",
@@ -23,9 +32,23 @@ __all__ = [
     "KVStore",
     "Lease",
     "LocalStore",
+    "LookupBufferStore",
     "Match",
+    "RemoteStore",
     "Reservation",
+    "StoreServer",
     "StoreStats",
     "Value",
     "ValueInfo",
+    "open_store",
 ]
+
+# Where the classes are that need more than kvpipe itself.
+_MODULES = {"LookupBufferStore": "kvpipe.store.lookup"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(import_module(_MODULES[name]), name)

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import OrderedDict
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from threading import Condition
 from typing import TYPE_CHECKING, TypeVar
 
-from kvpipe.exceptions import CapacityError, ClosedError, ConfigError, TransferTimeoutError
-from kvpipe.store.base import (
-    LEASE_S,
-    RESERVATION_S,
-    KVStore,
-    Lease,
-    Reservation,
-    StoreStats,
-    Value,
-    ValueInfo,
-    check_key,
-    check_out,
-    check_record,
-    check_size,
-)
+from kvpipe.exceptions import CapacityError, ClosedError, ConfigError
+from kvpipe.store.base import LEASE_S, RESERVATION_S, KVStore, Lease, Reservation, StoreStats, Value, ValueInfo
+from kvpipe.store.catalogue import Catalogue, Reserved, Stored
+from kvpipe.store.checks import check_key, check_out, check_record, check_written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -62,128 +48,69 @@ class LocalStore(KVStore):
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Returns for each key whether it can be selected now."""
-        with self._content.locked() as content:
-            return [content.visible(check_key(key)) is not None for key in keys]
+        keys = [check_key(key) for key in keys]
+        with self._content.locked() as catalogue:
+            return catalogue.exists(keys)
 
     def reserve(
         self, key: bytes, num_bytes: int, *, ttl_s: float | None = None, timeout: float | None = 0
     ) -> Reservation | None:
         """Reserves space for a value; see `KVStore.reserve`."""
         check_key(key)
-        with self._content.locked() as content:
-            check_size(num_bytes, content.capacity_bytes)
-            reserved = content.wait(lambda: content.reserve(key, num_bytes), timeout)
+        with self._content.locked() as catalogue:
+            reserved = self._content.wait(lambda: catalogue.reserve(key, num_bytes, ttl_s, time.monotonic()), timeout)
             if reserved is None:
-                message = (
-                    f"no space for {num_bytes} bytes in time: {content.num_bytes} of {content.capacity_bytes} are "
-                    "reserved or in use; retry later, or use a larger store"
-                )
+                message = f"no space for {num_bytes} bytes in time: {catalogue.usage()}; retry later"
                 raise CapacityError(message)
-            return None if reserved.is_refused else _LocalReservation(content, key, reserved, ttl_s)
+            return _LocalReservation(self._content, key, reserved) if reserved.ticket else None
 
     def select(self, key: bytes, *, timeout: float | None = 0) -> Value | None:
         """Returns a value for reading; see `KVStore.select`."""
         check_key(key)
-        with self._content.locked() as content:
-            stored = content.find(key, lambda: content.visible(key), timeout)
-            if stored is None:
-                return None
-            stored.num_open += 1
-            return _LocalValue(content, key, stored)
+        with self._content.locked() as catalogue:
+            found = self._content.find(lambda: catalogue.open(key, _NEVER), timeout)
+            return None if found is None else _LocalValue(self._content, key, *found)
 
     def take(self, key: bytes, *, lease_s: float = LEASE_S, timeout: float | None = 0) -> Lease | None:
         """Returns a value to one caller; see `KVStore.take`."""
         check_key(key)
-        with self._content.locked() as content:
-            stored = content.find(key, lambda: content.idle(key), timeout)
-            if stored is None:
-                return None
-            stored.lease, stored.lease_ends_at_s = next(content.leases), time.monotonic() + lease_s
-            return _LocalLease(content, key, stored)
+        with self._content.locked() as catalogue:
+            found = self._content.find(lambda: catalogue.lease(key, lease_s, time.monotonic()), timeout)
+            return None if found is None else _LocalLease(self._content, key, *found)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Deletes values that nobody has open or leased, and returns how many there were."""
-        with self._content.locked() as content:
-            found = {key for key in map(check_key, keys) if content.idle(key) is not None}
-            for key in found:
-                del content.stored[key]
-            return len(found)
+        keys = [check_key(key) for key in keys]
+        with self._content.locked() as catalogue:
+            return catalogue.delete(keys)
 
     def list(self, prefix: bytes = b"") -> Iterator[ValueInfo]:
         """Iterates over the values whose keys begin with `prefix`, as they are at the call."""
-        with self._content.locked() as content:
-            found = [
-                ValueInfo(key, len(stored.data), bool(stored.lease))
-                for key, stored in content.stored.items()
-                if key.startswith(prefix)
-            ]
-        return iter(found)
+        with self._content.locked() as catalogue:
+            return iter(tuple(catalogue.list(prefix)))
 
     def stats(self) -> StoreStats:
         """Returns content and counters."""
-        with self._content.locked() as content:
-            return StoreStats(
-                num_values=len(content.stored),
-                num_bytes=content.num_bytes,
-                capacity_bytes=content.capacity_bytes,
-                num_reserved=len(content.reserved),
-                num_leased=sum(bool(stored.lease) for stored in content.stored.values()),
-                num_waiting=content.num_waiting,
-                num_committed=content.num_committed,
-                num_hits=content.num_hits,
-                num_misses=content.num_misses,
-                num_evicted=content.num_evicted,
-                num_expired=content.num_expired,
-                num_corrupt=0,
-            )
+        with self._content.locked() as catalogue:
+            return catalogue.stats(self._content.num_waiting)
 
     def close(self) -> None:
         """Drops all values, and ends waiting calls with `ClosedError`."""
         self._content.close()
 
 
-@dataclass(eq=False)
-class _Stored:
-    """A committed value."""
-
-    data: bytes
-    record: bytes
-    ends_at_s: float
-    num_open: int = 0
-    lease: int = 0
-    lease_ends_at_s: float = _NEVER
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.num_open and not self.lease
-
-
-@dataclass(eq=False)
-class _Reserved:
-    """A reservation under way, or the answer that there is nothing to be done."""
-
-    num_bytes: int = 0
-    ends_at_s: float = _NEVER
-    parts: list[bytes] = field(default_factory=list)
-    is_refused: bool = False
-
-
 class _Content:
-    """What a store holds, under one lock. Every change wakes all waiting calls, which try again."""
+    """A catalogue and the bytes of its values, under one lock. A change wakes all waiting calls, which try again."""
 
     def __init__(self, capacity_bytes: int, reservation_s: float) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.reservation_s = reservation_s
-        self.stored: OrderedDict[bytes, _Stored] = OrderedDict()  # the least used first
-        self.reserved: dict[bytes, _Reserved] = {}
-        self.leases = itertools.count(1)
-        self.num_waiting = self.num_committed = self.num_hits = self.num_misses = 0
-        self.num_evicted = self.num_expired = 0
+        self.bytes_of: dict[int, bytes] = {}
+        self.num_waiting = 0
+        self._catalogue = Catalogue(capacity_bytes, reservation_s, lambda ticket: self.bytes_of.pop(ticket, None))
         self._changed = Condition()
         self._is_closed = False
 
     @contextmanager
-    def locked(self) -> Iterator[_Content]:
+    def locked(self) -> Iterator[Catalogue]:
         """Holds the lock, and wakes waiting calls afterwards.
 
         Raises:
@@ -192,61 +119,30 @@ class _Content:
         with self._changed:
             self._expire()
             try:
-                yield self
+                yield self._catalogue
             finally:
                 self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
-            self.stored.clear()
-            self.reserved.clear()
+            self.bytes_of.clear()
             self._changed.notify_all()
 
-    # --- the lock is held
-
-    @property
-    def num_bytes(self) -> int:
-        stored = sum(len(value.data) for value in self.stored.values())
-        return stored + sum(reserved.num_bytes for reserved in self.reserved.values())
-
-    def visible(self, key: bytes) -> _Stored | None:
-        stored = self.stored.get(key)
-        return None if stored is None or stored.lease else stored
-
-    def idle(self, key: bytes) -> _Stored | None:
-        stored = self.stored.get(key)
-        return stored if stored is not None and stored.is_idle else None
-
-    def reserve(self, key: bytes, num_bytes: int) -> _Reserved | None:
-        """Reserves space, of evicted values if need be; `None` while there is none."""
-        if key in self.reserved or key in self.stored:
-            return _Reserved(is_refused=True)
-        for idle in [key for key, stored in self.stored.items() if stored.is_idle]:
-            if self.num_bytes + num_bytes <= self.capacity_bytes:
-                break
-            del self.stored[idle]
-            self.num_evicted += 1
-        if self.num_bytes + num_bytes > self.capacity_bytes:
-            return None
-        self.reserved[key] = _Reserved(num_bytes, time.monotonic() + self.reservation_s)
-        return self.reserved[key]
-
-    def find(self, key: bytes, attempt: Callable[[], _Stored | None], timeout: float | None) -> _Stored | None:
-        """Waits for a value, which is then the most used one."""
+    def find(
+        self, attempt: Callable[[], tuple[int, Stored] | None], timeout: float | None
+    ) -> tuple[int, Stored] | None:
+        """Waits for a value, with the lock held."""
         found = self.wait(attempt, timeout)
         if found is None:
-            self.num_misses += 1
-        else:
-            self.num_hits += 1
-            self.stored.move_to_end(key)
+            self._catalogue.missed()
         return found
 
     def wait(self, attempt: Callable[[], T | None], timeout: float | None) -> T | None:
-        """Attempts until there is a result or the time is over."""
+        """Attempts until there is a result or the time is over, with the lock held."""
         deadline_s = _NEVER if timeout is None else time.monotonic() + timeout
         while (result := attempt()) is None and (left_s := deadline_s - time.monotonic()) > 0:
-            wait_s = min(left_s, max(0.0, self._next_end_s() - time.monotonic()))
+            wait_s = min(left_s, max(0.0, self._catalogue.next_end_s() - time.monotonic()))
             self.num_waiting += 1
             self._changed.wait(None if wait_s == _NEVER else wait_s)
             self.num_waiting -= 1
@@ -257,106 +153,68 @@ class _Content:
         if self._is_closed:
             message = "the store was closed"
             raise ClosedError(message)
-        now_s = time.monotonic()
-        for stored in self.stored.values():
-            if stored.lease and stored.lease_ends_at_s <= now_s:
-                stored.lease = 0
-                self.num_expired += 1
-        for key in [key for key, stored in self.stored.items() if stored.ends_at_s <= now_s and stored.is_idle]:
-            del self.stored[key]
-            self.num_expired += 1
-        for key in [key for key, reserved in self.reserved.items() if reserved.ends_at_s <= now_s]:
-            del self.reserved[key]
-            self.num_expired += 1
-
-    def _next_end_s(self) -> float:
-        leases = (stored.lease_ends_at_s for stored in self.stored.values() if stored.lease)
-        values = (stored.ends_at_s for stored in self.stored.values() if stored.is_idle)
-        reservations = (reserved.ends_at_s for reserved in self.reserved.values())
-        return min(itertools.chain(leases, values, reservations), default=_NEVER)
+        self._catalogue.expire(time.monotonic())
 
 
 class _LocalReservation(Reservation):
-    def __init__(self, content: _Content, key: bytes, reserved: _Reserved, ttl_s: float | None) -> None:
-        self._content, self._reserved, self._ttl_s = content, reserved, ttl_s
+    def __init__(self, content: _Content, key: bytes, reserved: Reserved) -> None:
+        self._content, self._ticket, self._written = content, reserved.ticket, bytearray()
         self.key, self.num_bytes = key, reserved.num_bytes
 
     def write(self, data: Buffer) -> None:
         view = memoryview(data).cast("B")
-        with self._content.locked():
-            self._extend()
-            num_bytes = sum(map(len, self._reserved.parts)) + view.nbytes
-            if num_bytes > self.num_bytes:
-                message = f"{num_bytes} bytes were written, {self.num_bytes} are reserved"
-                raise ConfigError(message)
-            self._reserved.parts.append(bytes(view))
+        with self._content.locked() as catalogue:
+            catalogue.extend(self.key, self._ticket, time.monotonic())
+            check_written(len(self._written) + view.nbytes, self.num_bytes)
+            self._written += view
 
     def commit(self, record: bytes = b"") -> None:
-        with self._content.locked() as content:
-            self._extend()
-            del content.reserved[self.key]
-            data = b"".join(self._reserved.parts)
-            if len(data) != self.num_bytes:
-                message = f"{len(data)} bytes were written, {self.num_bytes} are reserved; the reservation is aborted"
-                raise ConfigError(message)
-            ends_at_s = _NEVER if self._ttl_s is None else time.monotonic() + self._ttl_s
-            content.stored[self.key] = _Stored(data, check_record(record), ends_at_s)
-            content.num_committed += 1
-
-    def _extend(self) -> None:
-        if self._content.reserved.get(self.key) is not self._reserved:
-            message = f"the reservation of {self.key!r} has ended; reserve again"
-            raise TransferTimeoutError(message)
-        self._reserved.ends_at_s = time.monotonic() + self._content.reservation_s
+        with self._content.locked() as catalogue:
+            self._content.bytes_of[self._ticket] = bytes(self._written)
+            try:
+                record = check_record(record)
+                catalogue.commit(self.key, self._ticket, len(self._written), record, time.monotonic())
+            except Exception:
+                catalogue.abort(self.key, self._ticket)
+                self._content.bytes_of.pop(self._ticket, None)
+                raise
 
     def abort(self) -> None:
-        with suppress(ClosedError), self._content.locked() as content:
-            if content.reserved.get(self.key) is self._reserved:
-                del content.reserved[self.key]
+        with suppress(ClosedError), self._content.locked() as catalogue:
+            catalogue.abort(self.key, self._ticket)
 
 
 class _LocalValue(Value):
-    def __init__(self, content: _Content, key: bytes, stored: _Stored) -> None:
-        self._content, self._stored, self._is_open = content, stored, True
-        self.key, self.num_bytes, self.record = key, len(stored.data), stored.record
+    def __init__(self, content: _Content, key: bytes, reader: int, stored: Stored) -> None:
+        self._content, self._reader, self._data = content, reader, content.bytes_of[stored.ticket]
+        self.key, self.num_bytes, self.record = key, stored.num_bytes, stored.record
 
     def read_into(self, out: Buffer) -> None:
-        check_out(out, self.num_bytes)[:] = self._stored.data
+        check_out(out, self.num_bytes)[:] = self._data
 
     def close(self) -> None:
-        with suppress(ClosedError), self._content.locked():
-            self._stored.num_open -= self._is_open
-            self._is_open = False
+        with suppress(ClosedError), self._content.locked() as catalogue:
+            catalogue.close(self.key, self._reader)
 
 
 class _LocalLease(Lease):
-    def __init__(self, content: _Content, key: bytes, stored: _Stored) -> None:
-        self._content, self._stored, self._lease = content, stored, stored.lease
-        self.key, self.num_bytes, self.record = key, len(stored.data), stored.record
+    def __init__(self, content: _Content, key: bytes, lease: int, stored: Stored) -> None:
+        self._content, self._lease = content, lease
+        self.key, self.num_bytes, self.record = key, stored.num_bytes, stored.record
 
     def read_into(self, out: Buffer) -> None:
         view = check_out(out, self.num_bytes)
-        with self._content.locked():
-            self._check()
-            view[:] = self._stored.data
+        with self._content.locked() as catalogue:
+            view[:] = self._content.bytes_of[catalogue.leased(self.key, self._lease).ticket]
 
     def renew(self, lease_s: float = LEASE_S) -> None:
-        with self._content.locked():
-            self._check()
-            self._stored.lease_ends_at_s = time.monotonic() + lease_s
+        with self._content.locked() as catalogue:
+            catalogue.renew(self.key, self._lease, lease_s, time.monotonic())
 
     def acknowledge(self) -> None:
-        with self._content.locked() as content:
-            self._check()
-            del content.stored[self.key]
-            self._stored.lease = 0
+        with self._content.locked() as catalogue:
+            catalogue.acknowledge(self.key, self._lease)
 
     def release(self) -> None:
-        with suppress(ClosedError), self._content.locked():
-            if self._stored.lease == self._lease:
-                self._stored.lease = 0
-
-    def _check(self) -> None:
-        if self._stored.lease != self._lease:
-            message = f"the lease of {self.key!r} has ended; another caller may have the value"
-            raise TransferTimeoutError(message)
+        with suppress(ClosedError), self._content.locked() as catalogue:
+            catalogue.release(self.key, self._lease)

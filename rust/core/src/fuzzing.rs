@@ -18,6 +18,7 @@ use crate::lookup::messages::{self as lookup, LookupMessage};
 use crate::lookup::transfer::EntryTransfer;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::{Canary, Identity};
+use crate::store::messages::StoreMessage;
 use crate::tensor::Meta;
 use crate::transfer::Message;
 use crate::transfer::exposed::BufferDescription;
@@ -97,7 +98,7 @@ impl PeerPlane {
 pub type Decoder = fn(&[u8]) -> Option<Vec<u8>>;
 
 /// Every decoder, by name. The harness chooses by index: a new one goes to the end.
-pub const DECODERS: [(&str, Decoder); 15] = [
+pub const DECODERS: [(&str, Decoder); 16] = [
     ("identity", |b| prefix(b, Identity::read, Identity::write)),
     ("meta", |b| prefix(b, Meta::read, Meta::write)),
     ("buffer", |b| {
@@ -129,6 +130,7 @@ pub const DECODERS: [(&str, Decoder); 15] = [
     ("entry", |b| {
         EntryTransfer::read(Reader::new(b)).ok().map(|_| b.to_vec())
     }),
+    ("store", store_message),
 ];
 
 /// A value at the beginning of the bytes.
@@ -163,7 +165,7 @@ fn lookup_payload(kind: u8, payload: &[u8]) -> Option<Vec<u8>> {
 /// A kind of a later version is read as the least specific one: only its text is encoded again.
 fn refusal(bytes: &[u8]) -> Option<Vec<u8>> {
     let mut written = lookup_payload(lookup::REFUSED, bytes)?;
-    if bytes[0] > 3 {
+    if bytes[0] > 4 {
         written[0] = bytes[0];
     }
     Some(written)
@@ -197,6 +199,20 @@ fn handoff_message(bytes: &[u8]) -> Option<Vec<u8>> {
     let (header, written) = message.to_bytes(&handoff);
     let is_ignored = written.is_empty();
     Some(join(&header, if is_ignored { payload } else { &written }))
+}
+
+/// The payload of a message that has none stays empty.
+fn store_message(bytes: &[u8]) -> Option<Vec<u8>> {
+    let (header, payload) = split(bytes)?;
+    let read = StoreMessage::decode(header[0], Reader::new(&header[1..]), payload).ok()?;
+    let (kind, is_refusal) = (read.kind(), matches!(read, StoreMessage::Refused(_)));
+    let (written_header, mut written) = read.into_bytes();
+    if is_refusal {
+        // A kind of a later version is read as the least specific one, and nothing of the header is read.
+        written[0] = payload[0];
+        return Some(join(header, &written));
+    }
+    Some(join(&[&[kind], &written_header[..]].concat(), &written))
 }
 
 /// A buffer, then messages with the checksums of its units, each with its length in front.

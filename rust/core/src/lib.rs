@@ -36,6 +36,7 @@ pub mod reactor;
 pub mod session;
 #[cfg(test)]
 mod simulated_day;
+pub mod store;
 mod sync;
 pub mod tensor;
 pub mod trace;

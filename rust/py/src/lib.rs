@@ -18,6 +18,7 @@ mod log;
 mod lookup;
 mod pipe;
 mod resp;
+mod store;
 mod trace;
 mod transport;
 mod work;
@@ -61,6 +62,8 @@ mod _kvpipe {
     use super::pipe::PipeEnd;
     #[pymodule_export]
     use super::resp::RespConnection;
+    #[pymodule_export]
+    use super::store::{OpenedValue, StoreClient, StoreServer};
     #[pymodule_export]
     use super::trace::Trace;
     #[pymodule_export]

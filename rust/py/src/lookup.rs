@@ -104,14 +104,20 @@ impl LookupBuffer {
         tokens: Option<PyBuffer<i64>>,
         timeout: Option<f64>,
         is_waited: bool,
+        is_peek: bool,
     ) -> PyResult<Work> {
         let query = match tokens {
             Some(tokens) => LookupQuery::Tokens(tokens.to_vec(py)?),
             None => LookupQuery::Any,
         };
-        let timeout = duration(timeout)?;
+        let (timeout, then) = (duration(timeout)?, then(is_waited));
+        let begin = if is_peek {
+            lookup::LookupBuffer::peek
+        } else {
+            lookup::LookupBuffer::select
+        };
         let selected = py
-            .detach(|| self.0.select(query, timeout, then(is_waited)))
+            .detach(|| begin(&self.0, query, timeout, then))
             .map_err(to_py)?;
         Ok(Work::new(Kind::Selected(selected)))
     }

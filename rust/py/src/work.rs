@@ -8,6 +8,7 @@ use kvpipe_core::agent;
 use kvpipe_core::completions::Completions as CoreCompletions;
 use kvpipe_core::lookup::{Operation, Selected};
 use kvpipe_core::reactor::Route;
+use kvpipe_core::store;
 use kvpipe_core::tensor::Received;
 use kvpipe_core::work::{Then, Waited, Work as CoreWork};
 use pyo3::IntoPyObjectExt;
@@ -16,6 +17,7 @@ use pyo3::prelude::*;
 use crate::blocks::{Peer, Region};
 use crate::buffer::{ReceivedBuffer, release_dropped};
 use crate::error::{bad, to_py};
+use crate::store::{OpenedValue, info_dict, page_tuple};
 
 /// The results that an operation can have.
 pub(crate) enum Kind {
@@ -27,6 +29,12 @@ pub(crate) enum Kind {
     Text(CoreWork<String>),
     Inserted(Operation<()>),
     Selected(Operation<Selected>),
+    Flag(CoreWork<bool>),
+    Flags(CoreWork<Vec<bool>>),
+    Operation(CoreWork<Option<u64>>),
+    Opened(CoreWork<Option<Arc<store::OpenedValue>>>),
+    Page(CoreWork<store::ValuePage>),
+    StoreInfo(CoreWork<store::StoreInfo>),
 }
 
 /// Runs the same code for a work of any kind.
@@ -41,6 +49,12 @@ macro_rules! each {
             Kind::Text($work) => $do,
             Kind::Inserted($work) => $do,
             Kind::Selected($work) => $do,
+            Kind::Flag($work) => $do,
+            Kind::Flags($work) => $do,
+            Kind::Operation($work) => $do,
+            Kind::Opened($work) => $do,
+            Kind::Page($work) => $do,
+            Kind::StoreInfo($work) => $do,
         }
     };
 }
@@ -176,6 +190,16 @@ impl Work {
                 finished(work.result()).and_then(|()| py.None().into_bound_py_any(py))
             }
             Kind::Selected(work) => selected(py, &finished(work.result())?),
+            Kind::Flag(work) => finished(work.result())?.into_bound_py_any(py),
+            Kind::Flags(work) => finished(work.result())?.into_bound_py_any(py),
+            Kind::Operation(work) => finished(work.result())?.into_bound_py_any(py),
+            Kind::Opened(work) => finished(work.result())?
+                .map(OpenedValue)
+                .into_bound_py_any(py),
+            Kind::Page(work) => page_tuple(py, &finished(work.result())?).into_bound_py_any(py),
+            Kind::StoreInfo(work) => {
+                info_dict(py, &finished(work.result())?)?.into_bound_py_any(py)
+            }
         }
     }
 }

@@ -18,9 +18,8 @@ from kvpipe.store.base import (
     StoreStats,
     Value,
     ValueInfo,
-    check_key,
-    check_size,
 )
+from kvpipe.store.checks import check_key, check_size
 from kvpipe.store.valkey import scripts
 from kvpipe.store.valkey.bulk import LibraryBulk, NativeBulk
 from kvpipe.store.valkey.client import Client

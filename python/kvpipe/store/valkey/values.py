@@ -19,7 +19,8 @@ from kvpipe.exceptions import (
     PeerLostError,
     TransferTimeoutError,
 )
-from kvpipe.store.base import LEASE_S, Lease, Reservation, Value, check_out, check_record
+from kvpipe.store.base import LEASE_S, Lease, Reservation, Value
+from kvpipe.store.checks import check_out, check_record
 from kvpipe.store.valkey import scripts
 from kvpipe.store.valkey.errors import error_of
 

@@ -237,6 +237,27 @@ impl LookupBuffer {
         timeout: Option<Duration>,
         then: Then,
     ) -> Result<Operation<Selected>> {
+        self.begin_select(query, timeout, then, false)
+    }
+
+    /// Delivers an entry that stays in its place: of other processes it goes back as soon as its bytes are here, although this
+    /// process may die before its caller has them. An entry of this process goes back when the operation is dropped.
+    pub fn peek(
+        &self,
+        query: LookupQuery,
+        timeout: Option<Duration>,
+        then: Then,
+    ) -> Result<Operation<Selected>> {
+        self.begin_select(query, timeout, then, true)
+    }
+
+    fn begin_select(
+        &self,
+        query: LookupQuery,
+        timeout: Option<Duration>,
+        then: Then,
+        is_peek: bool,
+    ) -> Result<Operation<Selected>> {
         query.check()?;
         let (selected, completer) = self.work();
         match &self.origin {
@@ -260,6 +281,7 @@ impl LookupBuffer {
                     operation,
                     query,
                     timeout,
+                    is_peek,
                     completer,
                 };
                 queue.send(LookupCommand::Select(select), then)?;

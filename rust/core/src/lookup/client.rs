@@ -231,7 +231,7 @@ impl Service for LookupClient {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        self.tensors.engine.read_ended(cx, token, result);
+        self.tensors.exchange.engine.read_ended(cx, token, result);
         self.advance(cx);
     }
 
@@ -243,19 +243,19 @@ impl Service for LookupClient {
             }
             self.count_waiting();
         }
-        self.tensors.engine.run_slice(cx);
+        self.tensors.exchange.engine.run_slice(cx);
         self.advance(cx);
-        self.tensors.engine.has_work()
+        self.tensors.exchange.engine.has_work()
     }
 
     fn has_work(&self) -> bool {
-        self.tensors.engine.has_work()
+        self.tensors.exchange.engine.has_work()
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let next_insert = self.expire_inserts(cx);
         self.expire_selects(cx);
-        let idle = self.tensors.pool.expire(cx.now());
+        let idle = self.tensors.exchange.pool.expire(cx.now());
         let deadlines = [next_insert, self.next_looks.at(), idle];
         deadlines.into_iter().flatten().min()
     }

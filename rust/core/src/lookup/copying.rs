@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
 
-use super::{HUGE, Items, NUM_ITEMS, not_host};
+use super::{Items, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
 use crate::tensor::Received;
+use crate::transfer::exchange::HUGE;
 use crate::transport::Pool;
 use crate::work::Completer;
 

@@ -5,10 +5,12 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use super::LookupQuery;
-use crate::checksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
+use crate::net::fields::{
+    check_seal, read_refusal, read_timeout, seal, write_refusal, write_timeout,
+};
 use crate::session::ReactorContext;
 use crate::transport::Payload;
 
@@ -27,10 +29,8 @@ const CANCEL: u8 = 26;
 
 /// Most tokens that count: of an entry, of the inserts of a client that wait together, of a query.
 pub(super) const TOKENS_CAP: usize = 1 << 22;
-/// Longest text of a refusal.
-const TEXT_CAP: usize = 4096;
-/// The time-out of an operation without one.
-const FOREVER: u64 = u64::MAX;
+/// What a checksum of a payload is of.
+const ENTRY: &str = "an entry";
 
 /// A message about one operation of a client; the header carries the operation's number.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -105,11 +105,7 @@ impl LookupMessage<'_> {
                 with_checksum(header, writer.raw(&tensors).finish())
             }
             Self::Offer { tensors } => with_checksum(header, tensors.into_owned()),
-            Self::Refused(error) => {
-                let text = error.to_string();
-                let writer = Writer::new(refusal_kind(&error)).text(&text, TEXT_CAP);
-                (header, Payload::Bytes(writer.finish()))
-            }
+            Self::Refused(error) => (header, Payload::Bytes(write_refusal(&error))),
             Self::Select { query, timeout } => {
                 let writer = write_timeout(Writer::default(), timeout);
                 let writer = match &query {
@@ -138,7 +134,7 @@ impl<'a> LookupMessage<'a> {
         let mut reader = Reader::new(payload);
         Ok(match kind {
             INSERT => {
-                check_payload(header, payload)?;
+                check_seal(header, payload, ENTRY)?;
                 Self::Insert {
                     timeout: read_timeout(&mut reader)?,
                     tokens: read_tokens(&mut reader)?,
@@ -146,21 +142,12 @@ impl<'a> LookupMessage<'a> {
                 }
             }
             OFFER => {
-                check_payload(header, payload)?;
+                check_seal(header, payload, ENTRY)?;
                 let tensors = payload.into();
                 Self::Offer { tensors }
             }
             INSERTED => Self::Inserted,
-            REFUSED => {
-                let (kind, text) = (reader.u8()?, reader.str(TEXT_CAP)?);
-                reader.end()?;
-                Self::Refused(match kind {
-                    1 => Error::Config(text),
-                    2 => Error::Exhausted(text),
-                    3 => Error::Corrupt(text),
-                    _ => Error::Unavailable(text),
-                })
-            }
+            REFUSED => Self::Refused(read_refusal(reader)?),
             SELECT => {
                 let timeout = read_timeout(&mut reader)?;
                 let query = match reader.u8()? {
@@ -193,18 +180,7 @@ impl<'a> LookupMessage<'a> {
 }
 
 fn with_checksum(header: Writer, payload: Vec<u8>) -> (Writer, Payload) {
-    let header = header.u64(checksum::of(&payload));
-    (header, Payload::Bytes(payload))
-}
-
-fn check_payload(mut header: Reader<'_>, payload: &[u8]) -> Result<()> {
-    let checksum = header.u64()?;
-    header.end()?;
-    if checksum::of(payload) == checksum {
-        return Ok(());
-    }
-    let text = "an entry came with another checksum than it was sent with; nothing was delivered";
-    Err(Error::Corrupt(text.to_owned()))
+    (seal(header, &payload), Payload::Bytes(payload))
 }
 
 fn write_tokens(writer: Writer, tokens: &[i64]) -> Writer {
@@ -217,28 +193,6 @@ fn read_tokens(reader: &mut Reader<'_>) -> Result<Vec<i64>> {
         return Err(Error::protocol("no tokens"));
     }
     Ok(tokens)
-}
-
-fn write_timeout(writer: Writer, timeout: Option<Duration>) -> Writer {
-    let micros = timeout.map_or(FOREVER, |timeout| {
-        u64::try_from(timeout.as_micros()).unwrap_or(FOREVER)
-    });
-    writer.u64(micros)
-}
-
-fn read_timeout(reader: &mut Reader<'_>) -> Result<Option<Duration>> {
-    let micros = reader.u64()?;
-    Ok((micros != FOREVER).then(|| Duration::from_micros(micros)))
-}
-
-/// Which of the errors that a caller can tell apart it is.
-fn refusal_kind(error: &Error) -> u8 {
-    match error {
-        Error::Config(_) => 1,
-        Error::Exhausted(_) => 2,
-        Error::Corrupt(_) => 3,
-        _ => 0,
-    }
 }
 
 #[cfg(any(test, feature = "fuzzing"))]

@@ -36,10 +36,6 @@ const SELECT_TOKENS_CAP: usize = 1 << 24;
 /// What an entry counts besides its tensors and tokens. Measured: 1.2 KiB with input tokens only, 1.8 KiB with all tensors.
 const BOOKKEEPING_BYTES: u64 = 2 << 10;
 
-/// Tensors from this size are kept in memory of a pool with huge pages: the first use of a page costs more than the copy.
-/// Measured for 64 MiB: 36 ms into new pages, 15 ms into new huge pages, 5 ms into used pages.
-const HUGE: usize = 4 << 20;
-
 /// Number of tensors of an entry: input tokens, region of interest, key, value, hidden states.
 pub const NUM_ITEMS: usize = 5;
 

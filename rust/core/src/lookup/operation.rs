@@ -70,8 +70,8 @@ pub type Selected = Option<Arc<Delivery>>;
 #[derive(Debug)]
 pub struct Delivery {
     items: Items,
-    entry: Ticket,
-    origin: Origin,
+    /// Where the entry is leased; `None` if it has gone back already.
+    lease: Option<(Origin, Ticket)>,
     is_consumed: AtomicBool,
 }
 
@@ -79,9 +79,23 @@ impl Delivery {
     pub(super) fn new(items: Items, entry: Ticket, origin: Origin) -> Self {
         Self {
             items,
-            entry,
-            origin,
+            lease: Some((origin, entry)),
             is_consumed: AtomicBool::new(false),
+        }
+    }
+
+    /// The tensors of an entry that has stayed with its buffer.
+    pub(super) fn returned(items: Items) -> Self {
+        Self {
+            items,
+            lease: None,
+            is_consumed: AtomicBool::new(false),
+        }
+    }
+
+    fn settle(&self, is_consumed: bool) {
+        if let Some((origin, entry)) = &self.lease {
+            origin.settle(*entry, is_consumed);
         }
     }
 
@@ -93,7 +107,7 @@ impl Delivery {
     /// Keeps the entry: the buffer forgets it.
     pub fn consume(&self) {
         if !self.is_consumed.swap(true, Ordering::AcqRel) {
-            self.origin.settle(self.entry, true);
+            self.settle(true);
         }
     }
 }
@@ -101,7 +115,7 @@ impl Delivery {
 impl Drop for Delivery {
     fn drop(&mut self) {
         if !*self.is_consumed.get_mut() {
-            self.origin.settle(self.entry, false);
+            self.settle(false);
         }
     }
 }

@@ -220,14 +220,14 @@ impl Service for LookupServer {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        self.tensors.engine.read_ended(cx, token, result);
+        self.tensors.exchange.engine.read_ended(cx, token, result);
         self.advance(cx);
     }
 
     fn poll(&mut self, cx: &mut ReactorContext) -> bool {
         let has_copied = self.shared.run_copy_slice();
         self.advance(cx);
-        let has_worked = self.tensors.engine.run_slice(cx);
+        let has_worked = self.tensors.exchange.engine.run_slice(cx);
         if has_worked {
             self.advance(cx);
         }
@@ -235,7 +235,7 @@ impl Service for LookupServer {
     }
 
     fn has_work(&self) -> bool {
-        self.tensors.engine.has_work()
+        self.tensors.exchange.engine.has_work()
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
@@ -244,7 +244,7 @@ impl Service for LookupServer {
             self.advance(cx);
         }
         let deadlines = [
-            self.tensors.pool.expire(cx.now()),
+            self.tensors.exchange.pool.expire(cx.now()),
             self.shared.pool.expire(cx.now()),
             self.shared.next_deadline(),
         ];

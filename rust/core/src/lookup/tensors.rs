@@ -1,23 +1,19 @@
 //! Tensors of entries on their way over the sessions of a client or a server, in both directions.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
 
 use kvpipe_ucx::{AmData, Buffer};
 
 use super::messages::LookupMessage;
-use super::transfer::{EntryTransfer, INLINE, INLINE_CAP, NOTHING, OFFERED, owner_of, source_id};
-use super::{HUGE, Items, NUM_ITEMS, not_host};
+use super::transfer::{EntryTransfer, INLINE, INLINE_CAP, NOTHING, OFFERED, source_id};
+use super::{Items, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
 use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;
-use crate::transfer::exposed::{BufferDescription, ExposedBuffer};
-use crate::transfer::region::Layout;
-use crate::transfer::source::SourceRequest;
-use crate::transfer::{Completion, Handled, Message, TransferEngine};
-use crate::transport::{Memory, Pool};
+use crate::transfer::exposed::BufferDescription;
+use crate::transfer::{BufferExchange, Completion, Message};
 
 /// Transfers from one peer under way at once. Entries come one after the other, and their tensors too.
 const TRANSFERS_IN_FLIGHT: usize = 4;
@@ -25,8 +21,6 @@ const TRANSFERS_IN_FLIGHT: usize = 4;
 /// One session's.
 #[derive(Debug, Default)]
 struct SessionTensors {
-    /// What this side exposes, by source.
-    exposed: HashMap<u64, ExposedBuffer>,
     /// What the peer has described of operations that have not begun.
     waiting: HashMap<u64, EntryTransfer>,
     /// Entries to be transferred, in this order, with their operations.
@@ -37,9 +31,8 @@ struct SessionTensors {
 
 #[derive(Debug)]
 pub(super) struct Tensors {
-    pub(super) engine: TransferEngine,
+    pub(super) exchange: BufferExchange,
     sessions: HashMap<SessionKey, SessionTensors>,
-    pub(super) pool: Pool,
     /// Whether peers verify checksums of what this side exposes.
     is_checksummed: bool,
     /// Entries that have arrived, or failed to, with their operations.
@@ -50,15 +43,14 @@ pub(super) struct Tensors {
 impl Tensors {
     pub(super) fn new(is_checksummed: bool) -> Self {
         Self {
-            engine: TransferEngine::new(TRANSFERS_IN_FLIGHT),
+            exchange: BufferExchange::new(TRANSFERS_IN_FLIGHT),
             sessions: HashMap::new(),
-            pool: Pool::default(),
             is_checksummed,
             arrived: VecDeque::new(),
         }
     }
 
-    /// What its maps and queues hold, and those of the engine.
+    /// What its maps and queues hold, and those of the exchange.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let of_sessions = |size: fn(&SessionTensors) -> usize| {
@@ -67,19 +59,17 @@ impl Tensors {
         };
         let mut sizes = vec![
             ("tensor sessions", self.sessions.len()),
-            ("exposed tensors", of_sessions(|it| it.exposed.len())),
             ("described tensors", of_sessions(|it| it.waiting.len())),
             ("queued tensors", of_sessions(|it| it.queue.len())),
             ("arrived entries", self.arrived.len()),
-            ("pooled memory", self.pool.len()),
         ];
-        sizes.extend(self.engine.sizes());
+        sizes.extend(self.exchange.sizes());
         sizes
     }
 
     pub(super) fn session_up(&mut self, session: SessionKey) {
         self.sessions.insert(session, SessionTensors::default());
-        self.engine.session_up(session);
+        self.exchange.session_up(session);
     }
 
     pub(super) fn session_down(
@@ -89,12 +79,12 @@ impl Tensors {
         error: &Error,
     ) {
         self.sessions.remove(&session);
-        self.engine.session_down(cx, session, error);
+        self.exchange.session_down(cx, session, error);
     }
 
     /// The reactor has ended: nothing is exposed any more.
     pub(super) fn stop(&mut self, error: &Error) {
-        self.engine.stop(error);
+        self.exchange.stop(error);
         self.sessions.clear();
     }
 
@@ -112,22 +102,8 @@ impl Tensors {
             let operation = reader.u64()?;
             return Ok(Some((operation, LookupMessage::decode(kind, reader, data))));
         }
-        let handled = self.engine.message(cx, session, (kind, reader), data)?;
-        if let Handled::Request(request) = handled {
-            let source = self.exposed(&request);
-            self.engine.serve(cx, &request, source);
-        }
+        self.exchange.message(cx, session, (kind, reader), data)?;
         Ok(None)
-    }
-
-    fn exposed(&self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
-        let session = self.sessions.get(&request.session);
-        let Some(exposed) = session.and_then(|session| session.exposed.get(&request.source)) else {
-            let (operation, index) = owner_of(request.source);
-            let text = format!("tensor {index} of operation {operation} is not exposed any more");
-            return Err(Error::Config(text));
-        };
-        exposed.requested(request)
     }
 }
 
@@ -174,24 +150,13 @@ impl Tensors {
         } else {
             Integrity::None
         };
-        let exposed = ExposedBuffer::new(cx, session, buffer, integrity)?;
-        let (exposed, described) = exposed;
-        if let Some(tensors) = self.sessions.get_mut(&session) {
-            self.engine.expose(session, source, &exposed);
-            tensors.exposed.insert(source, exposed);
-        }
-        Ok(described)
+        self.exchange.expose(cx, session, source, buffer, integrity)
     }
 
     /// The peer has, or will never have, the tensors of an operation.
     pub(super) fn release(&mut self, session: SessionKey, operation: u64) {
-        let Some(tensors) = self.sessions.get_mut(&session) else {
-            return;
-        };
         for source in (0..NUM_ITEMS).map(|index| source_id(operation, index)) {
-            if tensors.exposed.remove(&source).is_some() {
-                self.engine.withdraw_source(session, source);
-            }
+            self.exchange.withdraw(session, source);
         }
     }
 }
@@ -206,7 +171,9 @@ impl Tensors {
         };
         for (index, buffer) in entry.offered() {
             let source = source_id(operation, *index);
-            self.engine.add_source(session, source, buffer.source());
+            self.exchange
+                .engine
+                .add_source(session, source, buffer.source());
         }
         tensors.waiting.insert(operation, entry);
     }
@@ -239,7 +206,9 @@ impl Tensors {
         };
         let at = tensors.queue.iter().position(|(it, _)| *it == operation);
         match (at, tensors.transferring) {
-            (Some(0), Some(transfer)) => self.engine.fail(cx, transfer, error),
+            (Some(0), Some(transfer)) => {
+                self.exchange.engine.fail(cx, transfer, error);
+            }
             (Some(at), _) => {
                 tensors.queue.remove(at);
                 self.remove_sources(cx, session, operation);
@@ -254,7 +223,8 @@ impl Tensors {
         let closed = Error::Closed("the operation has ended".to_owned());
         for index in 0..NUM_ITEMS {
             let source = source_id(operation, index);
-            self.engine.remove_source(cx, session, source, &closed);
+            let engine = &mut self.exchange.engine;
+            engine.remove_source(cx, session, source, &closed);
         }
     }
 
@@ -273,7 +243,7 @@ impl Tensors {
         &mut self,
         cx: &mut ReactorContext,
     ) -> Option<(SessionKey, u64, Result<Items>)> {
-        while let Some(completion) = self.engine.next_completion() {
+        while let Some(completion) = self.exchange.engine.next_completion() {
             self.completed(cx, completion);
         }
         self.arrived.pop_front()
@@ -296,11 +266,7 @@ impl Tensors {
         });
         match outcome {
             Ok(()) => {
-                let buffer = if len < HUGE {
-                    Some(completion.memory.buffer().clone())
-                } else {
-                    self.pool.lend(completion.memory, len)
-                };
+                let buffer = self.exchange.lend(completion.memory, len);
                 if let Some((_, entry)) = tensors.queue.front_mut() {
                     entry.fill_first(buffer);
                 }
@@ -326,12 +292,7 @@ impl Tensors {
                 self.finish(cx, session, Ok(()));
                 continue;
             };
-            let memory = if buffer.len < HUGE {
-                cx.register(Buffer::zeroed(buffer.len))
-            } else {
-                self.pool.take(buffer.len, |fresh| cx.register(fresh))
-            };
-            let memory = match memory {
+            let memory = match self.exchange.memory(cx, buffer.len) {
                 Ok(memory) => memory,
                 Err(error) => {
                     self.finish(cx, session, Err(error));
@@ -339,9 +300,10 @@ impl Tensors {
                 }
             };
             let source = source_id(*operation, *index);
-            let transfer = self.engine.add(buffer.transfer(session, source, memory));
+            let engine = &mut self.exchange.engine;
+            let transfer = engine.add(buffer.transfer(session, source, memory));
             tensors.transferring = Some(transfer);
-            self.engine.enqueue(cx, transfer);
+            engine.enqueue(cx, transfer);
         }
     }
 

@@ -36,11 +36,6 @@ pub(super) fn source_id(operation: u64, index: usize) -> u64 {
         .wrapping_add(index as u64)
 }
 
-pub(super) fn owner_of(source: u64) -> (u64, usize) {
-    let count = NUM_ITEMS as u64;
-    (source / count, (source % count) as usize)
-}
-
 /// An entry as its message describes it.
 #[derive(Debug)]
 pub(crate) struct EntryTransfer {

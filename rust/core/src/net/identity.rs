@@ -24,11 +24,20 @@ pub enum SessionKind {
     Control = 3,
     /// Entries that are found by their tokens.
     Lookup = 4,
+    /// Values that are found by their keys.
+    Store = 5,
 }
 
 impl SessionKind {
     fn parse(value: u8) -> Result<Self> {
-        [Self::Pipe, Self::Agent, Self::Control, Self::Lookup]
+        let kinds = [
+            Self::Pipe,
+            Self::Agent,
+            Self::Control,
+            Self::Lookup,
+            Self::Store,
+        ];
+        kinds
             .into_iter()
             .find(|kind| *kind as u8 == value)
             .ok_or_else(|| Error::protocol(format_args!("unknown kind {value}")))

@@ -2,6 +2,7 @@
 
 pub mod address;
 pub mod codec;
+pub(crate) mod fields;
 pub(crate) mod framing;
 pub mod handshake;
 pub mod identity;

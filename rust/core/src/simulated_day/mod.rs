@@ -4,6 +4,7 @@
 mod agents;
 mod control;
 mod pipes;
+mod stores;
 mod visitors;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,6 +13,7 @@ use std::time::Duration;
 use agents::Agents;
 use control::Ports;
 use pipes::Pipes;
+use stores::Stores;
 use visitors::Visitors;
 
 use crate::clock::advance;
@@ -41,7 +43,7 @@ const LATE: Duration = Duration::from_secs(2);
 const ROUNDS: usize = 100_000;
 
 /// What may be left when nothing is under way: of sessions that stay, and what is kept up to a bound. Of all else nothing is.
-const LEFT: [(&str, usize); 20] = [
+const LEFT: [(&str, usize); 21] = [
     ("sessions", 1),
     ("timers", 66),
     ("ended peers", 256),
@@ -62,10 +64,12 @@ const LEFT: [(&str, usize); 20] = [
     ("clients", 1),
     ("tensor sessions", 1),
     ("servers", 1),
+    ("clients that may hold", 1),
 ];
 
 /// What no count between two rounds has found anything in: a round empties it, or more bytes are needed to fill it.
-const EMPTY_BETWEEN_ROUNDS: [&str; 18] = [
+const EMPTY_BETWEEN_ROUNDS: [&str; 19] = [
+    "actions of the store's state",
     "agent logs",
     "arrived entries",
     "changed data paths",
@@ -117,6 +121,7 @@ struct Day {
     pairs: [Agents; 2],
     ports: Ports,
     pipes: Pipes,
+    stores: Stores,
     visitors: Visitors,
     /// What has held nothing so far.
     unused: BTreeSet<&'static str>,
@@ -129,6 +134,7 @@ impl Day {
             pairs: [Agents::streams(), Agents::remote_reads()],
             ports: Ports::new(),
             pipes: Pipes::new(),
+            stores: Stores::new(),
             visitors: Visitors::new(),
             unused: BTreeSet::new(),
         };
@@ -162,6 +168,7 @@ impl Day {
             remote_reads.round(),
             self.ports.round(),
             self.pipes.round(),
+            self.stores.round(),
             self.visitors.round(),
         ];
         rounds.contains(&true)
@@ -171,8 +178,9 @@ impl Day {
     fn step(&mut self) {
         let rng = &mut self.rng;
         let agents = &mut self.pairs[rng.one_of(2) as usize];
-        match rng.one_of(5) {
+        match rng.one_of(6) {
             0 => agents.act(rng),
+            4 => self.stores.act(rng),
             1 => self.ports.act(rng),
             2 => self.visitors.come(rng, agents, &self.ports),
             3 => self.pipes.act(rng),
@@ -199,6 +207,7 @@ impl Day {
         let rng = &mut self.rng;
         let agents = &mut self.pairs[rng.one_of(2) as usize];
         agents.begin_large(rng);
+        self.stores.begin_large();
         match rng.one_of(2) {
             0 => self.pipes.begin_large(),
             _ => self.visitors.begin_large(rng),
@@ -231,6 +240,7 @@ impl Day {
         }
         self.ports.end_all();
         self.pipes.end_all();
+        self.stores.end_all();
         for _ in 0..STEPS_OF_REST {
             self.visitors.leave_all();
             self.pass();
@@ -241,6 +251,7 @@ impl Day {
         let mut sizes: Vec<_> = self.pairs.iter().flat_map(Agents::sizes).collect();
         sizes.extend(self.ports.sizes());
         sizes.extend(self.pipes.sizes());
+        sizes.extend(self.stores.sizes());
         sizes.extend(self.visitors.sizes());
         sizes
     }

@@ -37,6 +37,7 @@ pub(crate) fn key(memory: &Memory) -> Result<Vec<u8>> {
 #[derive(Debug)]
 pub(crate) struct ExposedBuffer {
     pub(super) memory: Arc<Memory>,
+    len: usize,
     /// Whether its checksums are sent unasked.
     pub(super) pushes_checksums: bool,
 }
@@ -50,6 +51,19 @@ impl ExposedBuffer {
         buffer: Buffer,
         integrity: Integrity,
     ) -> Result<(Self, BufferDescription)> {
+        let len = buffer.len();
+        Self::of(cx, session, cx.register(buffer)?, len, integrity)
+    }
+
+    /// As [`new`](Self::new), of the first `len` bytes of registered memory.
+    pub(crate) fn of(
+        cx: &ReactorContext,
+        session: SessionKey,
+        memory: Arc<Memory>,
+        len: usize,
+        integrity: Integrity,
+    ) -> Result<(Self, BufferDescription)> {
+        let buffer = memory.buffer();
         let is_read = matches!(cx.peer_data_path(session), Some(DataPath::RemoteRead(_)));
         let is_cuda = is_cuda(buffer.kind());
         let verification = match (integrity.resolved(buffer.kind()), is_read) {
@@ -58,17 +72,16 @@ impl ExposedBuffer {
             (Integrity::Checksum, false) if !is_cuda => Verification::StreamOnly,
             _ => Verification::OnRequest,
         };
-        let (len, address) = (buffer.len(), buffer.address() as u64);
-        let memory = cx.register(buffer)?;
         let described = BufferDescription {
             len,
-            address,
+            address: buffer.address() as u64,
             is_cuda,
             verification,
             key: key(&memory)?,
         };
         let exposed = Self {
             memory,
+            len,
             pushes_checksums: verification == Verification::Pushed,
         };
         Ok((exposed, described))
@@ -76,7 +89,7 @@ impl ExposedBuffer {
 
     /// Its length in bytes.
     pub(crate) fn len(&self) -> usize {
-        self.memory.buffer().len()
+        self.len
     }
 
     /// What a peer reads of it: all of it as one block, once.

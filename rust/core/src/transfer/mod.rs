@@ -21,6 +21,7 @@
 
 mod destination;
 pub(crate) mod engine;
+pub(crate) mod exchange;
 pub(crate) mod exposed;
 mod incoming_stream;
 pub(crate) mod message;
@@ -34,6 +35,7 @@ pub(crate) mod transfer;
 mod verifier;
 
 pub(crate) use engine::{Completion, Handled, TransferEngine};
+pub(crate) use exchange::BufferExchange;
 pub(crate) use message::Message;
 pub(crate) use transfer::TransferRequest;
 pub(crate) use verifier::Checksums;

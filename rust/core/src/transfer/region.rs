@@ -231,6 +231,13 @@ impl Pieces {
         }
     }
 
+    /// All of a buffer, to `offset` of the destination. Nothing compares checksums.
+    pub(crate) fn at(offset: u64, len: u64) -> Self {
+        let mut whole = Self::whole(len, len);
+        whole.runs[0].to = offset;
+        whole
+    }
+
     /// Number of checksums that cover all of it.
     pub(crate) fn num_units(&self) -> u64 {
         self.num_bytes.div_ceil(self.unit_bytes)

@@ -2,6 +2,7 @@
 //! when it is written: a tensor of 64 MiB took seven times as long. Pooled memory has been written and registered before.
 
 use std::borrow::Borrow;
+use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -74,11 +75,32 @@ impl<M: Borrow<Buffer> + Send + Sync + 'static> Pool<M> {
         len: usize,
         make: impl FnOnce(Buffer) -> Result<Arc<M>>,
     ) -> Result<Arc<M>> {
-        if let Some(memory) = take_fitting(&mut lock(&self.0), len) {
+        self.take_within(len, len.saturating_mul(2).max(GRAIN), make)
+    }
+
+    /// As [`take`](Self::take), but memory of the pool only if a fresh one would have its size.
+    ///
+    /// # Errors
+    /// As of [`take`](Self::take).
+    pub(crate) fn take_exact(
+        &self,
+        len: usize,
+        make: impl FnOnce(Buffer) -> Result<Arc<M>>,
+    ) -> Result<Arc<M>> {
+        self.take_within(len, fresh_size(len), make)
+    }
+
+    fn take_within(
+        &self,
+        len: usize,
+        most: usize,
+        make: impl FnOnce(Buffer) -> Result<Arc<M>>,
+    ) -> Result<Arc<M>> {
+        if let Some(memory) = take_fitting(&mut lock(&self.0), len..=most) {
             return Ok(memory);
         }
         check_len(len)?;
-        let capacity = len.checked_next_multiple_of(GRAIN).unwrap_or(len);
+        let capacity = fresh_size(len);
         let fresh = Buffer::mapped(capacity).map_err(|error| {
             Error::Exhausted(format!("no memory for a tensor of {len} bytes ({error})"))
         })?;
@@ -108,12 +130,16 @@ impl<M: Borrow<Buffer> + Send + Sync + 'static> Pool<M> {
     }
 }
 
-/// Removes the smallest memory that fits, unless most of it would be wasted.
+/// What is allocated for `len` bytes.
+fn fresh_size(len: usize) -> usize {
+    len.checked_next_multiple_of(GRAIN).unwrap_or(len)
+}
+
+/// Removes the smallest memory whose size is one of these.
 fn take_fitting<M: Borrow<Buffer>>(
     free: &mut Vec<(Arc<M>, Instant)>,
-    len: usize,
+    fitting: RangeInclusive<usize>,
 ) -> Option<Arc<M>> {
-    let fitting = len..=len.saturating_mul(2).max(GRAIN);
     let sizes = free.iter().map(|(memory, _)| size(memory)).enumerate();
     let (at, _) = sizes
         .filter(|(_, size)| fitting.contains(size))

@@ -53,6 +53,19 @@ pub(crate) mod lookup {
     pub(crate) const CANCEL: u8 = 26;
 }
 
+pub(crate) mod store {
+    pub(crate) const EXISTS: u8 = 64;
+    pub(crate) const WRITE: u8 = 66;
+    pub(crate) const SELECT: u8 = 70;
+    pub(crate) const RENEW: u8 = 73;
+    pub(crate) const LIST: u8 = 77;
+    pub(crate) const REFUSED: u8 = 81;
+    pub(crate) const PRESENT: u8 = 82;
+    pub(crate) const OFFER: u8 = 85;
+    pub(crate) const PAGE: u8 = 88;
+    pub(crate) const STATISTICS: u8 = 89;
+}
+
 pub(crate) mod agent {
     pub(crate) const REGIONS: u8 = 1;
     pub(crate) const RELEASED: u8 = 2;

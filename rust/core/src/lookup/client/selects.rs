@@ -28,6 +28,8 @@ pub(super) enum SelectStage {
 
 pub(super) struct PendingSelect {
     stage: SelectStage,
+    /// The server keeps the entry, which goes back when it is here.
+    is_peek: bool,
     /// `None` once the operation has ended for its caller.
     pub(super) completer: Option<Completer<Selected>>,
     /// For the answers. While the servers answer probes, they enforce the deadline.
@@ -71,6 +73,7 @@ impl LookupClient {
             operation,
             query,
             timeout,
+            is_peek,
             completer,
         } = select;
         if let Err(error) = self.check_usable() {
@@ -89,6 +92,7 @@ impl LookupClient {
             .add(grace.map(|grace| grace.next(cx, &self.sessions)));
         let select = PendingSelect {
             stage: SelectStage::Asking(self.sessions.iter().copied().collect()),
+            is_peek,
             completer: Some(completer),
             grace,
             is_withdrawn: false,
@@ -174,11 +178,15 @@ impl LookupClient {
             return;
         };
         match items {
-            Ok(items) if !select.is_withdrawn => {
+            Ok(_) if select.is_withdrawn => self.return_entry(cx, session, operation, Ok(None)),
+            Ok(items) if select.is_peek => {
+                let delivery = Arc::new(Delivery::returned(items));
+                self.return_entry(cx, session, operation, Ok(Some(delivery)));
+            }
+            Ok(items) => {
                 select.stage = SelectStage::Consuming(session, items);
                 LookupMessage::Consume.send(cx, session, operation);
             }
-            Ok(_) => self.return_entry(cx, session, operation, Ok(None)),
             Err(error) => self.return_entry(cx, session, operation, Err(error)),
         }
     }

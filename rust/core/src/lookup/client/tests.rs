@@ -193,6 +193,7 @@ fn an_entry_larger_than_the_machine_is_refused_by_its_size_before_anything_is_al
         operation,
         query: LookupQuery::Any,
         timeout: None,
+        is_peek: false,
         completer,
     };
     client.select(&mut cx, asked);
@@ -238,6 +239,7 @@ fn a_client_whose_reactor_panics_ends_queued_commands_and_refuses_later_ones() {
             operation: command_queue.next_operation(),
             query: LookupQuery::Any,
             timeout: None,
+            is_peek: false,
             completer,
         });
         (command_queue.send(command, Then::GoOn), selected)

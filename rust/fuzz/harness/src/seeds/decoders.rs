@@ -1,6 +1,7 @@
 //! Seeds of the decoders.
 
 use kvpipe_core::agent::Metadata;
+use kvpipe_core::checksum;
 use kvpipe_core::fuzzing::DECODERS;
 use kvpipe_core::handoff::ReadyBlock;
 use kvpipe_core::net::codec::Writer;
@@ -10,7 +11,7 @@ use super::agent::ready_block;
 use super::lookup::{by_tokens, tensors};
 use crate::agent::KV;
 use crate::control::{HANDOFFS, opening, sequence_state};
-use crate::kinds::{agent, transfer};
+use crate::kinds::{agent, store, transfer};
 use crate::wire::{
     self, block_ids, head, meta, numbers, offer, ready_blocks, region, regions, text,
 };
@@ -77,11 +78,45 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
         ("entry", tensors()),
         ("buffer_checksums", offer().bytes(&numbers(&[1])).finish()),
     ];
+    let single = single.into_iter().chain(store_messages());
     let control = wire::control(HANDOFFS[0], &opening(), &sequence_state());
     let control = control.into_iter().map(|frame| ("control", frame));
-    let all = single.into_iter().chain(control);
+    let all = single.chain(control);
     all.map(|(name, bytes)| [&[index(name)], &bytes[..]].concat())
         .collect()
+}
+
+/// Messages of a store, of each shape.
+fn store_messages() -> impl Iterator<Item = (&'static str, Vec<u8>)> {
+    let message = |header: &[u8], payload: &[u8]| {
+        let message = Writer::default().bytes(header).raw(payload);
+        ("store", message.finish())
+    };
+    let keys = Writer::default().list(&[b"a", b"b"], |w, key| w.bytes(*key));
+    let select = Writer::default().bytes(b"key").u64(1);
+    let list = Writer::default().bytes(b"k").u64(7);
+    let present = Writer::default().u32(3).u8(5);
+    let page = Writer::default().u64(9).u32(1).bytes(b"key").u64(4).u8(1);
+    let renew = Writer::new(store::RENEW).u64(3).u64(1_000_000);
+    let sealed = |kind: u8, payload: Vec<u8>| {
+        let header = Writer::new(kind).u64(checksum::of(&payload)).finish();
+        message(&header, &payload)
+    };
+    let inline = Writer::default().u64(1).u8(0).bytes(b"abc").finish();
+    let offered = offer(Writer::default().u64(1).bytes(b"record").u8(1), 40 << 10, 0);
+    [
+        message(&[store::EXISTS], &keys.finish()),
+        message(&[store::SELECT], &select.finish()),
+        message(&[store::LIST], &list.finish()),
+        message(&[store::PRESENT], &present.finish()),
+        message(&[store::PAGE], &page.finish()),
+        message(&[store::STATISTICS], &[0; 13 * 8]),
+        message(&renew.finish(), &[]),
+        message(&[store::REFUSED], &Writer::new(4).str("late").finish()),
+        sealed(store::WRITE, inline),
+        sealed(store::OFFER, offered.finish()),
+    ]
+    .into_iter()
 }
 
 fn index(name: &str) -> u8 {

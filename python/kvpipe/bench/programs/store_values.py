@@ -1,0 +1,197 @@
+"""A KVStore between processes: values put and read, how soon a waiting take wakes, and questions about many keys."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvpipe.store import KVStore, LookupBufferStore
+from kvpipe.store.server import StoreServer
+from kvpipe.store.urls import open_store
+
+from . import redis_values
+from .request import pattern
+from .side import Idle, Setup, Words, expect, seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from .request import Task
+
+_TIMEOUT_S = 30.0
+# By then a consumer that has its value sleeps in its next take.
+_PAUSE_S = 0.005
+_MOST_THREADS = 8
+_MORE_CAPACITY_BYTES = 256 << 20
+
+
+class Client(Idle):
+    """Puts, reads and asks. Values are as many as fit into the buffer, so that no cache holds them."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._query = setup.options.get("query", "")
+        self._source = pattern(setup.total)
+        self._out = np.empty_like(self._source)
+        self._threads = ThreadPoolExecutor(_MOST_THREADS)
+        self._store: KVStore
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Connects to the server."""
+        self._store = open_store(words["url"] + self._query, timeout=_TIMEOUT_S)
+        return {}
+
+    def clear(self, task: Task) -> None:
+        """Deletes what other tasks have put, and puts all values once, so that the server's memory has been used."""
+        self._store.delete([value.key for value in self._store.list()])
+        self._out[:] = 0
+        if task.kind != "exists":
+            for at in range(0, len(self._source) // task.num_bytes * task.num_bytes, task.num_bytes):
+                self._put(task, at)
+        else:
+            for key in _keys(task)[::2]:
+                self._store.put(key, b"")
+
+    def run(self, task: Task) -> Words:
+        """Runs a task of one kind."""
+        return {"put": self._run_put, "get": self._run_get, "exists": self._run_exists}[task.kind](task)
+
+    def _run_put(self, task: Task) -> Words:
+        offsets = task.offsets(len(self._source))
+        self._store.delete([_key(task, at) for at in offsets])
+        return self._timed(task, lambda at: self._put(task, at))
+
+    def _put(self, task: Task, at: int) -> None:
+        if not self._store.put(_key(task, at), self._source[at : at + task.num_bytes]):
+            message = "a value that was deleted is still there"
+            raise ValueError(message)
+
+    def _run_get(self, task: Task) -> Words:
+        return self._timed(task, lambda at: self._get(task, at, self._out))
+
+    def _get(self, task: Task, at: int, out: Any) -> None:
+        value = self._store.select(_key(task, at))
+        if value is None:
+            message = "a value that was put is not there"
+            raise ValueError(message)
+        with value:
+            value.read_into(out[at : at + task.num_bytes])
+
+    def _timed(self, task: Task, work: Callable[[int], None]) -> Words:
+        """Does the work at each offset, by as many threads as the subject has."""
+        number, offsets = int(task.options["threads"]), task.offsets(len(self._source))
+
+        def work_of(thread: int) -> None:
+            for at in offsets[thread::number]:
+                work(at)
+
+        if number == 1:
+            return seconds(lambda: work_of(0))
+        return seconds(lambda: list(self._threads.map(work_of, range(number))))
+
+    def _run_exists(self, task: Task) -> Words:
+        keys, samples = _keys(task), []
+        for _ in range(task.count):
+            began = time.perf_counter()
+            self._found = self._store.exists(keys)
+            samples.append(time.perf_counter() - began)
+        return {"us": statistics.median(samples) * 1e6}
+
+    def verify(self, task: Task) -> None:
+        """Raises unless the values are those that were put, and the answers right."""
+        if task.kind == "exists":
+            expect(self._found, [index % 2 == 0 for index in range(task.num_blocks)], "answers")
+            return
+        for at in task.offsets(len(self._source)):
+            if task.kind == "put":
+                self._get(task, at, self._out)
+            expect(self._out[at : at + task.num_bytes], self._source[at : at + task.num_bytes], "values")
+
+
+class Consumer(Idle):
+    """Waits for each value, and measures; processes of one machine share the monotonic clock."""
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Connects to the server."""
+        self._store = open_store(words["url"], timeout=_TIMEOUT_S)
+        return {}
+
+    def run(self, task: Task) -> Words:
+        """Takes one value after the other."""
+        return {"us": statistics.median(self._wake_us(task, number) for number in range(task.count))}
+
+    def _wake_us(self, task: Task, number: int) -> float:
+        lease = self._store.take(_key(task, number), timeout=_TIMEOUT_S)
+        woken_ns = time.monotonic_ns()
+        if lease is None:
+            message = f"no value within {_TIMEOUT_S:.0f} s"
+            raise TimeoutError(message)
+        with lease:
+            lease.acknowledge()
+        return (woken_ns - int.from_bytes(lease.record, "big")) / 1e3
+
+
+class Producer(Idle):
+    """Commits the values."""
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Connects to the server."""
+        self._store = open_store(words["url"], timeout=_TIMEOUT_S)
+        return {}
+
+    def run(self, task: Task) -> Words:
+        """Commits one value after the other, each with the time at which its commit began."""
+        for number in range(task.count):
+            reservation = self._store.reserve(_key(task, number), task.num_bytes)
+            if reservation is None:
+                message = "a value that was taken is still there"
+                raise ValueError(message)
+            with reservation:
+                reservation.write(bytes(task.num_bytes))
+                time.sleep(_PAUSE_S)
+                reservation.commit(time.monotonic_ns().to_bytes(8, "big"))
+        return {}
+
+
+class Server(Idle):
+    """kvpipe's own memory server."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._server = StoreServer(f"{setup.host}:0", capacity_bytes=2 * setup.total + _MORE_CAPACITY_BYTES)
+
+    def hello(self) -> Words:
+        """Returns the URL of the store."""
+        return {"url": self._server.url}
+
+
+class LookupServer(Idle):
+    """A store over a lookup buffer."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._server = LookupBufferStore.serve(f"{setup.host}:0", 2 * setup.total + _MORE_CAPACITY_BYTES)
+
+    def hello(self) -> Words:
+        """Returns the URL of the store."""
+        return {"url": f"lookup://{self._server.address}"}
+
+
+def _key(task: Task, number: int) -> bytes:
+    return f"{task.kind}/{task.num_bytes}/{task.round if task.kind == 'wake' else 0}/{number}".encode()
+
+
+def _keys(task: Task) -> list[bytes]:
+    """As many keys of a usual length as a question has."""
+    return [number.to_bytes(task.num_bytes, "big") for number in range(task.num_blocks)]
+
+
+ROLES = {
+    "client": Client,
+    "consumer": Consumer,
+    "producer": Producer,
+    "server": Server,
+    "lookup_server": LookupServer,
+    "redis_server": redis_values.Server,
+}

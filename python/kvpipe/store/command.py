@@ -1,0 +1,139 @@
+"""`kvpipe store`: serves a store, and looks at one."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import signal
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from threading import Event
+from typing import TYPE_CHECKING
+
+from kvpipe.exceptions import ConfigError
+from kvpipe.store.remote import RemoteStore
+from kvpipe.store.server import StoreServer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+# Keys of one call that deletes.
+_PURGED_AT_ONCE = 10_000
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one command and returns its exit status."""
+    args = _parse(argv)
+    return int(args.command(args))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="kvpipe store", description="A database for KV that waits for whoever needs it."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="serve values from the memory of this machine until SIGTERM or SIGINT")
+    serve.add_argument(
+        "--listen",
+        default="127.0.0.1:7300",
+        metavar="HOST:PORT",
+        help="default 127.0.0.1:7300; port 0 picks a free one",
+    )
+    serve.add_argument("--capacity", type=_num_bytes, default="4GiB", metavar="SIZE", help="memory, default 4GiB")
+    serve.add_argument(
+        "--metrics-port", type=int, metavar="PORT", help="serve /metrics there, at the address of --listen"
+    )
+    serve.set_defaults(command=_serve)
+    for name, about, command in (
+        ("list", "print the values: size, state, key in hexadecimal digits", _list),
+        ("stats", "print content and counters", _stats),
+        ("purge", "delete the values that nobody has open or leased", _purge),
+    ):
+        looking = commands.add_parser(name, help=about)
+        looking.add_argument("url", metavar="URL", help="kvpipe://host:port")
+        looking.set_defaults(command=command)
+    for each in commands.choices.values():
+        each.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, which other users cannot see")
+    return parser.parse_args(argv)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    stopped = Event()
+
+    def stop(_: int, __: FrameType | None) -> None:
+        stopped.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    with ExitStack() as stack:
+        server = StoreServer(args.listen, capacity_bytes=args.capacity, token=args.token)
+        stack.callback(server.close)
+        if args.metrics_port is not None:
+            _serve_metrics(stack, server, args.metrics_port)
+        logger.info("store.listening address=%s capacity_bytes=%s", server.address, args.capacity)
+        print(server.url, flush=True)
+        stopped.wait()
+    logger.info("store.stopped")
+    return 0
+
+
+def _serve_metrics(stack: ExitStack, server: StoreServer, port: int) -> None:
+    try:
+        from kvpipe.store.metrics import StoreMetrics  # noqa: PLC0415 - of an extra
+    except ModuleNotFoundError as error:
+        if error.name != "prometheus_client":
+            raise
+        message = "prometheus_client is not installed; pip install 'kvpipe[proxy]', or leave out --metrics-port"
+        raise ConfigError(message) from error
+    host = server.address.rpartition(":")[0].strip("[]")
+    try:
+        web, thread = StoreMetrics(server.stats).serve(host, port)
+    except (OSError, OverflowError) as error:
+        message = f"--metrics-port {port}: cannot listen on {host}:{port}: {error}"
+        raise ConfigError(message) from error
+    stack.callback(thread.join)
+    stack.callback(web.server_close)
+    stack.callback(web.shutdown)
+    logger.info("store.metrics url=http://%s:%s/metrics", *web.server_address[:2])
+
+
+def _list(args: argparse.Namespace) -> int:
+    with RemoteStore.open(args.url, token=args.token) as store:
+        for value in store.list():
+            print(f"{value.num_bytes:12} {'leased' if value.is_leased else 'stored'} {value.key.hex()}")
+    return 0
+
+
+def _stats(args: argparse.Namespace) -> int:
+    with RemoteStore.open(args.url, token=args.token) as store:
+        facts = asdict(store.stats())
+    for name, value in (facts | facts.pop("details")).items():
+        if name != "details":
+            print(f"{name}: {value}")
+    return 0
+
+
+def _purge(args: argparse.Namespace) -> int:
+    num_deleted = 0
+    with RemoteStore.open(args.url, token=args.token) as store:
+        keys = [value.key for value in store.list()]
+        for start in range(0, len(keys), _PURGED_AT_ONCE):
+            num_deleted += store.delete(keys[start : start + _PURGED_AT_ONCE])
+    print(f"deleted: {num_deleted} of {len(keys)}")
+    return 0
+
+
+def _num_bytes(text: str) -> int:
+    """A size such as 4GiB or 512M; all units are powers of 1024."""
+    found = re.fullmatch(r"(\d+) ?([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    if not found:
+        message = f"{text!r}: expected a size such as 4GiB"
+        raise argparse.ArgumentTypeError(message)
+    return int(found[1]) * _UNITS[found[2].upper()]

@@ -1,0 +1,193 @@
+"""Loads of a worker: chunks are read into staging memory, verified, and copied into the blocks of their request."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from kvpipe.exceptions import CorruptDataError
+from kvpipe.store_connector.chunk import HEADER_BYTES, fault
+from kvpipe.store_connector.client import failure_reason
+from kvpipe.store_connector.metadata import LoadOutcome
+from kvpipe.store_connector.staging import StagingPool
+from kvpipe.store_connector.threads import TaskThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
+    from kvpipe.store.base import KVStore
+    from kvpipe.store_connector.client import StoreClient
+    from kvpipe.store_connector.layout import CacheBytes
+    from kvpipe.store_connector.metadata import Load
+
+# A value under a name of ours that is not what the name says is deleted, so that a right one can be saved.
+_WRONG = ("short", "foreign", "corrupt")
+
+
+class ActiveLoad:
+    """A load under way. Threads that read chunks share it with the hooks of vLLM.
+
+    No thread copies into the blocks once `outcome` has returned the end: vLLM may then give them to others.
+
+    Args:
+        load: What is loaded.
+        deadline_s: When it ends with what it has, by the clock of `outcome`.
+    """
+
+    def __init__(self, load: Load, deadline_s: float) -> None:
+        self.load = load
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._is_copied = [False] * len(load.chunk_ids)
+        # Chunks from here on are of no use, because this one cannot be loaded.
+        self._end = len(load.chunk_ids)
+        self._num_copying = 0
+        self._is_closed = False
+        self._reason = ""
+
+    def wants(self, index: int) -> bool:
+        """Whether a chunk is still of use."""
+        return not self._is_closed and index < self._end
+
+    def copy(self, index: int, copy: Callable[[], None]) -> None:
+        """Copies a verified chunk into the blocks, if it is still of use."""
+        with self._lock:
+            if not self.wants(index):
+                return
+            self._num_copying += 1
+        is_copied = False
+        try:
+            copy()
+            is_copied = True
+        finally:
+            with self._lock:
+                self._num_copying -= 1
+                self._is_copied[index] = is_copied
+
+    def fail(self, index: int, reason: str) -> None:
+        """Notes that a chunk cannot be loaded."""
+        with self._lock:
+            if index < self._end:
+                self._end, self._reason = index, reason
+
+    def cancel(self, reason: str) -> None:
+        """Ends the load with what it has."""
+        with self._lock:
+            self._close(reason)
+
+    def _close(self, reason: str) -> None:
+        if not self._is_closed:
+            self._is_closed, self._reason = True, self._reason or reason
+
+    def outcome(self, now_s: float) -> LoadOutcome | None:
+        """Returns how the load has ended; `None` while it has not, or while a thread copies into its blocks."""
+        with self._lock:
+            if now_s >= self._deadline_s:
+                self._close("timeout")
+            if self._num_copying:
+                return None
+            num_loaded = self._num_loaded()
+            if num_loaded < self._end and not self._is_closed:
+                return None
+            self._is_closed = True
+            return LoadOutcome(num_loaded, self._reason if num_loaded < len(self._is_copied) else "")
+
+    def _num_loaded(self) -> int:
+        return next((index for index, is_copied in enumerate(self._is_copied) if not is_copied), len(self._is_copied))
+
+
+class Loader:
+    """Loads chunks for one rank. Its methods are for the thread of vLLM's hooks; none waits.
+
+    Args:
+        client: The store.
+        cache: The KV cache.
+        chunk_blocks: Blocks of a chunk.
+        num_threads: Threads that read.
+    """
+
+    def __init__(self, client: StoreClient, cache: CacheBytes, chunk_blocks: int, num_threads: int) -> None:
+        self._client = client
+        self._cache = cache
+        self._chunk_blocks = chunk_blocks
+        slot_bytes = HEADER_BYTES + chunk_blocks * cache.block_bytes
+        self._slots = StagingPool(num_threads * slot_bytes, slot_bytes)
+        self._threads = TaskThreads("kvpipe-load", num_threads)
+        self._active: dict[str, ActiveLoad] = {}
+
+    def begin(self, load: Load, namespace: bytes, now_s: float) -> None:
+        """Begins a load. `namespace` is that of this rank."""
+        active = self._active[load.request_id] = ActiveLoad(load, now_s + load.limit_s)
+        for index, chunk_id in enumerate(load.chunk_ids):
+            self._threads.submit(lambda index=index, key=namespace + chunk_id: self._read(active, index, key))  # type: ignore[misc]
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a load that nobody needs."""
+        if (active := self._active.get(request_id)) is not None:
+            active.cancel("cancelled")
+
+    def ended(self, now_s: float) -> list[tuple[Load, LoadOutcome]]:
+        """Returns loads that have ended, each once."""
+        outcomes = [(active.load, active.outcome(now_s)) for active in self._active.values()]
+        found = [(load, outcome) for load, outcome in outcomes if outcome is not None]
+        for load, _ in found:
+            del self._active[load.request_id]
+        return found
+
+    def missing_blocks(self, load: Load, outcome: LoadOutcome) -> list[int]:
+        """Returns the blocks that a load was to fill and did not."""
+        return load.block_ids[max(0, outcome.num_loaded * self._chunk_blocks - load.first) :]
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def _read(self, active: ActiveLoad, index: int, key: bytes) -> None:
+        if not active.wants(index):
+            return
+        slot = self._slots.take()
+        if slot is None:
+            message = "more threads than slots"
+            raise RuntimeError(message)
+        try:
+            reason = self._fetch(key, slot)
+            if not reason:
+                active.copy(index, lambda: self._scatter(active.load, index, slot))
+        except CorruptDataError:
+            reason = "corrupt"
+        except Exception as error:  # noqa: BLE001 - a user's store may raise anything; the load ends with what it has
+            reason = failure_reason(error)
+        finally:
+            self._slots.give_back(slot)
+        if reason:
+            active.fail(index, reason)
+
+    def _fetch(self, key: bytes, slot: np.ndarray) -> str:
+        """Reads a value and verifies it. Returns why it cannot be used; empty if it can."""
+        reason = self._client.run(lambda store: _read_value(store, key, slot)) or fault(slot, key, self._cache.digest)
+        if reason in _WRONG:
+            self._client.run(lambda store: store.delete([key]))
+        return reason
+
+    def _scatter(self, load: Load, index: int, slot: np.ndarray) -> None:
+        start = index * self._chunk_blocks - load.first
+        block_ids = load.block_ids[max(0, start) : start + self._chunk_blocks]
+        self._cache.scatter(slot[HEADER_BYTES:], block_ids, self._chunk_blocks - len(block_ids))
+
+    def close(self, timeout: float) -> bool:
+        """Ends all loads, and returns whether their threads have ended in time."""
+        for active in self._active.values():
+            active.cancel("cancelled")
+        return self._threads.close(timeout)
+
+
+def _read_value(store: KVStore, key: bytes, slot: np.ndarray) -> str:
+    value = store.select(key)
+    if value is None:
+        return "missing"
+    with value:
+        if value.num_bytes != slot.nbytes:
+            return "short"
+        value.read_into(slot.data)
+    return ""

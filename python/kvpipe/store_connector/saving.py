@@ -1,0 +1,123 @@
+"""Saves of a worker: chunks are copied into staging memory by a hook, and put into the store by threads."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.logger import init_logger
+
+from kvpipe.exceptions import CapacityError
+from kvpipe.store_connector.breaker import Breaker
+from kvpipe.store_connector.chunk import HEADER_BYTES, seal
+from kvpipe.store_connector.client import failure_reason
+from kvpipe.store_connector.staging import StagingPool
+from kvpipe.store_connector.threads import TaskThreads
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kvpipe.store_connector.client import StoreClient
+    from kvpipe.store_connector.layout import CacheBytes
+
+logger = init_logger("vllm.kvpipe.store")
+
+# The store is not to blame for these, or not broken: the breaker does not count them.
+_HARMLESS = ("saved", "present", "store_full")
+
+
+class Saved(NamedTuple):
+    """How a chunk that was handed to a thread has ended.
+
+    Attributes:
+        key: The chunk.
+        result: `saved`, `present` (another engine was faster), `store_full`, or the kind of a failure.
+        num_bytes: Its size.
+        elapsed_s: Seconds that the store took.
+    """
+
+    key: bytes
+    result: str
+    num_bytes: int
+    elapsed_s: float
+
+
+class Saver:
+    """Saves chunks of one rank. Its methods are for the thread of vLLM's hooks; none waits.
+
+    Args:
+        client: The store.
+        cache: The KV cache.
+        chunk_blocks: Blocks of a chunk.
+        staging_bytes: Memory for chunks on their way.
+        num_threads: Threads that write.
+    """
+
+    def __init__(
+        self, client: StoreClient, cache: CacheBytes, chunk_blocks: int, staging_bytes: int, num_threads: int
+    ) -> None:
+        self._client = client
+        self._cache = cache
+        self._pool = StagingPool(staging_bytes, HEADER_BYTES + chunk_blocks * cache.block_bytes)
+        self._threads = TaskThreads("kvpipe-save", num_threads)
+        self._in_flight: set[bytes] = set()
+        self._ended: deque[Saved] = deque()
+        self._breaker = Breaker()
+
+    @property
+    def breaker_state(self) -> str:
+        """Whether the store is used for saves."""
+        return self._breaker.state
+
+    def save(self, key: bytes, block_ids: list[int], now_s: float) -> str:
+        """Copies a chunk, and has a thread put it into the store.
+
+        Returns:
+            Why it is not saved: `in_flight`, `staging_full` or `breaker`; empty if it will be.
+        """
+        if key in self._in_flight:
+            return "in_flight"
+        slot = self._pool.take()
+        if slot is None:
+            return "staging_full"
+        if not self._breaker.allows(now_s):
+            self._pool.give_back(slot)
+            return "breaker"
+        self._cache.gather(block_ids, slot[HEADER_BYTES:])
+        self._in_flight.add(key)
+        self._threads.submit(lambda: self._put(key, slot))
+        return ""
+
+    def ended(self, now_s: float) -> list[Saved]:
+        """Returns the chunks that threads are done with, each once."""
+        found = []
+        while self._ended:
+            saved = self._ended.popleft()
+            found.append(saved)
+            self._in_flight.discard(saved.key)
+            was_closed = self._breaker.state == "closed"
+            if saved.result in _HARMLESS:
+                self._breaker.succeeded()
+            else:
+                self._breaker.failed(now_s)
+            if was_closed and self._breaker.state == "open":
+                logger.warning("store.breaker saves stop for a while, the last one failed: %s", saved.result)
+        return found
+
+    def _put(self, key: bytes, slot: np.ndarray) -> None:
+        began_s = time.monotonic()
+        try:
+            seal(slot, key, self._cache.digest)
+            result = "saved" if self._client.run(lambda store: store.put(key, slot.data)) else "present"
+        except CapacityError:
+            result = "store_full"
+        except Exception as error:  # noqa: BLE001 - a user's store may raise anything; the chunk is not saved
+            result = failure_reason(error)
+        finally:
+            self._pool.give_back(slot)
+        self._ended.append(Saved(key, result, slot.nbytes, time.monotonic() - began_s))
+
+    def close(self, timeout: float) -> bool:
+        """Drops chunks that no thread has begun to save, and returns whether the threads have ended in time."""
+        return self._threads.close(timeout)

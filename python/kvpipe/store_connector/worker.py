@@ -1,0 +1,154 @@
+"""The worker role: loads and saves of one rank, and exactly-once reports to vLLM.
+
+It runs on the worker's main thread. No hook waits for the store.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from kvpipe.connector.fingerprint import attention_properties
+from kvpipe.connector.restore import KeptBlocks
+from kvpipe.store_connector.client import StoreClient
+from kvpipe.store_connector.keys import rank_namespace
+from kvpipe.store_connector.layout import CacheBytes
+from kvpipe.store_connector.loading import Loader
+from kvpipe.store_connector.metadata import StoreStepMetadata, WorkerReport
+from kvpipe.store_connector.saving import Saver
+from kvpipe.store_connector.stats import KVStoreStats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+    from kvpipe.store_connector.config import StoreConnectorConfig
+    from kvpipe.store_connector.metadata import LoadOutcome
+
+logger = init_logger("vllm.kvpipe.store")
+
+# What threads have begun may end in this time, each.
+_DRAIN_S = 2.0
+_CLOSE_S = 5.0
+
+
+class WorkerRole:
+    """Loads chunks into the KV cache of one rank, and saves chunks from it."""
+
+    def __init__(self, vllm_config: VllmConfig, config: StoreConnectorConfig) -> None:
+        self._vllm_config = vllm_config
+        self._config = config
+        self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.world_size
+        self._is_saving = vllm_config.kv_transfer_config.kv_role != "kv_consumer"
+        self._client = StoreClient(config.store, config.load_timeout_s)
+        self._loader: Loader | None = None
+        self._saver: Saver | None = None
+        self._kept = KeptBlocks()
+        self._step = StoreStepMetadata()
+        self._namespace = b""
+        self._properties: list[tuple[str, str]] = []
+        self._is_introduced = False
+        self._chunk_bytes = 0
+        self._invalid_block_ids: set[int] = set()
+        self._outcomes: dict[str, LoadOutcome] = {}
+        self._stats = KVStoreStats()
+        self._breaker_state = "closed"
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Starts the threads that move chunks.
+
+        Raises:
+            ConfigError: A cache is not in host memory, a layer's blocks are not contiguous, or `staging_bytes` is less
+                than a chunk.
+        """
+        config, cache = self._config, CacheBytes(kv_caches)
+        chunk_blocks = config.chunk_size // self._vllm_config.cache_config.block_size
+        self._chunk_bytes = chunk_blocks * cache.block_bytes
+        self._properties = [*attention_properties(self._vllm_config), ("layout", cache.digest.hex())]
+        self._loader = Loader(self._client, cache, chunk_blocks, config.num_io_threads)
+        if self._is_saving:
+            num_threads = max(1, config.num_io_threads // 2)
+            self._saver = Saver(self._client, cache, chunk_blocks, config.staging_bytes, num_threads)
+        self._kept = KeptBlocks(kv_caches.values())
+
+    def begin_step(self, step: StoreStepMetadata) -> None:
+        """Begins and cancels loads, before the forward pass."""
+        self._step = step
+        self._kept.keep(step.restores)
+        if self._loader is None or not step.namespace:
+            return
+        self._namespace = rank_namespace(step.namespace, self._rank)
+        now_s = time.monotonic()
+        for load in step.loads:
+            self._loader.begin(load, self._namespace, now_s)
+        for request_id in step.cancels:
+            self._loader.cancel(request_id)
+
+    def end_forward(self) -> None:
+        """Restores blocks, and copies the chunks that are complete, after the forward pass."""
+        self._kept.put_back()
+        step, self._step = self._step, StoreStepMetadata()
+        if self._saver is None or not self._namespace:
+            return
+        now_s = time.monotonic()
+        self._count_saved(self._saver, now_s)
+        for save in step.saves:
+            if reason := self._saver.save(self._namespace + save.chunk_id, save.block_ids, now_s):
+                self._stats.add("skipped", reason)
+
+    def _count_saved(self, saver: Saver, now_s: float) -> None:
+        for saved in saver.ended(now_s):
+            if saved.result == "saved":
+                self._stats.add("saved", "none")
+                self._stats.add("bytes", "save", saved.num_bytes)
+            else:
+                self._stats.add("skipped", saved.result)
+            self._stats.add("operations", "save")
+            self._stats.add("seconds", "save", saved.elapsed_s)
+        if saver.breaker_state != self._breaker_state:
+            self._breaker_state = saver.breaker_state
+            self._stats.set_breaker(f"save {self._rank}", self._breaker_state)
+
+    def finished(self) -> set[str]:
+        """Returns requests whose load has ended, each exactly once."""
+        if self._loader is None:
+            return set()
+        received = set()
+        for load, outcome in self._loader.ended(time.monotonic()):
+            received.add(load.request_id)
+            self._outcomes[load.request_id] = outcome
+            self._invalid_block_ids.update(self._loader.missing_blocks(load, outcome))
+            self._stats.add("bytes", "load", outcome.num_loaded * self._chunk_bytes)
+        return received
+
+    def take_invalid_block_ids(self) -> set[int]:
+        """Returns missing blocks of the loads that `finished` has just reported."""
+        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
+        return invalid
+
+    def take_report(self) -> WorkerReport | None:
+        """Returns the report of this step for the scheduler role; `None` if there is nothing to report."""
+        properties = {} if self._is_introduced or self._loader is None else {self._rank: self._properties}
+        outcomes, self._outcomes = self._outcomes, {}
+        if not (properties or outcomes):
+            return None
+        self._is_introduced = True
+        return WorkerReport(properties, outcomes)
+
+    def take_stats(self) -> KVStoreStats | None:
+        """Returns what has been counted since the last call; `None` if nothing was."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, KVStoreStats()
+        return stats
+
+    def close(self) -> None:
+        """Ends the threads and the store. Chunks that no thread has begun to save are lost."""
+        parts = [part for part in (self._loader, self._saver) if part is not None]
+        are_ended = [part.close(_DRAIN_S) for part in parts]
+        # This ends calls that wait for the store, and with them the threads.
+        self._client.close()
+        if not all(are_ended) and not all(tuple(part.close(_CLOSE_S) for part in parts)):
+            logger.warning("store.threads_left a call of the store has not ended within %s s", _CLOSE_S)

@@ -1,0 +1,113 @@
+//! A memory server for KV that waits for whoever needs it, and its client. A [`StoreServer`] keeps values by their keys; a
+//! [`StoreClient`] reserves, writes, commits, selects and takes them. What the operations mean is `kvpipe.store.KVStore`.
+
+mod api;
+mod client;
+mod hashing;
+pub(crate) mod messages;
+mod server;
+mod state;
+#[cfg(test)]
+mod tests;
+
+use crate::error::Result;
+use crate::net::codec::{Reader, Writer};
+use crate::transfer::exchange::HUGE;
+
+pub use api::{ListedValue, OpenedValue, StoreClient, StoreServer, ValuePage};
+
+/// Longest key.
+pub const KEY_CAP: usize = 512;
+/// Longest record.
+pub const RECORD_CAP: usize = 64 << 10;
+/// Bytes that travel inside a message. Above them, one copy costs more than one more round trip.
+const INLINE_CAP: usize = 32 << 10;
+/// Keys in one message.
+pub const KEYS_CAP: usize = 1 << 14;
+/// Values that one page of a list is made from.
+const PAGE_VALUES: usize = 1 << 12;
+/// Waits, reservations, open values and leases of one client.
+const HOLDS_CAP: usize = 1 << 14;
+/// Buffers that are read from one peer at once.
+const TRANSFERS_IN_FLIGHT: usize = 4;
+
+/// What a value counts besides its bytes, key and record.
+const BOOKKEEPING_BYTES: u64 = 512;
+/// Large values are kept in huge pages.
+const GRAIN: u64 = 2 << 20;
+
+/// What a value counts against the capacity, without its record: all memory that it occupies.
+fn footprint(key: &[u8], num_bytes: u64) -> u64 {
+    let occupied = if num_bytes < HUGE as u64 {
+        num_bytes
+    } else {
+        num_bytes
+            .checked_next_multiple_of(GRAIN)
+            .unwrap_or(u64::MAX)
+    };
+    occupied.saturating_add(key.len() as u64 + BOOKKEEPING_BYTES)
+}
+
+/// Content and counters of a store.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StoreInfo {
+    /// Values that can be selected or are leased.
+    pub num_values: u64,
+    /// Bytes that all values and reservations count.
+    pub num_bytes: u64,
+    /// Limit of `num_bytes`.
+    pub capacity_bytes: u64,
+    /// Reservations under way.
+    pub num_reserved: u64,
+    /// Values that a take holds.
+    pub num_leased: u64,
+    /// Operations that wait for a value or for space.
+    pub num_waiting: u64,
+    /// Values committed so far.
+    pub num_committed: u64,
+    /// Values that selects and takes got.
+    pub num_hits: u64,
+    /// Selects and takes that got none in time.
+    pub num_misses: u64,
+    /// Values deleted to make space.
+    pub num_evicted: u64,
+    /// Reservations, leases and values that ended by time.
+    pub num_expired: u64,
+    /// Values whose bytes a reader found changed.
+    pub num_corrupt: u64,
+    /// Connected clients.
+    pub num_clients: u64,
+}
+
+impl StoreInfo {
+    fn fields(&mut self) -> [&mut u64; 13] {
+        [
+            &mut self.num_values,
+            &mut self.num_bytes,
+            &mut self.capacity_bytes,
+            &mut self.num_reserved,
+            &mut self.num_leased,
+            &mut self.num_waiting,
+            &mut self.num_committed,
+            &mut self.num_hits,
+            &mut self.num_misses,
+            &mut self.num_evicted,
+            &mut self.num_expired,
+            &mut self.num_corrupt,
+            &mut self.num_clients,
+        ]
+    }
+
+    fn write(mut self, writer: Writer) -> Writer {
+        let fields = self.fields().into_iter();
+        fields.fold(writer, |writer, field| writer.u64(*field))
+    }
+
+    fn read(reader: &mut Reader<'_>) -> Result<Self> {
+        let mut info = Self::default();
+        for field in info.fields() {
+            *field = reader.u64()?;
+        }
+        Ok(info)
+    }
+}

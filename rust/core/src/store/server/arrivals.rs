@@ -1,0 +1,449 @@
+//! Bytes on their way into reservations: allocated when the space is granted, read from the client or copied from its
+//! messages, hashed by slices, and committed when all of it is here and matches.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvpipe_ucx::Buffer;
+
+use super::super::hashing::ValueHasher;
+use super::super::messages::{Carried, StoreMessage};
+use super::super::state::Holder;
+use super::super::{INLINE_CAP, footprint};
+use super::{Content, Server};
+use crate::clock;
+use crate::error::{Error, Result};
+use crate::session::ReactorContext;
+use crate::transfer::exposed::BufferDescription;
+use crate::transfer::region::Pieces;
+use crate::transfer::{Completion, TransferRequest};
+use crate::transport::Memory;
+
+/// The memory of a reservation that has its space.
+#[derive(Debug)]
+struct Allocated {
+    buffer: Buffer,
+    /// As of [`Content`].
+    memory: Option<Arc<Memory>>,
+}
+
+/// A commit that waits for its bytes.
+#[derive(Debug)]
+struct PendingCommit {
+    /// Whose answer it is.
+    operation: u64,
+    record: Box<[u8]>,
+    /// Of a put it comes when its client has computed it.
+    checksum: Option<u64>,
+}
+
+/// The bytes of a reservation.
+#[derive(Debug)]
+pub(super) struct Arrival {
+    num_bytes: u64,
+    ttl: Option<Duration>,
+    /// `None` while it waits for space.
+    allocated: Option<Allocated>,
+    /// What a put brings, until it has its space.
+    put: Option<Carried<'static>>,
+    num_written: usize,
+    /// The transfer of a write.
+    transfer: Option<u64>,
+    hasher: ValueHasher,
+    is_in_hash_queue: bool,
+    commit: Option<PendingCommit>,
+}
+
+/// A write whose bytes are being read.
+#[derive(Debug)]
+pub(super) struct PendingWrite {
+    holder: Holder,
+    operation: u64,
+    /// Its reservation may end before the reads: until then the memory is used for nothing else.
+    _buffer: Buffer,
+}
+
+impl Arrival {
+    pub(super) fn new(num_bytes: u64, ttl: Option<Duration>) -> Self {
+        Self {
+            num_bytes,
+            ttl,
+            allocated: None,
+            put: None,
+            num_written: 0,
+            transfer: None,
+            hasher: ValueHasher::default(),
+            is_in_hash_queue: false,
+            commit: None,
+        }
+    }
+
+    pub(super) fn of_put(
+        operation: u64,
+        ttl: Option<Duration>,
+        record: Cow<'_, [u8]>,
+        bytes: Carried<'_>,
+    ) -> Self {
+        let commit = PendingCommit {
+            operation,
+            record: record.into(),
+            checksum: None,
+        };
+        let num_bytes = bytes.len();
+        Self {
+            put: Some(bytes.into_owned()),
+            commit: Some(commit),
+            ..Self::new(num_bytes, ttl)
+        }
+    }
+
+    fn is_put(&self, holder: Holder) -> bool {
+        let commit = self.commit.as_ref();
+        commit.is_some_and(|commit| commit.operation == holder.1)
+    }
+
+    /// Whether everything is here that a commit needs.
+    fn is_complete(&self) -> bool {
+        let commit = self.commit.as_ref();
+        self.allocated.is_some()
+            && self.hasher.num_hashed() as u64 == self.num_bytes
+            && commit.is_some_and(|commit| commit.checksum.is_some())
+    }
+
+    /// Refuses a write that does not fit behind the others.
+    ///
+    /// # Errors
+    /// `Config`: too many bytes. `Protocol`: no client of ours sends it.
+    fn check_write(&self, bytes: &Carried<'_>) -> Result<()> {
+        if self.transfer.is_some() || self.commit.is_some() {
+            return Err(Error::protocol("a write that is not to come"));
+        }
+        let num_left = self.num_bytes - self.num_written as u64;
+        if bytes.len() > num_left {
+            return Err(Error::Config(format!(
+                "{} bytes, but only {num_left} of the {} reserved are left; nothing was written",
+                bytes.len(),
+                self.num_bytes
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// Operations of clients.
+impl Server {
+    pub(super) fn reserve(
+        &mut self,
+        cx: &mut ReactorContext,
+        holder: Holder,
+        key: &[u8],
+        (arrival, deadline): (Arrival, Option<Instant>),
+    ) -> Result<()> {
+        if !self.admit(cx, holder)? {
+            return Ok(());
+        }
+        let footprint = footprint(key, arrival.num_bytes);
+        self.arrivals.insert(holder, arrival);
+        let now = clock::now();
+        self.state.reserve(holder, key, footprint, deadline, now);
+        Ok(())
+    }
+
+    /// A reservation has its space.
+    pub(super) fn reserved(&mut self, cx: &mut ReactorContext, holder: Holder) {
+        let (session, operation) = holder;
+        let num_bytes = self.arrivals.get(&holder).map(|arrival| arrival.num_bytes);
+        let allocated = num_bytes.map(|num_bytes| self.allocate(cx, num_bytes));
+        let Some(arrival) = self.arrivals.get_mut(&holder) else {
+            return self.state.release(holder, clock::now());
+        };
+        match allocated {
+            Some(Ok(allocated)) => arrival.allocated = Some(allocated),
+            Some(Err(error)) => return self.refuse_reservation(cx, holder, operation, error),
+            None => {}
+        }
+        match arrival.put.take() {
+            Some(bytes) => self.write_allocated(cx, holder, operation, bytes),
+            None => StoreMessage::Reserved.send(cx, session, operation),
+        }
+    }
+
+    fn allocate(&self, cx: &ReactorContext, num_bytes: u64) -> Result<Allocated> {
+        let len = usize::try_from(num_bytes).unwrap_or(usize::MAX);
+        if len <= INLINE_CAP {
+            let buffer = Buffer::zeroed(len);
+            let memory = None;
+            return Ok(Allocated { buffer, memory });
+        }
+        let memory = self.exchange.exact_memory(cx, len)?;
+        let lent = self.exchange.lend(Arc::clone(&memory), len);
+        let buffer = lent.ok_or_else(|| Error::Exhausted(format!("no memory for {len} bytes")))?;
+        let memory = Some(memory);
+        Ok(Allocated { buffer, memory })
+    }
+
+    /// Ends a reservation with an error, which answers this operation.
+    fn refuse_reservation(
+        &mut self,
+        cx: &mut ReactorContext,
+        holder: Holder,
+        operation: u64,
+        error: Error,
+    ) {
+        self.remove_arrival(cx, holder);
+        self.state.release(holder, clock::now());
+        StoreMessage::Refused(error).send(cx, holder.0, operation);
+    }
+
+    /// Drops the bytes of a reservation; those that are being read when the read has ended.
+    pub(super) fn remove_arrival(&mut self, cx: &mut ReactorContext, holder: Holder) -> bool {
+        let Some(arrival) = self.arrivals.remove(&holder) else {
+            return false;
+        };
+        if let Some(transfer) = arrival.transfer {
+            self.exchange.engine.fail(cx, transfer, &ended());
+        }
+        true
+    }
+
+    pub(super) fn write(
+        &mut self,
+        cx: &mut ReactorContext,
+        holder: Holder,
+        operation: u64,
+        bytes: Carried<'_>,
+    ) -> Result<()> {
+        let arrival = self.arrivals.get(&holder);
+        let Some(arrival) = arrival.filter(|arrival| arrival.allocated.is_some()) else {
+            StoreMessage::Refused(ended()).send(cx, holder.0, operation);
+            return Ok(());
+        };
+        match arrival.check_write(&bytes) {
+            Ok(()) => self.write_allocated(cx, holder, operation, bytes),
+            Err(error @ Error::Config(_)) => {
+                StoreMessage::Refused(error).send(cx, holder.0, operation);
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    fn write_allocated(
+        &mut self,
+        cx: &mut ReactorContext,
+        holder: Holder,
+        operation: u64,
+        bytes: Carried<'_>,
+    ) {
+        match bytes {
+            Carried::Inline(bytes) => {
+                if let Some(arrival) = self.arrivals.get(&holder)
+                    && let Some(allocated) = &arrival.allocated
+                {
+                    allocated.buffer.write(arrival.num_written, &bytes);
+                }
+                self.state.end_write(holder, clock::now());
+                self.written(cx, holder, operation, bytes.len());
+            }
+            Carried::Offered(buffer) => self.begin_read(cx, holder, operation, &buffer),
+        }
+    }
+
+    fn begin_read(
+        &mut self,
+        cx: &mut ReactorContext,
+        holder: Holder,
+        operation: u64,
+        offered: &BufferDescription,
+    ) {
+        let Some(arrival) = self.arrivals.get_mut(&holder) else {
+            return;
+        };
+        let Some(Allocated {
+            buffer,
+            memory: Some(memory),
+        }) = &arrival.allocated
+        else {
+            return;
+        };
+        let engine = &mut self.exchange.engine;
+        let (owner, at) = (cx.token(), arrival.num_written as u64);
+        engine.add_source(holder.0, operation, offered.source());
+        let transfer = engine.add(TransferRequest {
+            owner,
+            pieces: Arc::new(Pieces::at(at, offered.len as u64)),
+            ..offered.transfer(holder.0, operation, Arc::clone(memory))
+        });
+        let write = PendingWrite {
+            holder,
+            operation,
+            _buffer: buffer.clone(),
+        };
+        self.writes.insert(owner, write);
+        arrival.transfer = Some(transfer);
+        self.state.begin_write(holder);
+        engine.enqueue(cx, transfer);
+    }
+
+    /// The read of a write has ended.
+    pub(super) fn arrived(&mut self, cx: &mut ReactorContext, completion: Completion) {
+        let Some(write) = self.writes.remove(&completion.owner) else {
+            return;
+        };
+        let (holder, operation) = (write.holder, write.operation);
+        let engine = &mut self.exchange.engine;
+        engine.remove_source(cx, holder.0, operation, &ended());
+        let outcome = completion.outcome;
+        let outcome = outcome.map_err(|error| error.into_error(|_| "a write differs".to_owned()));
+        if let Err(error @ (Error::Protocol(_) | Error::PeerLost { .. })) = &outcome {
+            cx.fail(holder.0, error.clone());
+        }
+        let Some(arrival) = self.arrivals.get_mut(&holder) else {
+            // The reservation has ended, and a put has its answer.
+            if operation != holder.1 {
+                StoreMessage::Refused(ended()).send(cx, holder.0, operation);
+            }
+            return;
+        };
+        arrival.transfer = None;
+        self.state.end_write(holder, clock::now());
+        match outcome {
+            Ok(()) => {
+                let num_bytes = completion.pieces.num_bytes as usize;
+                self.written(cx, holder, operation, num_bytes);
+            }
+            Err(error) if operation == holder.1 => {
+                self.refuse_reservation(cx, holder, operation, error);
+            }
+            Err(error) => StoreMessage::Refused(error).send(cx, holder.0, operation),
+        }
+    }
+
+    /// Bytes of a write are here.
+    fn written(
+        &mut self,
+        cx: &mut ReactorContext,
+        holder: Holder,
+        operation: u64,
+        num_bytes: usize,
+    ) {
+        let Some(arrival) = self.arrivals.get_mut(&holder) else {
+            return;
+        };
+        arrival.num_written += num_bytes;
+        if !arrival.is_put(holder) {
+            StoreMessage::Done.send(cx, holder.0, operation);
+        }
+        if !arrival.is_in_hash_queue {
+            arrival.is_in_hash_queue = true;
+            self.hash_queue.push_back(holder);
+        }
+    }
+
+    /// Hashes a slice of the reservation whose turn it is; whether there was any.
+    pub(super) fn run_hash_slice(&mut self, cx: &mut ReactorContext) -> bool {
+        let Some(holder) = self.hash_queue.pop_front() else {
+            return false;
+        };
+        if let Some(arrival) = self.arrivals.get_mut(&holder)
+            && let Some(allocated) = &arrival.allocated
+        {
+            let (buffer, end) = (&allocated.buffer, arrival.num_written);
+            arrival.is_in_hash_queue = !arrival.hasher.run_slice(buffer, 0, end);
+            if arrival.is_in_hash_queue {
+                self.hash_queue.push_back(holder);
+            } else {
+                self.finish(cx, holder);
+                self.advance(cx);
+            }
+        }
+        true
+    }
+
+    pub(super) fn begin_commit(
+        &mut self,
+        cx: &mut ReactorContext,
+        holder: Holder,
+        (operation, checksum, record): (u64, u64, Cow<'_, [u8]>),
+    ) -> Result<()> {
+        let arrival = self.arrivals.get_mut(&holder);
+        let Some(arrival) = arrival.filter(|arrival| arrival.allocated.is_some()) else {
+            StoreMessage::Refused(ended()).send(cx, holder.0, operation);
+            return Ok(());
+        };
+        if arrival.transfer.is_some() || arrival.commit.is_some() {
+            return Err(Error::protocol("a commit that is not to come"));
+        }
+        let (num_written, num_bytes) = (arrival.num_written as u64, arrival.num_bytes);
+        if num_written < num_bytes {
+            let short = Error::Config(format!(
+                "{num_written} of {num_bytes} reserved bytes were written; the reservation is aborted"
+            ));
+            self.refuse_reservation(cx, holder, operation, short);
+            return Ok(());
+        }
+        arrival.commit = Some(PendingCommit {
+            operation,
+            record: record.into(),
+            checksum: Some(checksum),
+        });
+        self.finish(cx, holder);
+        Ok(())
+    }
+
+    pub(super) fn set_checksum(&mut self, cx: &mut ReactorContext, holder: Holder, checksum: u64) {
+        // Without a reservation, its answer was on its way.
+        if let Some(arrival) = self.arrivals.get_mut(&holder)
+            && let Some(commit) = &mut arrival.commit
+        {
+            commit.checksum = Some(checksum);
+            self.finish(cx, holder);
+        }
+    }
+
+    /// Commits a reservation if everything of it is here and matches.
+    fn finish(&mut self, cx: &mut ReactorContext, holder: Holder) {
+        let arrival = self.arrivals.get(&holder);
+        if !arrival.is_some_and(Arrival::is_complete) {
+            return;
+        }
+        let Some(Arrival {
+            num_bytes,
+            ttl,
+            allocated: Some(Allocated { buffer, memory }),
+            hasher,
+            commit:
+                Some(PendingCommit {
+                    operation,
+                    record,
+                    checksum: Some(expected),
+                }),
+            ..
+        }) = self.arrivals.remove(&holder)
+        else {
+            return;
+        };
+        let (num_record, checksum) = (record.len() as u64, hasher.finish(&record));
+        if checksum != expected {
+            let text = "the bytes that came differ from the checksum of those that were written; nothing was committed";
+            let corrupt = Error::Corrupt(text.to_owned());
+            return self.refuse_reservation(cx, holder, operation, corrupt);
+        }
+        let content = Arc::new(Content {
+            buffer,
+            memory,
+            record,
+            checksum,
+        });
+        let now = clock::now();
+        let sized = (content, num_bytes, num_record);
+        let is_committed = self.state.commit(holder, sized, ttl, now);
+        let outcome = if is_committed { Ok(()) } else { Err(ended()) };
+        super::answer(cx, (holder.0, operation), outcome);
+    }
+}
+
+fn ended() -> Error {
+    Error::Timeout("the reservation has ended; nothing was committed".to_owned())
+}

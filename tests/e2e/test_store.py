@@ -1,0 +1,147 @@
+"""Instances that share a store: P and D that have never heard of each other, and both beside a handoff."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.launch.deployment import Instance
+from tests.e2e.client import COMPLETIONS, Servers, completion, get, prompt, until
+from tests.e2e.groups import STORE_CHUNK as CHUNK
+from tests.e2e.identity import BY_ID, Said, ask, differences
+
+NUM_TOKENS = 6 * CHUNK + 9
+
+
+def said(url: str, body: dict[str, Any]) -> Said:
+    return Said.of(ask(url, COMPLETIONS, body | BY_ID)[0])
+
+
+def chunks(instance: Instance, result: str, reason: str = "") -> float:
+    """Chunks that an instance counts."""
+    lines = get(instance.url, "/metrics").decode().splitlines()
+    wanted = [f'result="{result}"'] + ([f'reason="{reason}"'] if reason else [])
+    found = [line for line in lines if line.startswith("vllm:kvpipe_store_chunks_total{")]
+    return sum(float(line.rpartition(" ")[2]) for line in found if all(label in line for label in wanted))
+
+
+def stored(instance: Instance, folder: Path, body: dict[str, Any]) -> list[Path]:
+    """Has an instance compute a prompt, and returns the files of its chunks in the order of their age."""
+    before = set(folder.iterdir())
+    said(instance.url, body | {"max_tokens": 1})
+    num_chunks = len(body["prompt"]) // CHUNK
+
+    def new() -> list[Path]:
+        return [path for path in set(folder.iterdir()) - before if "." not in path.name]
+
+    until(lambda: len(new()) == num_chunks)
+    return sorted(new(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def is_right(servers: Servers, instance: Instance, body: dict[str, Any]) -> bool:
+    return not differences([said(servers.undivided.url, body)], [said(instance.url, body)])
+
+
+def test_what_prefill_has_stored_decode_loads_and_answers_as_one_instance(sharing: Servers, folder: Path) -> None:
+    for seed, length in enumerate((NUM_TOKENS, 4 * CHUNK, 4 * CHUNK - 1, CHUNK + 1), start=300):
+        body = completion(prompt(length, seed=seed))
+        stored(sharing.prefill, folder, body)
+        before = chunks(sharing.decode, "loaded")
+        assert is_right(sharing, sharing.decode, body)
+        until(lambda before=before, length=length: chunks(sharing.decode, "loaded") - before == length // CHUNK)
+
+
+@pytest.mark.parametrize("more", [{"temperature": 1.2, "top_p": 0.9}, {"temperature": 0.8, "n": 2}])
+def test_sampled_and_parallel_answers_are_those_of_one_instance(
+    sharing: Servers, folder: Path, more: dict[str, Any]
+) -> None:
+    # vLLM on CPU dies of a seeded request that is computed in several chunks.
+    body = completion(prompt(3 * CHUNK + 5, seed=310 + len(more) + ("n" in more)))
+    stored(sharing.prefill, folder, body)
+    assert is_right(sharing, sharing.decode, body | {"seed": 11, **more})
+
+
+def test_another_prefill_loads_what_the_first_has_stored_and_adds_what_is_new(sharing: Servers, folder: Path) -> None:
+    shared = prompt(4 * CHUNK, seed=320)
+    stored(sharing.prefill, folder, completion(shared))
+    longer = completion(shared + prompt(2 * CHUNK + 3, seed=321))
+    before = {path.name for path in folder.iterdir()}
+    assert is_right(sharing, sharing.decode, longer)
+    until(lambda: len({path.name for path in folder.iterdir() if "." not in path.name} - before) == 2)
+    assert is_right(sharing, sharing.prefill, longer)
+
+
+def flip(path: Path) -> None:
+    """Changes one chunk by hand, in the middle of its content, to other numbers of the same kind."""
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2 & ~3
+    for at in range(middle, middle + 4096, 4):
+        data[at + 3] ^= 0x80  # the sign of a float32
+    path.unlink()
+    path.write_bytes(data)
+
+
+def test_a_chunk_that_was_changed_by_hand_is_a_miss_and_the_answer_right(sharing: Servers, folder: Path) -> None:
+    body = completion(prompt(NUM_TOKENS, seed=330))
+    files = stored(sharing.prefill, folder, body)
+    flip(files[2])
+    assert is_right(sharing, sharing.decode, body)
+    until(lambda: chunks(sharing.decode, "missed", "corrupt") > 0)
+
+
+def test_without_the_check_a_changed_chunk_would_make_the_answer_wrong(
+    sharing: Servers, folder: Path, order: Path
+) -> None:
+    body = completion(prompt(NUM_TOKENS, seed=331))
+    files = stored(sharing.prefill, folder, body)
+    for file in files:
+        flip(file)
+    order.write_text("unchecked")
+    try:
+        assert not is_right(sharing, sharing.decode, body)
+    finally:
+        order.unlink()
+
+
+REMOVED: dict[str, Callable[[list[Path]], list[Path]]] = {"the first": lambda files: files[:1], "all": list}
+
+
+@pytest.mark.parametrize("which", REMOVED)
+def test_chunks_that_are_gone_are_computed(sharing: Servers, folder: Path, which: str) -> None:
+    body = completion(prompt(NUM_TOKENS, seed=340 + len(which)))
+    for file in REMOVED[which](stored(sharing.prefill, folder, body)):
+        file.unlink()
+    assert is_right(sharing, sharing.decode, body)
+
+
+def saved(instance: Instance, body: dict[str, Any]) -> None:
+    """Has an instance compute a prompt, and waits until its chunks are saved. Steps show what is."""
+    expected = chunks(instance, "saved") + len(body["prompt"]) // CHUNK
+    said(instance.url, body | {"max_tokens": 1})
+    until(lambda: said(instance.url, completion(prompt(3))) and chunks(instance, "saved") == expected)
+
+
+def test_a_handoff_comes_by_the_pipe_and_a_request_without_one_from_the_store(pipe_and_store: Servers) -> None:
+    servers, body = pipe_and_store, completion(prompt(NUM_TOKENS, seed=350))
+    text, handoff = servers.answer(servers.through("sequential"), COMPLETIONS, body)
+    assert text == servers.expected(COMPLETIONS, body)
+    assert servers.result(handoff)["result"] == "full"
+    assert chunks(servers.decode, "loaded") == 0
+    other = completion(prompt(NUM_TOKENS, seed=351))
+    saved(servers.prefill, other)
+    assert is_right(servers, servers.decode, other)
+    until(lambda: chunks(servers.decode, "loaded") == NUM_TOKENS // CHUNK)
+    servers.come_to_rest()
+
+
+def test_a_handoff_of_a_prompt_that_prefill_has_from_the_store_is_complete(pipe_and_store: Servers) -> None:
+    servers, body = pipe_and_store, completion(prompt(NUM_TOKENS, seed=352))
+    saved(servers.decode, body)
+    other = body | {"prompt": body["prompt"] + prompt(CHUNK, seed=353)}
+    before = chunks(servers.prefill, "loaded")
+    text, handoff = servers.answer(servers.through("sequential"), COMPLETIONS, other)
+    assert text == servers.expected(COMPLETIONS, other)
+    assert servers.result(handoff)["result"] == "full"
+    assert chunks(servers.prefill, "loaded") - before == NUM_TOKENS // CHUNK
+    servers.come_to_rest()

@@ -1,0 +1,74 @@
+"""Which implementation a URL names."""
+
+import subprocess
+import sys
+
+import pytest
+
+from kvpipe.exceptions import ConfigError
+from kvpipe.store import LocalStore, open_store
+from kvpipe.store.urls import redact, resolve_url
+
+
+class OwnStore(LocalStore):
+    """A user's own."""
+
+    @classmethod
+    def open(cls, url, *, token=None, timeout=10):
+        store = cls()
+        store.opened_with = (url, token, timeout)
+        return store
+
+
+class NoStore:
+    """Not a store."""
+
+
+def test_a_scheme_names_its_implementation():
+    with open_store("local://") as store:
+        assert type(store) is LocalStore
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected"), [("", ""), (":", ""), (":/folder", "/folder"), (":a://b:1/c", "a://b:1/c")]
+)
+def test_a_users_class_is_opened_with_what_follows_it(rest, expected):
+    with open_store(f"tests.store.test_urls:OwnStore{rest}", "secret", 3) as store:
+        assert isinstance(store, LocalStore)
+        assert store.opened_with == (expected, "secret", 3)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("ftp://host", "store URL 'ftp://host': expected kvpipe://host:port"),
+        ("", "store URL '': expected"),
+        ("host:1", "store URL 'host:1': expected"),
+        ("no.such.module:Class", "no.such.module:Class cannot be imported: No module named"),
+        ("tests.store.test_urls:Missing", "tests.store.test_urls:Missing cannot be imported"),
+        ("tests.store.test_urls:NoStore", "is no subclass of kvpipe.store.KVStore"),
+    ],
+)
+def test_a_url_that_names_nothing_is_an_error_that_says_what_is_expected(url, message):
+    with pytest.raises(ConfigError) as caught:
+        resolve_url(url)
+    assert message in str(caught.value)
+
+
+def test_a_password_is_in_no_message():
+    assert redact("redis://user:geheim@host:1/0") == "redis://user:…@host:1/0"
+    assert redact("rediss://:geheim@host") == "rediss://:…@host"
+    assert redact("kvpipe://host:1") == "kvpipe://host:1"
+    with pytest.raises(ConfigError) as caught:
+        resolve_url("ftp://user:geheim@host")
+    assert "geheim" not in str(caught.value)
+
+
+def test_no_implementation_is_imported_before_it_is_named():
+    program = (
+        "import sys, kvpipe.store.urls\n"
+        "names = ('redis', 'glide_sync', 'kvpipe.store.valkey', 'kvpipe.store.remote')\n"
+        "print([name for name in names if name in sys.modules])"
+    )
+    found = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert found.strip() == "[]"

@@ -1,0 +1,56 @@
+"""Engines with the store connector: vLLM's scheduler for real, its model runner played by the tests."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.connector.conftest import HAS_VLLM, log, tiny_model
+
+if HAS_VLLM:
+    import tests.store_connector.engine
+else:
+    collect_ignore_glob = ["test_*.py"]
+
+__all__ = ["log", "tiny_model"]
+
+
+@pytest.fixture(scope="session")
+def config(tiny_model: str) -> Any:
+    """A real configuration of vLLM."""
+    return tests.store_connector.engine.store_config(tiny_model, "unused")
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """The store of a test."""
+    from tests.store_connector.stores import SharedStore  # noqa: PLC0415
+
+    name = uuid.uuid4().hex
+    store = SharedStore.open(name)
+    store.name = name
+    yield store
+    store.is_open.set()
+    del SharedStore.of[name]
+
+
+@pytest.fixture
+def new_engine(tiny_model: str, store: Any) -> Iterator[Callable[..., Any]]:
+    """Makes engines on one store; arguments are settings of the connector, or of vLLM."""
+    engine, engines = tests.store_connector.engine, []
+
+    def make(**extra: Any) -> Any:
+        engines.append(engine.Engine(tiny_model, store.name, **extra))
+        return engines[-1]
+
+    yield make
+    store.is_open.set()
+    for each in engines:
+        each.close()
+
+
+@pytest.fixture
+def engine(new_engine: Callable[..., Any]) -> Any:
+    """An engine with the connector's default settings."""
+    return new_engine()

@@ -1,0 +1,286 @@
+"""The store connector in vLLM's scheduler: what is saved, what is loaded, and that no other KV is computed on."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from kvpipe.store_connector.chunk import HEADER_BYTES
+from kvpipe.transfer_params import consume
+from tests.connector.engine import BLOCK
+from tests.store_connector.engine import CHUNK, Engine, answered
+
+pytestmark = pytest.mark.vllm
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{seed} {length}").choices(range(10, 2000), k=length)
+
+
+def stored(engine: Engine, tokens: list[int]) -> None:
+    """Has an engine compute a prompt, and waits until its chunks are in the store."""
+    assert engine.answer(tokens, 1) == answered(tokens, 1)
+    engine.saved()
+
+
+def test_the_full_chunks_of_a_prompt_are_saved_and_nothing_else(engine: Engine, store: Any) -> None:
+    stored(engine, prompt(3 * CHUNK + 5))
+    assert len(store.keys) == engine.count("saved") == 3
+    stored(engine, prompt(CHUNK - 1))
+    assert len(store.keys) == 3
+
+
+def test_another_engine_loads_what_the_first_has_stored(new_engine: Any, store: Any) -> None:
+    first, second = new_engine(), new_engine()
+    tokens = prompt(5 * CHUNK + 7)
+    stored(first, tokens)
+    request = second.add(tokens)
+    second.until(request.is_finished)
+    assert second.answers[request.request_id] == answered(tokens)
+    assert second.num_computed[request.request_id] == 7 + 2
+    assert second.count("loaded") == 5
+    assert second.count("saved") == 0
+
+
+def test_a_prompt_that_is_stored_to_its_end_computes_its_last_token_only(new_engine: Any) -> None:
+    tokens = prompt(3 * CHUNK)
+    stored(new_engine(), tokens)
+    engine = new_engine()
+    request = engine.add(tokens, max_tokens=1)
+    engine.until(request.is_finished)
+    assert engine.num_computed[request.request_id] == 1
+    assert engine.answers[request.request_id] == answered(tokens, 1)
+
+
+def test_chunks_that_exist_are_not_saved_again(new_engine: Any, store: Any) -> None:
+    tokens = prompt(4 * CHUNK)
+    stored(new_engine(), tokens)
+    assert store.num_puts == 4
+    longer = tokens + prompt(2 * CHUNK, seed=1)
+    stored(new_engine(role="kv_producer"), longer)
+    assert store.num_puts == 6
+
+
+def test_one_question_is_asked_for_all_chunks_of_a_prompt(engine: Engine, store: Any) -> None:
+    engine.answer(prompt(6 * CHUNK + 1))
+    assert [len(keys) for keys in store.lookups] == [6]
+
+
+def test_only_the_blocks_that_are_not_here_are_loaded_when_the_own_cache_ends_within_a_chunk(new_engine: Any) -> None:
+    tokens = prompt(4 * CHUNK)
+    stored(new_engine(), tokens)
+    engine = new_engine()
+    engine.answer(tokens[: CHUNK + BLOCK + 2], 1)  # a chunk and a half
+    table = engine.add(tokens, 1)
+    engine.until(table.is_finished)
+    assert engine.num_computed[table.request_id] == 1
+    assert engine.answers[table.request_id] == answered(tokens, 1)
+
+
+def test_a_longer_prefix_of_another_prompt_is_shared(new_engine: Any) -> None:
+    tokens = prompt(4 * CHUNK)
+    stored(new_engine(), tokens)
+    engine = new_engine()
+    other = tokens[: 2 * CHUNK] + prompt(2 * CHUNK, seed=3)
+    assert engine.answer(other) == answered(other)
+    assert engine.count("loaded") == 2
+
+
+def test_a_load_that_fails_within_a_chunk_that_is_here_in_part_is_computed_from_there(
+    new_engine: Any, store: Any
+) -> None:
+    tokens = prompt(4 * CHUNK)
+    stored(new_engine(), tokens)
+    _, second, third, _ = store.lookups[0]
+    for gone in (third, second):
+        engine = new_engine()
+        engine.answer(tokens[: CHUNK + BLOCK + 2], 1)
+        store.on_select = lambda _, gone=gone: store.delete([gone])
+        assert engine.answer(tokens) == answered(tokens)
+        engine.saved()
+
+
+def test_a_step_with_synchronous_loads_of_another_connector_saves_nothing(
+    engine: Engine, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = engine.role.build_metadata
+
+    def beside_others(output: Any) -> Any:
+        output.has_sync_kv_loads = True
+        return build(output)
+
+    monkeypatch.setattr(engine.role, "build_metadata", beside_others)
+    request = engine.add(prompt(2 * CHUNK), 3)
+    engine.until(lambda: request.num_output_tokens)
+    engine.saved()
+    assert store.num_puts == 0
+    monkeypatch.undo()
+    engine.until(request.is_finished)
+    engine.saved()
+    assert store.num_puts == 2
+
+
+def test_a_consumer_saves_nothing(new_engine: Any, store: Any) -> None:
+    engine = new_engine(role="kv_consumer")
+    tokens = prompt(3 * CHUNK)
+    assert engine.answer(tokens) == answered(tokens)
+    assert store.num_puts == 0
+
+
+def test_a_request_waits_for_the_answer_and_no_step_does(engine: Engine, store: Any) -> None:
+    engine.answer(prompt(BLOCK))  # the workers have reported
+    store.is_open.clear()
+    began = time.monotonic()
+    request = engine.add(prompt(2 * CHUNK))
+    for _ in range(5):
+        assert engine.step().total_num_scheduled_tokens == 0
+    assert time.monotonic() - began < 1
+    store.is_open.set()
+    engine.until(request.is_finished)
+
+
+def test_a_request_is_computed_when_the_answer_does_not_come_in_time(new_engine: Any, store: Any) -> None:
+    engine = new_engine(lookup_timeout_s=0.05)
+    store.is_open.clear()
+    tokens = prompt(2 * CHUNK)
+    assert engine.answer(tokens) == answered(tokens)
+    assert engine.count("decisions", "lookup_timeout") == 1
+
+
+def test_a_store_that_fails_is_left_alone_after_three_failures(engine: Engine, store: Any) -> None:
+    store.failure = ConnectionResetError("by the test")
+    for seed in range(6):
+        tokens = prompt(2 * CHUNK, seed)
+        assert engine.answer(tokens) == answered(tokens)
+    assert len(store.lookups) == 3
+    assert engine.count("decisions", "breaker") == 3
+    assert engine.stats["breakers"]["load"] == "open"
+
+
+def test_a_chunk_that_is_gone_is_computed_and_saved_again(new_engine: Any, store: Any) -> None:
+    tokens = prompt(4 * CHUNK + 1)
+    stored(new_engine(), tokens)
+    gone = store.lookups[0][2]
+    store.on_select = lambda key: store.delete([gone])
+    engine = new_engine()
+    assert engine.answer(tokens) == answered(tokens)
+    assert (engine.count("loaded"), engine.count("missed", "missing")) == (2, 2)
+    engine.saved()
+    assert gone in store.keys
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+WRONG = {
+    "corrupt": lambda data, other: flipped(data, len(data) // 2),
+    "short": lambda data, other: data[:-1],
+    "foreign": lambda data, other: other,
+}
+
+
+@pytest.mark.parametrize("reason", WRONG)
+def test_a_chunk_that_is_not_what_its_name_says_is_a_miss_and_replaced(
+    new_engine: Any, store: Any, reason: str
+) -> None:
+    tokens = prompt(4 * CHUNK)
+    stored(new_engine(), tokens)
+    _, second, third, _ = store.lookups[0]
+    right = store.read(second)
+    store.replace(second, WRONG[reason](right, store.read(third)))
+    engine = new_engine()
+    assert engine.answer(tokens) == answered(tokens)
+    assert (engine.count("loaded"), engine.count("missed", reason)) == (1, 3)
+    engine.saved()
+    assert store.read(second) == right
+
+
+def test_without_the_check_a_corrupt_chunk_would_change_the_answer(
+    new_engine: Any, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(4 * CHUNK)
+    stored(new_engine(), tokens)
+    last = store.lookups[0][-1]
+    store.replace(last, flipped(store.read(last), HEADER_BYTES + 8 * CHUNK - 8))  # the first layer's last slot
+    monkeypatch.setattr("kvpipe.store_connector.loading.fault", lambda *_: "")
+    engine = new_engine(is_checked=False)
+    assert engine.answer([*tokens, 10]) != answered([*tokens, 10])
+
+
+def test_a_load_that_takes_too_long_ends_with_what_it_has_and_writes_nothing_later(new_engine: Any, store: Any) -> None:
+    tokens = prompt(3 * CHUNK)
+    stored(new_engine(), tokens)
+    engine = new_engine(load_timeout_s=0.1)
+    slow = store.lookups[0][1]
+    store.on_select = lambda key: key == slow and store.is_open.clear()
+    assert engine.answer(tokens) == answered(tokens)
+    assert engine.count("missed", "timeout") + engine.count("loaded") == 3
+    assert engine.count("loaded") < 2
+    others = [engine.add(prompt(3 * CHUNK, seed), 1) for seed in range(1, 9)]
+    store.is_open.set()
+    engine.until(lambda: all(other.is_finished() for other in others))
+
+
+def test_blocks_of_an_aborted_load_are_kept_until_nothing_writes_into_them(
+    new_engine: Any, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(3 * CHUNK)
+    stored(new_engine(), tokens)
+    engine = new_engine()
+    cache = engine.workers[0]._worker._loader._cache
+    scatter, begun, held = cache.scatter, [], threading.Event()
+    monkeypatch.setattr(cache, "scatter", lambda *chunk: (begun.append(None), held.wait(20), scatter(*chunk)))
+    request = engine.add(tokens)
+    engine.until(lambda: begun)
+    engine.abort(request)
+    for _ in range(20):
+        engine.step()
+    assert engine.num_free_blocks < engine.num_blocks - 1
+    held.set()
+    engine.until(engine.is_at_rest)
+
+
+def test_chunks_without_space_on_their_way_are_not_saved_and_counted(new_engine: Any, store: Any) -> None:
+    chunk_bytes = 2 * CHUNK * 8 + 128
+    engine = new_engine(staging_bytes=2 * chunk_bytes)
+    store.on_put = lambda key: store.is_open.clear()
+    assert engine.answer(prompt(4 * CHUNK), 1) == answered(prompt(4 * CHUNK), 1)
+    store.is_open.set()
+    store.on_put = lambda key: None
+    engine.saved()
+    assert (engine.count("saved"), engine.count("skipped", "staging_full")) == (2, 2)
+
+
+def test_a_request_with_a_handoff_is_left_to_the_pipe(new_engine: Any, store: Any) -> None:
+    tokens = prompt(3 * CHUNK)
+    stored(new_engine(), tokens)
+    engine = new_engine()
+    assert engine.answer(tokens, params=consume("ab" * 16, "127.0.0.1:7")) == answered(tokens)
+    assert engine.count("loaded") == 0
+
+
+def test_after_a_reset_nothing_of_before_is_loaded(new_engine: Any, store: Any) -> None:
+    tokens = prompt(3 * CHUNK)
+    stored(new_engine(), tokens)
+    engine = new_engine()
+    engine.scheduler.connector.reset_cache()
+    assert engine.answer(tokens) == answered(tokens)
+    assert engine.count("loaded") == 0
+
+
+def test_preempted_requests_are_answered_right(new_engine: Any, store: Any) -> None:
+    tokens = [prompt(2 * CHUNK, seed) for seed in range(4)]
+    for each in tokens[:2]:
+        stored(new_engine(), each)
+    engine = new_engine(num_blocks=14)
+    requests = [engine.add(each, 3 * BLOCK) for each in tokens]
+    engine.until(lambda: all(request.is_finished() for request in requests))
+    assert sum(request.num_preemptions for request in requests) > 0
+    for each, request in zip(tokens, requests, strict=True):
+        assert engine.answers[request.request_id] == answered(each, 3 * BLOCK)
+    engine.until(engine.is_at_rest)
