@@ -8,11 +8,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 
 from kvpipe import cli, exceptions
 from kvpipe.proxy import ProxyConfig
 from kvpipe.proxy.config import DEFAULT_SPLIT_FROM
 from kvpipe.proxy.metrics import Metrics
+from kvpipe.store import StoreStats
+from kvpipe.store.metrics import StoreMetrics
 
 ROOT = Path(__file__).parents[1]
 LONGEST_PAGE = 200
@@ -137,12 +140,12 @@ def test_the_bound_of_short_prompts_is_documented_with_its_default():
     assert f"The default is {DEFAULT_SPLIT_FROM}:" in text_of("docs/guide/proxy.md")
 
 
-@pytest.mark.parametrize("command", ["up", "proxy"])
+@pytest.mark.parametrize("command", [["up"], ["proxy"], ["store", "serve"]], ids=" ".join)
 def test_every_flag_is_in_the_reference(command, capsys):
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        cli.main([*command, "--help"])
     flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
-    assert "--port" in flags
+    assert "--token" in flags
     assert [flag for flag in flags if f"`{flag}" not in text_of(SETTINGS)] == []
 
 
@@ -153,9 +156,17 @@ def test_every_variable_that_the_product_reads_is_in_the_reference():
     assert {name for name in variables - documented if not name.startswith("KVPIPE_TEST_")} == set()
 
 
+def store_metrics():
+    stats = StoreStats(
+        **dict.fromkeys((field.name for field in dataclasses.fields(StoreStats)), 0) | {"details": {"num_clients": 0}}
+    )
+    exposed = generate_latest(StoreMetrics(lambda: stats).registry).decode()
+    return set(re.findall(r"^# TYPE (\S+)", exposed, re.MULTILINE))
+
+
 def test_every_metric_is_in_the_reference_and_no_other():
     exposed = re.findall(r"^# TYPE (\S+)", Metrics().response().body.decode(), re.MULTILINE)
-    metrics = {name for name in exposed if not name.endswith("_created")}
+    metrics = {name for name in exposed if not name.endswith("_created")} | store_metrics()
     documented = {cell.strip("`") for cell in first_cells(METRICS) if cell.startswith("`kvpipe_")}
     assert documented == metrics != set()
 

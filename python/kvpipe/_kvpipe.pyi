@@ -34,11 +34,18 @@ __all__ = [
     "cuda_device_of",
     "cuda_is_exportable",
     "drain_log",
+    "serde_copy",
+    "serde_decode",
+    "serde_encode",
+    "serde_max_bytes",
     "ucx_info",
 ]
 
 _TensorMeta: TypeAlias = tuple[int, str, Sequence[int]]
 """`(family, dtype, shape)`: family 0 is `None`, 1 torch, 2 numpy."""
+
+_KVLayout: TypeAlias = tuple[str, str, Sequence[int]]
+"""`(dtype, packing, shape)` of `kvpipe.store.serde.Layout`, for the codecs that take it."""
 
 def begin_log(level: int) -> int | None:
     """Gives the first caller in a process a descriptor that is readable after something has been queued for the log.
@@ -77,6 +84,38 @@ def drain_log(level: int) -> tuple[list[tuple[int, str, str]], int]:
 
     Args:
         level: Of the logger `kvpipe`, from now on.
+    """
+
+def serde_copy(data: object, out: object) -> None:
+    """Copies all bytes. Releases the GIL.
+
+    Raises:
+        ConfigError: The sizes differ, or a memory is not contiguous or read-only.
+    """
+
+def serde_decode(codec: str, layout: _KVLayout, data: object, out: object) -> None:
+    """Decodes a stream into `out`, which has the chunk's size. Releases the GIL.
+
+    Raises:
+        ConfigError: The codec or layout is not known, or a memory has another size.
+        CorruptDataError: The stream is another's or was changed. What is in `out` must not be used.
+    """
+
+def serde_encode(codec: str, layout: _KVLayout, data: object, out: object) -> int:
+    """Encodes a chunk into `out`, which has `serde_max_bytes`. Releases the GIL.
+
+    Returns:
+        Size of the stream.
+
+    Raises:
+        ConfigError: As `serde_decode`, or the KV has a value that is not finite.
+    """
+
+def serde_max_bytes(codec: str, layout: _KVLayout) -> int:
+    """The largest size of a stream.
+
+    Raises:
+        ConfigError: The codec or layout is not known.
     """
 
 def ucx_info(wheel_dir: str | Path | None = None) -> dict[str, Any]:
@@ -267,7 +306,7 @@ class OpenedValue:
 
 @final
 class StoreClient:
-    """A client of a store. Operations that hold something have a number, for `release`; all works are waited for at once.
+    """A client of a store. Operations that hold something have a number, for `release`. All works are waited for.
 
     What the operations mean is `kvpipe.store.KVStore`.
     """

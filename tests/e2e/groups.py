@@ -53,7 +53,13 @@ BFLOAT16 = (
 
 
 class Groups:
-    """Starts a group when it is first asked for, and ends the one before."""
+    """Starts a group when it is first asked for, and ends the one before.
+
+    Attributes:
+        store_server: kvpipe's own store, of the group `pipe and store`.
+    """
+
+    store_server: StoreServer
 
     def __init__(self, flip: Path, store: Path) -> None:
         self._flip = flip
@@ -99,9 +105,9 @@ class Groups:
             change_transfer(prefill, lambda config: store_alone(config, f"{FILE_STORE}:{self._store}"))
             change_transfer(decode, lambda config: store_alone(config, f"{FILE_STORE}:{self._store}"))
         elif name == "pipe and store":
-            server = started.enter_context(StoreServer(token=TOKEN))
-            change_transfer(prefill, lambda config: beside_store(config, server.url))
-            change_transfer(decode, lambda config: beside_store(config, server.url))
+            self.store_server = started.enter_context(StoreServer(token=TOKEN))
+            change_transfer(prefill, lambda config: beside_store(config, self.store_server.url))
+            change_transfer(decode, lambda config: beside_store(config, self.store_server.url))
         elif name == "bfloat16":
             for instance in running.deployment.instances:
                 instance.child._command += BFLOAT16

@@ -9,6 +9,7 @@ import pytest
 from kvpipe.launch.deployment import Instance
 from tests.e2e.client import COMPLETIONS, Servers, completion, get, prompt, until
 from tests.e2e.groups import STORE_CHUNK as CHUNK
+from tests.e2e.groups import Groups
 from tests.e2e.identity import BY_ID, Said, ask, differences
 
 NUM_TOKENS = 6 * CHUNK + 9
@@ -115,29 +116,35 @@ def test_chunks_that_are_gone_are_computed(sharing: Servers, folder: Path, which
     assert is_right(sharing, sharing.decode, body)
 
 
-def saved(instance: Instance, body: dict[str, Any]) -> None:
-    """Has an instance compute a prompt, and waits until its chunks are saved. Steps show what is."""
-    expected = chunks(instance, "saved") + len(body["prompt"]) // CHUNK
-    said(instance.url, body | {"max_tokens": 1})
-    until(lambda: said(instance.url, completion(prompt(3))) and chunks(instance, "saved") == expected)
+def until_saved(groups: Groups, num_chunks: float) -> None:
+    """Waits until kvpipe's own store has so many chunks."""
+    until(lambda: groups.store_server.stats().num_values == num_chunks)
 
 
-def test_a_handoff_comes_by_the_pipe_and_a_request_without_one_from_the_store(pipe_and_store: Servers) -> None:
+def test_a_handoff_comes_by_the_pipe_and_a_request_without_one_from_the_store(
+    pipe_and_store: Servers, groups: Groups
+) -> None:
     servers, body = pipe_and_store, completion(prompt(NUM_TOKENS, seed=350))
     text, handoff = servers.answer(servers.through("sequential"), COMPLETIONS, body)
     assert text == servers.expected(COMPLETIONS, body)
     assert servers.result(handoff)["result"] == "full"
     assert chunks(servers.decode, "loaded") == 0
+    until_saved(groups, NUM_TOKENS // CHUNK)
     other = completion(prompt(NUM_TOKENS, seed=351))
-    saved(servers.prefill, other)
+    said(servers.prefill.url, other)
+    until_saved(groups, 2 * (NUM_TOKENS // CHUNK))
     assert is_right(servers, servers.decode, other)
     until(lambda: chunks(servers.decode, "loaded") == NUM_TOKENS // CHUNK)
     servers.come_to_rest()
 
 
-def test_a_handoff_of_a_prompt_that_prefill_has_from_the_store_is_complete(pipe_and_store: Servers) -> None:
+def test_a_handoff_of_a_prompt_that_prefill_has_from_the_store_is_complete(
+    pipe_and_store: Servers, groups: Groups
+) -> None:
     servers, body = pipe_and_store, completion(prompt(NUM_TOKENS, seed=352))
-    saved(servers.decode, body)
+    num_before = groups.store_server.stats().num_values
+    said(servers.decode.url, body)
+    until_saved(groups, num_before + NUM_TOKENS // CHUNK)
     other = body | {"prompt": body["prompt"] + prompt(CHUNK, seed=353)}
     before = chunks(servers.prefill, "loaded")
     text, handoff = servers.answer(servers.through("sequential"), COMPLETIONS, other)

@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvpipe import (
@@ -16,6 +18,7 @@ from kvpipe import (
     CapacityError,
     ConfigError,
     ConnectError,
+    CorruptDataError,
     IncompatiblePeerError,
     LookupBuffer,
     PeerLostError,
@@ -167,6 +170,46 @@ def test_a_server_that_is_stopped_ends_a_call_soon_after_its_timeout():
         assert store.put(b"key", b"x")
 
 
+def test_a_value_that_changes_in_memory_is_found_corrupt_and_deleted(server, store):
+    marker = os.urandom(64)
+    data = bytearray(1 << 20)
+    data[1000:1064] = marker
+    assert store.put(b"key", data)
+    data[1000:1064] = bytes(64)
+    with store.select(b"key") as value:
+        assert value.read()[1000:1064] == marker
+        rot_in_memory(marker)
+        with pytest.raises(CorruptDataError, match="deleted"):
+            value.read()
+    assert store.exists([b"key"]) == [False]
+    stats = server.stats()
+    assert (stats.num_corrupt, stats.num_values, stats.num_bytes) == (1, 0, 0)
+
+
+def rot_in_memory(marker):
+    """Changes a bit wherever these bytes are in this process, but for the object that holds them."""
+    kept, num_changed = id(marker), 0
+    with Path("/proc/self/maps").open() as maps, Path("/proc/self/mem").open("r+b", buffering=0) as memory:
+        for line in maps:
+            area, access, *_ = line.split()
+            start, end = (int(part, 16) for part in area.split("-"))
+            if not access.startswith("rw") or "[v" in line or end - start > 256 << 20:
+                continue
+            memory.seek(start)
+            try:
+                content = memory.read(end - start)
+            except OSError:
+                continue
+            at = content.find(marker)
+            while at >= 0:
+                if not kept <= start + at < kept + 256:
+                    memory.seek(start + at)
+                    memory.write(bytes([marker[0] ^ 1]))
+                    num_changed += 1
+                at = content.find(marker, at + 1)
+    assert num_changed > 0
+
+
 def test_another_token_is_refused(server):
     with pytest.raises(AuthenticationError):
         RemoteStore.open(server.url, token="other")
@@ -229,7 +272,23 @@ def test_what_a_client_holds_is_bounded_and_others_go_on(server, store):
     store.select(b"key").close()
 
 
+def test_data_of_any_format_is_its_bytes_and_must_be_contiguous(store):
+    tensor = np.arange(20_000, dtype=np.float32).reshape(100, 200)
+    assert store.put(b"a", tensor)
+    assert store.put(b"b", np.empty((0, 3)))
+    with store.reserve(b"c", tensor.nbytes) as reservation:
+        reservation.write(tensor)
+        reservation.commit()
+    for key, data in ((b"a", tensor.tobytes()), (b"b", b""), (b"c", tensor.tobytes())):
+        with store.select(key) as value:
+            assert value.read() == data
+    with pytest.raises(ConfigError, match="contiguous"):
+        store.put(b"d", tensor[:, ::2])
+
+
 def test_values_larger_than_the_store_are_refused(store):
+    with pytest.raises(ConfigError, match="capacity"):
+        store.reserve(b"key", 1 << 70)
     with pytest.raises(ConfigError, match="capacity is 67108864"):
         store.put(b"key", bytes(64 << 20))
 

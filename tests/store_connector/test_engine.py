@@ -5,9 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
+from pathlib import Path  # noqa: TC003 - as in the other tests
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+from vllm.v1.request import RequestStatus
 
 from kvpipe.store_connector.chunk import HEADER_BYTES
 from kvpipe.transfer_params import consume
@@ -284,3 +289,55 @@ def test_preempted_requests_are_answered_right(new_engine: Any, store: Any) -> N
     for each, request in zip(tokens, requests, strict=True):
         assert engine.answers[request.request_id] == answered(each, 3 * BLOCK)
     engine.until(engine.is_at_rest)
+
+
+def test_a_store_that_is_slower_than_prefill_is_tried_once_and_not_used_then(new_engine: Any, store: Any) -> None:
+    prompts = [prompt(2 * CHUNK, seed) for seed in range(5)]
+    first = new_engine()
+    for tokens in prompts:
+        stored(first, tokens)
+    store.on_select = lambda key: time.sleep(0.1)
+    engine = new_engine(always_load=False)
+    engine.answer(prompt(8 * CHUNK, seed=9))  # the speed of prefill is known
+    for tokens in prompts:
+        assert engine.answer(tokens) == answered(tokens)
+    assert engine.count("decisions", "unmeasured") == 1
+    assert engine.count("decisions", "slower") == 4
+
+
+def test_with_fail_a_chunk_that_is_gone_fails_its_request_and_frees_its_blocks(new_engine: Any, store: Any) -> None:
+    tokens = prompt(3 * CHUNK)
+    stored(new_engine(), tokens)
+    store.on_select = lambda key: store.delete([key])
+    engine = new_engine(on_load_failure="fail")
+    request = engine.add(tokens)
+    engine.until(request.is_finished)
+    assert request.status == RequestStatus.FINISHED_ERROR
+    engine.until(engine.is_at_rest)
+
+
+def adapter(folder: Path, content: str) -> LoRARequest:
+    """An adapter with these settings, instead of the one that was there."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(content)
+    save_file({"a": torch.zeros(2)}, folder / "adapter_model.safetensors")
+    return LoRARequest("style", 1, str(folder))
+
+
+def test_the_chunks_of_an_adapter_are_its_contents_own(new_engine: Any, store: Any, tmp_path: Path) -> None:
+    # vLLM's hashes name the adapter and its path, not its content.
+    tokens = prompt(3 * CHUNK)
+    for content, num_loaded in (("{}", 0), ("{}", 3), ('{"r": 8}', 0), (None, 0)):
+        used = None if content is None else adapter(tmp_path / "style", content)
+        engine = new_engine()
+        assert engine.answer(tokens, lora_request=used) == answered(tokens)
+        assert engine.count("loaded") == num_loaded
+        engine.saved()
+    assert len(store.keys) == 9
+
+
+def test_an_adapter_whose_files_cannot_be_compared_does_not_use_the_store(engine: Engine, store: Any) -> None:
+    tokens = prompt(3 * CHUNK)
+    assert engine.answer(tokens, lora_request=LoRARequest("style", 1, "/no/such/adapter")) == answered(tokens)
+    assert engine.count("decisions", "adapter") == 1
+    assert (store.num_puts, store.lookups) == (0, [])

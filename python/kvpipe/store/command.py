@@ -86,7 +86,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _serve_metrics(stack: ExitStack, server: StoreServer, port: int) -> None:
     try:
-        from kvpipe.store.metrics import StoreMetrics  # noqa: PLC0415 - of an extra
+        from kvpipe.store.metrics import StoreMetrics  # of an extra
     except ModuleNotFoundError as error:
         if error.name != "prometheus_client":
             raise

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from kvpipe.exceptions import ClosedError
 
@@ -35,7 +34,7 @@ _COUNTERS = {
 }
 
 
-class StoreMetrics(Collector):
+class StoreMetrics:
     """Reads the counters of a server at each scrape."""
 
     def __init__(self, stats: Callable[[], StoreStats]) -> None:
@@ -61,4 +60,5 @@ class StoreMetrics(Collector):
         Raises:
             OSError: The port cannot be listened on.
         """
-        return start_http_server(port, host, self.registry)
+        serving: tuple[WSGIServer, Thread] = start_http_server(port, host, self.registry)
+        return serving

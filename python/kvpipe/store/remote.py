@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 
 # What one message has at most.
 _KEYS_PER_QUESTION = 1 << 14
+_MOST_BYTES = (1 << 63) - 1
 
 
 class RemoteStore(KVStore):
     """A store that another process serves: `kvpipe store serve`, or `StoreServer`.
 
-    Large values move over the fastest data path between the two processes; the reader verifies each by the checksum that
-    its writer computed. One connection serves all threads. Once the server is lost, every call raises `PeerLostError`: open
-    the store again.
+    Large values move over the fastest data path between the two processes; the reader verifies each by the checksum
+    that its writer computed. One connection serves all threads. Once the server is lost, every call raises
+    `PeerLostError`: open the store again.
     """
 
     def __init__(self, native: _kvpipe.StoreClient) -> None:
@@ -74,14 +75,14 @@ class RemoteStore(KVStore):
     def reserve(
         self, key: bytes, num_bytes: int, *, ttl_s: float | None = None, timeout: float | None = 0
     ) -> Reservation | None:
-        """Reserves space for a value; see `KVStore.reserve`. Reservations that wait get space in the order of their calls."""
-        work, operation = self._native.reserve(check_key(key), check_size(num_bytes), ttl_s, timeout)
+        """Reserves space for a value; see `KVStore.reserve`. Those that wait get space in the order of their calls."""
+        work, operation = self._native.reserve(check_key(key), check_size(num_bytes, _MOST_BYTES), ttl_s, timeout)
         reserved = self._wait_for(work, operation)
         return None if reserved is None else _RemoteReservation(self._native, key, num_bytes, operation)
 
     def put(self, key: bytes, data: Buffer, record: bytes = b"", *, ttl_s: float | None = None) -> bool:
         """Inserts a value in one round trip; see `KVStore.put`."""
-        return bool(_wait(self._native.put(check_key(key), data, check_record(record), ttl_s)))
+        return bool(_wait(self._native.put(check_key(key), _bytes_of(data), check_record(record), ttl_s)))
 
     def select(self, key: bytes, *, timeout: float | None = 0) -> Value | None:
         """Returns a value for reading; see `KVStore.select`.
@@ -138,7 +139,7 @@ class _RemoteReservation(Reservation):
         self._operation = operation
 
     def write(self, data: Buffer) -> None:
-        _wait(self._native.write(self._operation, data))
+        _wait(self._native.write(self._operation, _bytes_of(data)))
 
     def commit(self, record: bytes = b"") -> None:
         try:
@@ -203,6 +204,15 @@ def _parts(keys: Sequence[bytes]) -> Iterator[list[bytes]]:
     checked = [check_key(key) for key in keys]
     for start in range(0, len(checked), _KEYS_PER_QUESTION):
         yield checked[start : start + _KEYS_PER_QUESTION]
+
+
+def _bytes_of(data: Buffer) -> Buffer:
+    """The bytes of a buffer of any format and shape."""
+    view = memoryview(data)
+    if not view.c_contiguous:
+        message = "the data is not contiguous; copy it first"
+        raise ConfigError(message)
+    return view.cast("B") if view.nbytes else b""
 
 
 def _release(native: _kvpipe.StoreClient, operation: int) -> None:

@@ -16,14 +16,14 @@ DEFAULT_CAPACITY_BYTES = 1 << 30
 class StoreServer(Closing):
     """Serves a store in memory, by a thread of its own. Clients are `RemoteStore`s, also in this process.
 
-    When space is needed, it evicts the values that nobody has open or leased, the longest unused first. What a client holds
-    ends with its connection. Values are lost with the server.
+    When space is needed, it evicts the values that nobody has open or leased, the longest unused first. What a client
+    holds ends with its connection. Values are lost with the server.
 
     Args:
         address: `host:port` to listen at; port 0 picks a free one, see the property `address`.
-        capacity_bytes: Limit for the memory of all values and reservations. A value counts its bytes (from 4 MiB on rounded
-            up to 2 MiB), its key and record, and 512 bytes. Memory of deleted values, at most 1 GiB, is kept for 60 s beside
-            it.
+        capacity_bytes: Limit for the memory of all values and reservations. A value counts its bytes (from 4 MiB on
+            rounded up to 2 MiB), its key and record, and 512 bytes. Memory of deleted values, at most 1 GiB, is kept
+            for 60 s beside it.
         token: The shared secret; by default `KVPIPE_TOKEN`. Required for addresses other than loopback.
         reservation_s: Seconds after its last call at which a reservation ends.
 
@@ -40,7 +40,7 @@ class StoreServer(Closing):
         token: str | None = None,
         reservation_s: float = RESERVATION_S,
     ) -> None:
-        if not isinstance(capacity_bytes, int) or capacity_bytes < 1:
+        if not isinstance(capacity_bytes, int) or not 1 <= capacity_bytes < 1 << 63:
             message = f"capacity_bytes={capacity_bytes!r}: expected a number of bytes, 1 or more"
             raise ConfigError(message)
         secret = resolve_token(token)

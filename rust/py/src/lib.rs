@@ -18,6 +18,7 @@ mod log;
 mod lookup;
 mod pipe;
 mod resp;
+mod serde;
 mod store;
 mod trace;
 mod transport;
@@ -62,6 +63,8 @@ mod _kvpipe {
     use super::pipe::PipeEnd;
     #[pymodule_export]
     use super::resp::RespConnection;
+    #[pymodule_export]
+    use super::serde::{serde_copy, serde_decode, serde_encode, serde_max_bytes};
     #[pymodule_export]
     use super::store::{OpenedValue, StoreClient, StoreServer};
     #[pymodule_export]

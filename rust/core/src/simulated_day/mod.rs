@@ -178,9 +178,8 @@ impl Day {
     fn step(&mut self) {
         let rng = &mut self.rng;
         let agents = &mut self.pairs[rng.one_of(2) as usize];
-        match rng.one_of(6) {
+        match rng.one_of(5) {
             0 => agents.act(rng),
-            4 => self.stores.act(rng),
             1 => self.ports.act(rng),
             2 => self.visitors.come(rng, agents, &self.ports),
             3 => self.pipes.act(rng),
@@ -188,6 +187,9 @@ impl Day {
                 agents.act(rng);
                 self.ports.act(rng);
             }
+        }
+        if rng.one_of(3) == 0 {
+            self.stores.act(rng);
         }
         self.settle();
         for agents in &mut self.pairs {
@@ -296,8 +298,11 @@ fn no_map_or_queue_grows_in_a_day_of_sessions_that_come_and_go() {
 }
 
 #[test]
-fn the_page_on_reactors_says_of_each_map_and_queue_what_bounds_it() {
-    let page = include_str!("../../../../docs/internals/reactor.md");
+fn the_pages_say_of_each_map_and_queue_what_bounds_it() {
+    let page = concat!(
+        include_str!("../../../../docs/internals/reactor.md"),
+        include_str!("../../../../docs/internals/store.md")
+    );
     let day = Day::new();
     for (owner, sizes) in day.sizes() {
         for (name, _) in sizes {

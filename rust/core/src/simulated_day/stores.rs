@@ -1,6 +1,7 @@
 //! A store and a client of it, which stay, and clients that come and leave: values that are put, selected, taken and
 //! abandoned, reservations that nobody commits, and calls that wait for values that never come.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvpipe_ucx::Buffer;
@@ -8,7 +9,7 @@ use kvpipe_ucx::Buffer;
 use super::visitors::{SIZES, TIMEOUT};
 use super::{MANY_BYTES, Rng, TOKEN, is_busy};
 use crate::reactor::manual::{Sizes, without_threads};
-use crate::store::{StoreClient, StoreServer};
+use crate::store::{OpenedValue, StoreClient, StoreServer};
 use crate::transport::{MemoryPath, Transport};
 use crate::work::Work;
 
@@ -18,6 +19,7 @@ const RESERVATION: Duration = Duration::from_secs(30);
 const KEYS: u64 = 20;
 
 type Reserved = Work<Option<u64>>;
+type Opened = (Work<Option<Arc<OpenedValue>>>, u64);
 
 pub(super) struct Stores {
     server: StoreServer,
@@ -26,7 +28,7 @@ pub(super) struct Stores {
     leaving: StoreClient,
     reserved: Vec<Reserved>,
     /// Operations that hold or await a value.
-    opened: Vec<u64>,
+    opened: Vec<Opened>,
 }
 
 fn connect(server: &StoreServer) -> StoreClient {
@@ -78,18 +80,14 @@ impl Stores {
         if is_leaving && rng.one_of(4) == 0 {
             self.leaving = connect(&self.server);
         } else if !is_leaving {
-            self.opened.extend(
-                selected
-                    .iter()
-                    .chain(&taken)
-                    .map(|(_, operation)| *operation),
-            );
+            self.opened.extend(selected);
+            self.opened.extend(taken);
             self.reserved.extend(reserved.map(|(work, _)| work));
         }
         self.go_on(rng);
     }
 
-    /// The client that stays writes into its reservations, or leaves them, and closes what it has open.
+    /// The client that stays writes into its reservations, or leaves them, and reads and closes what it has open.
     fn go_on(&mut self, rng: &mut Rng) {
         for reserved in self.reserved.extract_if(.., |work| work.is_completed()) {
             if let Some(Ok(Some(reservation))) = reserved.result()
@@ -100,7 +98,11 @@ impl Stores {
                 drop(self.client.commit(reservation, b"record".to_vec()));
             }
         }
-        for operation in self.opened.extract_if(.., |_| rng.one_of(3) == 0) {
+        for (opened, operation) in self.opened.extract_if(.., |_| rng.one_of(3) == 0) {
+            if let Some(Ok(Some(value))) = opened.result() {
+                let buffer = Buffer::zeroed(value.num_bytes as usize);
+                drop(self.client.read(&value, buffer));
+            }
             drop(self.client.acknowledge(operation));
             drop(self.client.release(operation));
         }

@@ -1,19 +1,19 @@
 //! The client of a store on its reactor: sends each operation, and ends it with the answer.
 
+mod commands;
 mod pending;
 mod reads;
 mod uploads;
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Buffer, Status};
+use kvpipe_ucx::{AmData, Status};
 
 use super::TRANSFERS_IN_FLIGHT;
-use super::api::OpenedValue;
 use super::messages::StoreMessage;
+use super::values::OpenedValue;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -24,70 +24,10 @@ use crate::session::{ReactorContext, Service};
 use crate::sync::lock;
 use crate::transfer::{BufferExchange, Message};
 use crate::work::Completer;
+pub(super) use commands::{ClientCommand, ClientShared};
 pub(super) use pending::Pending;
 use reads::Reading;
 use uploads::Upload;
-
-/// What callers want.
-#[derive(Debug)]
-pub(super) enum ClientCommand {
-    Connect {
-        address: String,
-        completer: Completer<()>,
-    },
-    /// A question whose answer completes it; with a timeout, the server answers in that time.
-    Ask {
-        operation: u64,
-        message: StoreMessage<'static>,
-        pending: Pending,
-        timeout: Option<Duration>,
-    },
-    Put {
-        operation: u64,
-        key: Vec<u8>,
-        ttl: Option<Duration>,
-        record: Vec<u8>,
-        buffer: Buffer,
-        completer: Completer<bool>,
-    },
-    Write {
-        operation: u64,
-        reservation: u64,
-        buffer: Buffer,
-        completer: Completer<()>,
-    },
-    Commit {
-        operation: u64,
-        reservation: u64,
-        record: Vec<u8>,
-        completer: Completer<()>,
-    },
-    Read {
-        value: Arc<OpenedValue>,
-        buffer: Buffer,
-        completer: Completer<()>,
-    },
-    /// Ends what an operation waits for or holds.
-    Release {
-        target: u64,
-        completer: Completer<()>,
-    },
-}
-
-/// What callers share with the reactor.
-#[derive(Debug, Default)]
-pub(super) struct ClientShared {
-    /// How bytes come, for people.
-    pub(super) transport: Mutex<String>,
-    last_operation: AtomicU64,
-}
-
-impl ClientShared {
-    /// A new number for an operation.
-    pub(super) fn next_operation(&self) -> u64 {
-        self.last_operation.fetch_add(1, Ordering::Relaxed) + 1
-    }
-}
 
 /// Bytes to be hashed by slices.
 #[derive(Debug, Clone, Copy)]
@@ -365,7 +305,7 @@ impl Service for Client {
                 value,
                 buffer,
                 completer,
-            } => self.read(cx, value, buffer, completer),
+            } => self.read(cx, &value, buffer, completer),
             ClientCommand::Release { target, completer } => self.release(cx, target, completer),
         }
     }

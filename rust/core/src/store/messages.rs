@@ -1,11 +1,13 @@
 //! Messages between the client and the server of a store, besides those that move large buffers; see
 //! docs/reference/wire-store.md.
 
+mod fields;
+
 use std::borrow::Cow;
 use std::time::Duration;
 
 use super::state::Listed;
-use super::{INLINE_CAP, KEY_CAP, KEYS_CAP, PAGE_VALUES, RECORD_CAP, StoreInfo};
+use super::{INLINE_CAP, KEY_CAP, StoreInfo};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
@@ -15,6 +17,10 @@ use crate::net::fields::{
 use crate::session::ReactorContext;
 use crate::transfer::exposed::BufferDescription;
 use crate::transport::Payload;
+use fields::{
+    read_bits, read_key, read_keys, read_lease, read_page, read_record, write_bits, write_keys,
+    write_page,
+};
 
 // Kinds besides those of `crate::transfer::Message`.
 const EXISTS: u8 = 64;
@@ -422,75 +428,6 @@ impl<'a> StoreMessage<'a> {
 fn sealed(header: Writer, payload: Writer) -> (Writer, Payload) {
     let payload = payload.finish();
     (seal(header, &payload), Payload::Bytes(payload))
-}
-
-fn read_key<'a>(reader: &mut Reader<'a>) -> Result<Cow<'a, [u8]>> {
-    let key = reader.bytes(KEY_CAP)?;
-    if key.is_empty() {
-        return Err(Error::protocol("an empty key"));
-    }
-    Ok(key.into())
-}
-
-fn read_record<'a>(reader: &mut Reader<'a>) -> Result<Cow<'a, [u8]>> {
-    reader.bytes(RECORD_CAP).map(Cow::Borrowed)
-}
-
-fn read_lease(reader: &mut Reader<'_>) -> Result<Duration> {
-    read_timeout(reader)?.ok_or_else(|| Error::protocol("a lease without end"))
-}
-
-fn write_keys(keys: &[Cow<'_, [u8]>]) -> Writer {
-    Writer::default().list(keys, |writer, key| writer.bytes(key))
-}
-
-fn read_keys<'a>(reader: &mut Reader<'a>) -> Result<Vec<Cow<'a, [u8]>>> {
-    reader.list(KEYS_CAP, read_key)
-}
-
-/// A number of bits, then the bits, the lowest of each byte first.
-fn write_bits(bits: &[bool]) -> Writer {
-    let mut packed = vec![0; bits.len().div_ceil(8)];
-    for (at, _) in bits.iter().enumerate().filter(|(_, bit)| **bit) {
-        packed[at / 8] |= 1 << (at % 8);
-    }
-    Writer::default().u32(bits.len() as u32).raw(&packed)
-}
-
-fn read_bits(reader: &mut Reader<'_>) -> Result<Vec<bool>> {
-    let len = reader.u32()? as usize;
-    if len > KEYS_CAP {
-        let text = format_args!("{len} bits, at most {KEYS_CAP} are allowed");
-        return Err(Error::protocol(text));
-    }
-    let packed = reader.raw(len.div_ceil(8))?;
-    let bit = |at: usize| packed[at / 8] & 1 << (at % 8) != 0;
-    let is_padded = (len..packed.len() * 8).any(bit);
-    if is_padded {
-        return Err(Error::protocol("bits behind the last one"));
-    }
-    Ok((0..len).map(bit).collect())
-}
-
-fn write_page(page: &Page) -> Writer {
-    let writer = Writer::default().u64(page.next.unwrap_or_default());
-    writer.list(&page.values, |writer, value| {
-        let writer = writer.bytes(&value.key).u64(value.num_bytes);
-        writer.u8(value.is_leased.into())
-    })
-}
-
-fn read_page(reader: &mut Reader<'_>) -> Result<Page> {
-    let next = reader.u64()?;
-    let values = reader.list(PAGE_VALUES, |reader| {
-        Ok(Listed {
-            key: (*read_key(reader)?).into(),
-            num_bytes: reader.u64()?,
-            is_leased: reader.flag()?,
-        })
-    })?;
-    let next = (next != 0).then_some(next);
-    Ok(Page { values, next })
 }
 
 #[cfg(any(test, feature = "fuzzing"))]

@@ -7,14 +7,14 @@ mod hashing;
 pub(crate) mod messages;
 mod server;
 mod state;
-#[cfg(test)]
-mod tests;
+mod values;
 
 use crate::error::Result;
 use crate::net::codec::{Reader, Writer};
 use crate::transfer::exchange::HUGE;
 
-pub use api::{ListedValue, OpenedValue, StoreClient, StoreServer, ValuePage};
+pub use api::{StoreClient, StoreServer};
+pub use values::{ListedValue, OpenedValue, ValuePage};
 
 /// Longest key.
 pub const KEY_CAP: usize = 512;

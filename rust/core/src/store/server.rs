@@ -1,6 +1,7 @@
 //! The server of a store on its reactor: passes what clients ask to the state, and holds the bytes of values.
 
 mod answers;
+mod arrival;
 mod arrivals;
 
 use std::collections::{HashMap, VecDeque};
@@ -21,7 +22,7 @@ use crate::session::{ReactorContext, Service};
 use crate::transfer::{BufferExchange, Message};
 use crate::transport::Memory;
 use crate::work::Completer;
-use arrivals::{Arrival, PendingWrite};
+use arrival::{Arrival, PendingWrite};
 
 /// A committed value: its bytes, its record, and the checksum of both.
 #[derive(Debug)]

@@ -27,5 +27,6 @@ mod pipe_validate;
 mod refused_reads;
 mod security;
 mod sessions;
+mod store;
 mod subscriptions;
 mod workers;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::super::StoreInfo;
-use super::super::api::{OpenedValue, ValuePage};
 use super::super::messages::StoreMessage;
+use super::super::values::{OpenedValue, ValuePage};
 use crate::error::{Error, Result};
 use crate::work::Completer;
 

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
 
-use super::super::api::OpenedValue;
 use super::super::hashing::ValueHasher;
 use super::super::messages::{Carried, StoreMessage};
+use super::super::values::OpenedValue;
 use super::{Client, HashTask, Pending};
 use crate::error::{Error, Result};
 use crate::session::ReactorContext;
@@ -42,17 +42,17 @@ impl Client {
     pub(super) fn read(
         &mut self,
         cx: &mut ReactorContext,
-        value: Arc<OpenedValue>,
+        value: &Arc<OpenedValue>,
         buffer: Buffer,
         completer: Completer<()>,
     ) {
-        if let Err(error) = self.check_open(&value) {
+        if let Err(error) = self.check_open(value) {
             drop(buffer); // before the read completes
             return completer.complete(Err(error));
         }
         let owner = cx.token();
         let reading = Reading {
-            value: Arc::clone(&value),
+            value: Arc::clone(value),
             buffer: buffer.clone(),
             hasher: ValueHasher::default(),
             completer,

@@ -3,14 +3,14 @@
 
 use std::borrow::Cow;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use kvpipe_ucx::Buffer;
 
-use super::super::hashing::ValueHasher;
 use super::super::messages::{Carried, StoreMessage};
 use super::super::state::Holder;
 use super::super::{INLINE_CAP, footprint};
+use super::arrival::{Allocated, Arrival, PendingCommit, PendingWrite};
 use super::{Content, Server};
 use crate::clock;
 use crate::error::{Error, Result};
@@ -18,118 +18,6 @@ use crate::session::ReactorContext;
 use crate::transfer::exposed::BufferDescription;
 use crate::transfer::region::Pieces;
 use crate::transfer::{Completion, TransferRequest};
-use crate::transport::Memory;
-
-/// The memory of a reservation that has its space.
-#[derive(Debug)]
-struct Allocated {
-    buffer: Buffer,
-    /// As of [`Content`].
-    memory: Option<Arc<Memory>>,
-}
-
-/// A commit that waits for its bytes.
-#[derive(Debug)]
-struct PendingCommit {
-    /// Whose answer it is.
-    operation: u64,
-    record: Box<[u8]>,
-    /// Of a put it comes when its client has computed it.
-    checksum: Option<u64>,
-}
-
-/// The bytes of a reservation.
-#[derive(Debug)]
-pub(super) struct Arrival {
-    num_bytes: u64,
-    ttl: Option<Duration>,
-    /// `None` while it waits for space.
-    allocated: Option<Allocated>,
-    /// What a put brings, until it has its space.
-    put: Option<Carried<'static>>,
-    num_written: usize,
-    /// The transfer of a write.
-    transfer: Option<u64>,
-    hasher: ValueHasher,
-    is_in_hash_queue: bool,
-    commit: Option<PendingCommit>,
-}
-
-/// A write whose bytes are being read.
-#[derive(Debug)]
-pub(super) struct PendingWrite {
-    holder: Holder,
-    operation: u64,
-    /// Its reservation may end before the reads: until then the memory is used for nothing else.
-    _buffer: Buffer,
-}
-
-impl Arrival {
-    pub(super) fn new(num_bytes: u64, ttl: Option<Duration>) -> Self {
-        Self {
-            num_bytes,
-            ttl,
-            allocated: None,
-            put: None,
-            num_written: 0,
-            transfer: None,
-            hasher: ValueHasher::default(),
-            is_in_hash_queue: false,
-            commit: None,
-        }
-    }
-
-    pub(super) fn of_put(
-        operation: u64,
-        ttl: Option<Duration>,
-        record: Cow<'_, [u8]>,
-        bytes: Carried<'_>,
-    ) -> Self {
-        let commit = PendingCommit {
-            operation,
-            record: record.into(),
-            checksum: None,
-        };
-        let num_bytes = bytes.len();
-        Self {
-            put: Some(bytes.into_owned()),
-            commit: Some(commit),
-            ..Self::new(num_bytes, ttl)
-        }
-    }
-
-    fn is_put(&self, holder: Holder) -> bool {
-        let commit = self.commit.as_ref();
-        commit.is_some_and(|commit| commit.operation == holder.1)
-    }
-
-    /// Whether everything is here that a commit needs.
-    fn is_complete(&self) -> bool {
-        let commit = self.commit.as_ref();
-        self.allocated.is_some()
-            && self.hasher.num_hashed() as u64 == self.num_bytes
-            && commit.is_some_and(|commit| commit.checksum.is_some())
-    }
-
-    /// Refuses a write that does not fit behind the others.
-    ///
-    /// # Errors
-    /// `Config`: too many bytes. `Protocol`: no client of ours sends it.
-    fn check_write(&self, bytes: &Carried<'_>) -> Result<()> {
-        if self.transfer.is_some() || self.commit.is_some() {
-            return Err(Error::protocol("a write that is not to come"));
-        }
-        let num_left = self.num_bytes - self.num_written as u64;
-        if bytes.len() > num_left {
-            return Err(Error::Config(format!(
-                "{} bytes, but only {num_left} of the {} reserved are left; nothing was written",
-                bytes.len(),
-                self.num_bytes
-            )));
-        }
-        Ok(())
-    }
-}
 
 /// Operations of clients.
 impl Server {

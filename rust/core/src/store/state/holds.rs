@@ -33,6 +33,17 @@ impl Hold {
     pub(super) fn is_waiting(&self) -> bool {
         matches!(self, Self::AwaitsSpace { .. } | Self::AwaitsValue { .. })
     }
+
+    /// Counts a hold that begins or ends.
+    pub(super) fn count(&self, info: &mut StoreInfo, begins: bool) {
+        let counter = match self {
+            Self::AwaitsSpace { .. } | Self::AwaitsValue { .. } => &mut info.num_waiting,
+            Self::Reserved { .. } => &mut info.num_reserved,
+            Self::Leased(_) => &mut info.num_leased,
+            Self::Open(_) => return,
+        };
+        *counter = if begins { *counter + 1 } else { *counter - 1 };
+    }
 }
 
 #[derive(Debug, Default)]
@@ -102,16 +113,5 @@ impl Holds {
     pub(super) fn of(&self, session: SessionKey) -> Vec<Holder> {
         let range = (session, 0)..=(session, u64::MAX);
         self.holds.range(range).map(|(holder, _)| *holder).collect()
-    }
-
-    /// Counts a hold that begins or ends.
-    pub(super) fn count(&self, hold: &Hold, info: &mut StoreInfo, begins: bool) {
-        let counter = match hold {
-            Hold::AwaitsSpace { .. } | Hold::AwaitsValue { .. } => &mut info.num_waiting,
-            Hold::Reserved { .. } => &mut info.num_reserved,
-            Hold::Leased(_) => &mut info.num_leased,
-            Hold::Open(_) => return,
-        };
-        *counter = if begins { *counter + 1 } else { *counter - 1 };
     }
 }

@@ -1,6 +1,6 @@
 mod model;
 
-use super::super::HOLDS_CAP;
+use super::super::{HOLDS_CAP, PAGE_VALUES};
 use super::*;
 
 const RESERVATION: Duration = Duration::from_secs(30);

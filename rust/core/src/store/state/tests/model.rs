@@ -10,7 +10,7 @@ const KEYS: u8 = 4;
 const CAPACITY: u64 = 100;
 const CLIENTS: u64 = 3;
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 enum Op {
     Reserve {
         client: u64,
@@ -57,14 +57,14 @@ fn op() -> impl Strategy<Value = Op> {
         4 => (client.clone(), key.clone(), 1..60u64, 0..9u64).prop_map(
             |(client, key, num_bytes, timeout)| Op::Reserve { client, key, num_bytes, timeout }
         ),
-        6 => (index.clone(), proptest::option::weighted(0.2, 1..20u64))
+        6 => (index, proptest::option::weighted(0.2, 1..20u64))
             .prop_map(|(index, ttl)| Op::Commit { index, ttl }),
         6 => (client.clone(), key.clone(), proptest::option::of(1..9u64), 0..9u64).prop_map(
             |(client, key, lease, timeout)| Op::Select { client, key, lease, timeout }
         ),
-        6 => index.clone().prop_map(|index| Op::Release { index }),
-        2 => index.clone().prop_map(|index| Op::Acknowledge { index }),
-        1 => index.clone().prop_map(|index| Op::Renew { index }),
+        6 => index.prop_map(|index| Op::Release { index }),
+        2 => index.prop_map(|index| Op::Acknowledge { index }),
+        1 => index.prop_map(|index| Op::Renew { index }),
         1 => index.prop_map(|index| Op::Corrupt { index }),
         1 => key.prop_map(|key| Op::Delete { key }),
         3 => (0..12u64).prop_map(|seconds| Op::Pass { seconds }),
@@ -202,8 +202,8 @@ impl Run {
         holder
     }
 
-    fn seconds(&self, seconds: u64) -> Option<Instant> {
-        Some(self.now + SECOND * seconds as u32)
+    fn seconds(&self, seconds: u64) -> Instant {
+        self.now + SECOND * seconds as u32
     }
 
     fn run(&mut self, op: Op) {
@@ -216,7 +216,7 @@ impl Run {
             } => {
                 let holder = self.begin(client, key);
                 self.model.asked_bytes.insert(holder, num_bytes);
-                let deadline = self.seconds(timeout);
+                let deadline = Some(self.seconds(timeout));
                 self.state
                     .reserve(holder, &[key], num_bytes, deadline, self.now);
             }
@@ -243,7 +243,10 @@ impl Run {
             } => {
                 let holder = self.begin(client, key);
                 self.is_take.insert(holder, lease.is_some());
-                let (lease, deadline) = (lease.map(|it| SECOND * it as u32), self.seconds(timeout));
+                let (lease, deadline) = (
+                    lease.map(|it| SECOND * it as u32),
+                    Some(self.seconds(timeout)),
+                );
                 self.state.select(holder, &[key], lease, deadline, self.now);
             }
             Op::Release { index } => {
