@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from kvpipe.exceptions import ConfigError, CorruptDataError, KVPipeError
-from kvpipe.store.base import (
-    LEASE_S,
-    KVStore,
-    Lease,
-    Reservation,
-    StoreStats,
-    Value,
-    ValueInfo,
-)
+from kvpipe.store.base import LEASE_S, KVStore, Lease, Reservation, StoreStats, Value, ValueInfo
 from kvpipe.store.checks import check_key, check_size
 from kvpipe.store.valkey import scripts
 from kvpipe.store.valkey.bulk import LibraryBulk, NativeBulk
