@@ -82,6 +82,7 @@ def slot_key(client, slot):
     return next(key for key in keys if client.execute_command("CLUSTER", "KEYSLOT", key) == slot)
 
 
+@pytest.mark.slow
 def test_values_are_read_and_written_while_their_slot_moves_to_another_server(tmp_path):
     with running_cluster(tmp_path) as servers, ValkeyStore.open(servers[0].url("part_bytes=65536")) as store:
         data = bytes(range(256)) * 2048
