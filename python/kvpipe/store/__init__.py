@@ -17,12 +17,13 @@ from kvpipe.store.base import (
     ValueInfo,
 )
 from kvpipe.store.local import LocalStore
-from kvpipe.store.remote import RemoteStore
-from kvpipe.store.server import StoreServer
 from kvpipe.store.urls import open_store
 
 if TYPE_CHECKING:
     from kvpipe.store.lookup import LookupBufferStore
+    from kvpipe.store.remote import RemoteStore
+    from kvpipe.store.server import StoreServer
+    from kvpipe.store.valkey import ValkeyStore
 
 __all__ = [
     "LEASE_S",
@@ -38,13 +39,19 @@ __all__ = [
     "Reservation",
     "StoreServer",
     "StoreStats",
+    "ValkeyStore",
     "Value",
     "ValueInfo",
     "open_store",
 ]
 
-# Where the classes are that need more than kvpipe itself.
-_MODULES = {"LookupBufferStore": "kvpipe.store.lookup"}
+# Imported when they are asked for: each needs something of its own.
+_MODULES = {
+    "LookupBufferStore": "kvpipe.store.lookup",
+    "RemoteStore": "kvpipe.store.remote",
+    "StoreServer": "kvpipe.store.server",
+    "ValkeyStore": "kvpipe.store.valkey",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -70,9 +70,9 @@ def _serve(args: argparse.Namespace) -> int:
     def stop(_: int, __: FrameType | None) -> None:
         stopped.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
     with ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, stop))
         server = StoreServer(args.listen, capacity_bytes=args.capacity, token=args.token)
         stack.callback(server.close)
         if args.metrics_port is not None:
