@@ -212,7 +212,7 @@ def test_without_the_check_a_corrupt_chunk_would_change_the_answer(
     stored(new_engine(), tokens)
     last = store.lookups[0][-1]
     store.replace(last, flipped(store.read(last), HEADER_BYTES + 8 * CHUNK - 8))  # the first layer's last slot
-    monkeypatch.setattr("kvpipe.store_connector.loading.fault", lambda *_: "")
+    monkeypatch.setattr("kvpipe.store_connector.values.fault", lambda *_: "")
     engine = new_engine(is_checked=False)
     assert engine.answer([*tokens, 10]) != answered([*tokens, 10])
 

@@ -71,7 +71,7 @@ def attention_properties(config: VllmConfig) -> list[tuple[str, str]]:
     scales = {name: _scales(layer) for name, layer in sorted(layers.items())}
     is_scaled = any(scale != 1.0 for values in scales.values() for scale in values)
     return [
-        ("attention backend", ", ".join(backends) + _instruction_set(config)),
+        ("attention backend", " ".join([", ".join(backends), instruction_set(config)]).rstrip()),
         ("kv cache scales", _hash_json(scales) if is_scaled else "1.0"),
     ]
 
@@ -91,8 +91,8 @@ def _scales(layer: Any) -> list[float]:
     return [scale for tensor in tensors if tensor is not None for scale in tensor.flatten().tolist()]
 
 
-def _instruction_set(config: VllmConfig) -> str:
-    """On CPUs the instruction set determines the layout inside a block."""
+def instruction_set(config: VllmConfig) -> str:
+    """Returns the instruction set that determines, on CPUs, the layout inside a block; empty elsewhere."""
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     if not current_platform.is_cpu():
@@ -100,7 +100,7 @@ def _instruction_set(config: VllmConfig) -> str:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - CPU builds only
 
     model, cache = config.model_config, config.cache_config
-    return f" {_get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)}"
+    return str(_get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype))
 
 
 def _weights(config: VllmConfig, files: ModelFiles) -> str:

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from kvpipe.connector.config import ON_LOAD_FAILURE
 from kvpipe.connector.settings import read_settings
 from kvpipe.exceptions import ConfigError
+from kvpipe.store.serde import Serde
 from kvpipe.store.urls import resolve_url
 from kvpipe.store_connector.lmcache import read_lmcache_settings
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 logger = init_logger("vllm.kvpipe.store")
-
-SERDES = ("naive",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class StoreConnectorConfig:
             where the files of the model cannot be compared; whoever sets it says that they are the same.
         chunk_size: Tokens of a chunk, a multiple of vLLM's block size. Larger: fewer keys, and a longer tail that is
             computed by everyone.
-        serde: How KV is written: `naive`, the bytes as they are.
+        serde: How KV is written: `naive`, the bytes as they are; or one that loses precision, see `kvpipe.store.serde`.
         on_load_failure: What happens to a request whose KV is in the store and cannot be loaded, see `ConnectorConfig`.
         always_load: Loads stored KV even where computing it was measured to be faster.
         load_timeout_s: Seconds after which a load ends with what it has. It is less where computing takes less.
@@ -77,9 +76,7 @@ class StoreConnectorConfig:
         if self.chunk_size % block_size:
             message = f"chunk_size={self.chunk_size}: expected a multiple of vLLM's block size, {block_size} tokens"
             raise ConfigError(message)
-        if self.serde not in SERDES:
-            message = f"serde={self.serde!r}: expected one of {', '.join(SERDES)}"
-            raise ConfigError(message)
+        Serde.parse(self.serde)
         if self.on_load_failure and self.on_load_failure not in ON_LOAD_FAILURE:
             message = f"on_load_failure={self.on_load_failure!r}: expected one of {', '.join(ON_LOAD_FAILURE)}"
             raise ConfigError(message)

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvpipe.exceptions import CorruptDataError
-from kvpipe.store_connector.chunk import HEADER_BYTES, fault
+from kvpipe.store_connector.chunk import HEADER_BYTES
 from kvpipe.store_connector.client import failure_reason
 from kvpipe.store_connector.metadata import LoadOutcome
 from kvpipe.store_connector.staging import StagingPool
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvpipe.store_connector.client import StoreClient
     from kvpipe.store_connector.layout import CacheBytes
     from kvpipe.store_connector.metadata import Load
+    from kvpipe.store_connector.values import ChunkValues
 
 # A value under a name of ours that is not what the name says is deleted, so that a right one can be saved.
 _WRONG = ("short", "foreign", "corrupt")
@@ -104,16 +105,19 @@ class Loader:
     Args:
         client: The store.
         cache: The KV cache.
+        values: How chunks are written.
         chunk_blocks: Blocks of a chunk.
         num_threads: Threads that read.
     """
 
-    def __init__(self, client: StoreClient, cache: CacheBytes, chunk_blocks: int, num_threads: int) -> None:
+    def __init__(
+        self, client: StoreClient, cache: CacheBytes, values: ChunkValues, chunk_blocks: int, num_threads: int
+    ) -> None:
         self._client = client
         self._cache = cache
+        self._values = values
         self._chunk_blocks = chunk_blocks
-        slot_bytes = HEADER_BYTES + chunk_blocks * cache.block_bytes
-        self._slots = StagingPool(num_threads * slot_bytes, slot_bytes)
+        self._slots = StagingPool(num_threads * values.slot_bytes, values.slot_bytes)
         self._threads = TaskThreads("kvpipe-load", num_threads)
         self._active: dict[str, ActiveLoad] = {}
 
@@ -165,10 +169,21 @@ class Loader:
 
     def _fetch(self, key: bytes, slot: np.ndarray) -> str:
         """Reads a value and verifies it. Returns why it cannot be used; empty if it can."""
-        reason = self._client.run(lambda store: _read_value(store, key, slot)) or fault(slot, key, self._cache.digest)
+        reason = self._client.run(lambda store: self._read_value(store, key, slot))
         if reason in _WRONG:
             self._client.run(lambda store: store.delete([key]))
         return reason
+
+    def _read_value(self, store: KVStore, key: bytes, slot: np.ndarray) -> str:
+        value = store.select(key)
+        if value is None:
+            return "missing"
+        with value:
+            memory = self._values.buffer_for(value.num_bytes, slot)
+            if memory is None:
+                return "short"
+            value.read_into(memory.data)
+        return self._values.restore(memory, key, slot)
 
     def _scatter(self, load: Load, index: int, slot: np.ndarray) -> None:
         start = index * self._chunk_blocks - load.first
@@ -180,14 +195,3 @@ class Loader:
         for active in self._active.values():
             active.cancel("cancelled")
         return self._threads.close(timeout)
-
-
-def _read_value(store: KVStore, key: bytes, slot: np.ndarray) -> str:
-    value = store.select(key)
-    if value is None:
-        return "missing"
-    with value:
-        if value.num_bytes != slot.nbytes:
-            return "short"
-        value.read_into(slot.data)
-    return ""

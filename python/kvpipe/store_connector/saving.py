@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
 
-from kvpipe.exceptions import CapacityError
+from kvpipe.exceptions import CapacityError, ConfigError
 from kvpipe.store_connector.breaker import Breaker
-from kvpipe.store_connector.chunk import HEADER_BYTES, seal
+from kvpipe.store_connector.chunk import HEADER_BYTES
 from kvpipe.store_connector.client import failure_reason
 from kvpipe.store_connector.staging import StagingPool
 from kvpipe.store_connector.threads import TaskThreads
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
     from kvpipe.store_connector.client import StoreClient
     from kvpipe.store_connector.layout import CacheBytes
+    from kvpipe.store_connector.values import ChunkValues
 
 logger = init_logger("vllm.kvpipe.store")
 
 # The store is not to blame for these, or not broken: the breaker does not count them.
-_HARMLESS = ("saved", "present", "store_full")
+_HARMLESS = ("saved", "present", "store_full", "not_finite")
 
 
 class Saved(NamedTuple):
@@ -32,7 +33,8 @@ class Saved(NamedTuple):
 
     Attributes:
         key: The chunk.
-        result: `saved`, `present` (another engine was faster), `store_full`, or the kind of a failure.
+        result: `saved`, `present` (another engine was faster), `store_full`, `not_finite` (KV that the serde cannot
+            write), or the kind of a failure.
         num_bytes: Its size.
         elapsed_s: Seconds that the store took.
     """
@@ -49,17 +51,18 @@ class Saver:
     Args:
         client: The store.
         cache: The KV cache.
-        chunk_blocks: Blocks of a chunk.
+        values: How chunks are written.
         staging_bytes: Memory for chunks on their way.
         num_threads: Threads that write.
     """
 
     def __init__(
-        self, client: StoreClient, cache: CacheBytes, chunk_blocks: int, staging_bytes: int, num_threads: int
+        self, client: StoreClient, cache: CacheBytes, values: ChunkValues, staging_bytes: int, num_threads: int
     ) -> None:
         self._client = client
         self._cache = cache
-        self._pool = StagingPool(staging_bytes, HEADER_BYTES + chunk_blocks * cache.block_bytes)
+        self._values = values
+        self._pool = StagingPool(staging_bytes, values.slot_bytes)
         self._threads = TaskThreads("kvpipe-save", num_threads)
         self._in_flight: set[bytes] = set()
         self._ended: deque[Saved] = deque()
@@ -106,17 +109,25 @@ class Saver:
         return found
 
     def _put(self, key: bytes, slot: np.ndarray) -> None:
-        began_s = time.monotonic()
+        began_s, num_bytes = time.monotonic(), slot.nbytes
         try:
-            seal(slot, key, self._cache.digest)
-            result = "saved" if self._client.run(lambda store: store.put(key, slot.data)) else "present"
+            result, num_bytes = self._write(key, slot)
         except CapacityError:
             result = "store_full"
         except Exception as error:  # noqa: BLE001 - a user's store may raise anything; the chunk is not saved
             result = failure_reason(error)
         finally:
             self._pool.give_back(slot)
-        self._ended.append(Saved(key, result, slot.nbytes, time.monotonic() - began_s))
+        self._ended.append(Saved(key, result, num_bytes, time.monotonic() - began_s))
+
+    def _write(self, key: bytes, slot: np.ndarray) -> tuple[str, int]:
+        """Puts a chunk into the store. Returns the result, and the size of the value."""
+        try:
+            value = self._values.value_of(slot, key)
+        except ConfigError:
+            return "not_finite", slot.nbytes
+        is_new = self._client.run(lambda store: store.put(key, value.data))
+        return "saved" if is_new else "present", value.nbytes
 
     def close(self, timeout: float) -> bool:
         """Drops chunks that no thread has begun to save, and returns whether the threads have ended in time."""

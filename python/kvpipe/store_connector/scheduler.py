@@ -17,6 +17,7 @@ from kvpipe.connector.model_files import NOT_COMPARED
 from kvpipe.connector.prediction import PrefillClock
 from kvpipe.connector.steps import scheduled
 from kvpipe.exceptions import ConfigError
+from kvpipe.store.serde import Serde
 from kvpipe.store.urls import redact
 from kvpipe.store_connector.break_even import BreakEven
 from kvpipe.store_connector.breaker import Breaker
@@ -301,7 +302,7 @@ class SchedulerRole:
             properties,
             num_ranks=self._num_ranks,
             chunk_size=config.chunk_size,
-            serde=config.serde,
+            serde=Serde.parse(config.serde).identity,
             namespace=config.namespace,
         )
         for prompt in self._prompts.values():

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from kvpipe.connector.fingerprint import attention_properties
+from kvpipe.connector.fingerprint import attention_properties, instruction_set
 from kvpipe.connector.restore import KeptBlocks
+from kvpipe.store.serde import Serde
 from kvpipe.store_connector.client import StoreClient
 from kvpipe.store_connector.keys import rank_namespace
 from kvpipe.store_connector.layout import CacheBytes
@@ -19,6 +20,7 @@ from kvpipe.store_connector.loading import Loader
 from kvpipe.store_connector.metadata import StoreStepMetadata, WorkerReport
 from kvpipe.store_connector.saving import Saver
 from kvpipe.store_connector.stats import KVStoreStats
+from kvpipe.store_connector.values import ChunkValues, layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -61,17 +63,24 @@ class WorkerRole:
 
         Raises:
             ConfigError: A cache is not in host memory, a layer's blocks are not contiguous, or `staging_bytes` is less
-                than a chunk.
+                than a chunk; or the serde cannot write this KV.
         """
         config, cache = self._config, CacheBytes(kv_caches)
         chunk_blocks = config.chunk_size // self._vllm_config.cache_config.block_size
         self._chunk_bytes = chunk_blocks * cache.block_bytes
         self._properties = [*attention_properties(self._vllm_config), ("layout", cache.digest.hex())]
-        self._loader = Loader(self._client, cache, chunk_blocks, config.num_io_threads)
+        values = self._chunk_values(kv_caches, chunk_blocks, cache.digest)
+        self._loader = Loader(self._client, cache, values, chunk_blocks, config.num_io_threads)
         if self._is_saving:
             num_threads = max(1, config.num_io_threads // 2)
-            self._saver = Saver(self._client, cache, chunk_blocks, config.staging_bytes, num_threads)
+            self._saver = Saver(self._client, cache, values, config.staging_bytes, num_threads)
         self._kept = KeptBlocks(kv_caches.values())
+
+    def _chunk_values(self, kv_caches: dict[str, torch.Tensor], chunk_blocks: int, digest: bytes) -> ChunkValues:
+        serde, layout = Serde.parse(self._config.serde), None
+        if not serde.is_lossless:
+            layout = layout_of(kv_caches.values(), chunk_blocks, instruction_set(self._vllm_config))
+        return ChunkValues(serde, layout, digest, self._chunk_bytes)
 
     def begin_step(self, step: StoreStepMetadata) -> None:
         """Begins and cancels loads, before the forward pass."""

@@ -1,0 +1,107 @@
+"""How a chunk in staging memory becomes a value of the store, and back: header, serde, verification."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvpipe.exceptions import CorruptDataError
+from kvpipe.store.serde import Layout, Serde
+from kvpipe.store_connector.chunk import HEADER_BYTES, fault, seal
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
+
+# K and V of a head lie side by side: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`.
+_NUM_DIMENSIONS = 4
+
+
+class ChunkValues:
+    """Chunks of one rank as values. Any thread may call.
+
+    Args:
+        serde: How KV is written.
+        layout: Layout of a chunk; `None` for a lossless serde, which needs none.
+        digest: Identifies the layout of this rank's cache, 16 bytes.
+        chunk_bytes: Size of a chunk in the cache.
+
+    Attributes:
+        slot_bytes: Staging memory of a chunk: the header, then the bytes of its blocks.
+
+    Raises:
+        ConfigError: The serde cannot write such KV; the message has the remedy.
+    """
+
+    def __init__(self, serde: Serde, layout: Layout | None, digest: bytes, chunk_bytes: int) -> None:
+        self._serde = serde
+        self._layout = layout
+        self._digest = digest
+        self.slot_bytes = HEADER_BYTES + chunk_bytes
+        self._max_bytes = self.slot_bytes if layout is None else HEADER_BYTES + serde.max_bytes(layout)
+
+    def value_of(self, slot: np.ndarray, key: bytes) -> np.ndarray:
+        """Returns the value of a chunk in staging memory, which it may be a part of.
+
+        Raises:
+            ConfigError: The KV is not finite, and the serde is lossy: it is not to be stored.
+        """
+        value = slot
+        if self._layout is not None:
+            value = np.empty(self._max_bytes, np.uint8)
+            encoded = self._serde.encode(slot[HEADER_BYTES:].data, self._layout, value[HEADER_BYTES:].data)
+            value = value[: HEADER_BYTES + encoded.nbytes]
+        seal(value, key, self._digest)
+        return value
+
+    def buffer_for(self, num_bytes: int, slot: np.ndarray) -> np.ndarray | None:
+        """Returns where a value of this size is to be read to; `None` if none of ours has it."""
+        if self._layout is None:
+            return slot if num_bytes == self.slot_bytes else None
+        return np.empty(num_bytes, np.uint8) if HEADER_BYTES < num_bytes <= self._max_bytes else None
+
+    def restore(self, value: np.ndarray, key: bytes, slot: np.ndarray) -> str:
+        """Verifies a value, and decodes it into staging memory.
+
+        Returns:
+            Why it must not be used: `foreign` or `corrupt`; empty if the slot has the chunk.
+        """
+        reason = fault(value, key, self._digest)
+        if not reason and self._layout is not None:
+            try:
+                self._serde.decode(value[HEADER_BYTES:].data, self._layout, slot[HEADER_BYTES:].data)
+            except CorruptDataError:
+                return "corrupt"
+        return reason
+
+
+def layout_of(caches: Collection[torch.Tensor], chunk_blocks: int, packing: str) -> Layout:
+    """Returns the layout of a rank's chunks.
+
+    Args:
+        caches: The cache of each layer.
+        chunk_blocks: Blocks of a chunk.
+        packing: The instruction set by which vLLM's CPU attention packs a block.
+
+    Raises:
+        ConfigError: The layers differ, or their shape is not that of the CPU's attention: the serde has to be `naive`.
+    """
+    shapes = {(tuple(cache.shape[1:]), str(cache.dtype).removeprefix("torch.")) for cache in caches}
+    [(shape, dtype), *others] = sorted(shapes)
+    if others or len(shape) != _NUM_DIMENSIONS - 1 or shape[2] % 2:
+        # `Serde.check` refuses a packing that it does not know, with the remedy.
+        return Layout(
+            dtype=dtype, num_layers=1, num_blocks=1, num_kv_heads=1, block_size=1, head_size=1, packing="mixed"
+        )
+    num_kv_heads, block_size, width = shape
+    return Layout(
+        dtype=dtype,
+        num_layers=len(caches),
+        num_blocks=chunk_blocks,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+        head_size=width // 2,
+        packing=packing,
+    )
