@@ -25,7 +25,9 @@ LONG_PAGES = {"docs/benchmarks.md"}
 OF_VLLM = ("KVPipeConnector received pp_rank > 0", "No package metadata", "Turning off hybrid")
 MONITORING = "docs/guide/monitoring.md"
 TIMEOUTS = "docs/internals/timeouts.md"
-SETTINGS, METRICS, FAILURES = (f"docs/reference/{name}.md" for name in ("settings", "metrics", "failures"))
+SETTINGS, METRICS, FAILURES, STORE_FAILURES = (
+    f"docs/reference/{name}.md" for name in ("settings", "metrics", "failures", "store-failures")
+)
 
 
 def tracked():
@@ -245,9 +247,10 @@ def test_the_lines_of_the_trace_are_those_of_the_product():
     assert [name for name in names if f'"{name}"' not in strings()] == []
 
 
-def test_every_row_of_the_failure_table_names_a_test_that_exists():
-    named = re.findall(r"^\| .* \| `(\w+)` \|$", text_of(FAILURES), re.MULTILINE)
-    assert len(named) == len([cell for cell in first_cells(FAILURES) if cell != "event" and not cell.startswith("-")])
+@pytest.mark.parametrize("page", [FAILURES, STORE_FAILURES])
+def test_every_row_of_the_failure_tables_names_a_test_that_exists(page):
+    named = re.findall(r"^\| .* \| `(\w+)` \|$", text_of(page), re.MULTILINE)
+    assert len(named) == len([cell for cell in first_cells(page) if cell != "event" and not cell.startswith("-")])
     tests = "\n".join(text_of(path) for path in CODE if path.endswith((".py", ".rs")))
     assert [name for name in named if not re.search(rf"\b(def|fn) {name}\(", tests)] == []
 
