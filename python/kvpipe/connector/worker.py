@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
+from kvpipe.connector.amx import permit_tiles
 from kvpipe.connector.fingerprint import attention_properties
 from kvpipe.connector.first_token import PENDING_FIRST_TOKENS
 from kvpipe.connector.integrity import choose_integrity
@@ -95,6 +96,7 @@ class WorkerRole:
             ConfigError: A cache is not in host memory, or a layer's blocks are not contiguous.
         """
         [device] = {cache.device.type for cache in kv_caches.values()} or {"cpu"}
+        permit_tiles()
         self._properties = attention_properties(self._vllm_config)
         integrity = choose_integrity(self._config.integrity, self._objection_to_validate, device)
         self._agent = _kvpipe.Agent(

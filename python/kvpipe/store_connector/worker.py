@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from kvpipe.connector.amx import permit_tiles
 from kvpipe.connector.fingerprint import attention_properties, instruction_set
 from kvpipe.connector.restore import KeptBlocks
 from kvpipe.store.serde import Serde
@@ -65,6 +66,7 @@ class WorkerRole:
             ConfigError: A cache is not in host memory, a layer's blocks are not contiguous, or `staging_bytes` is less
                 than a chunk; or the serde cannot write this KV.
         """
+        permit_tiles()
         config, cache = self._config, CacheBytes(kv_caches)
         chunk_blocks = config.chunk_size // self._vllm_config.cache_config.block_size
         self._chunk_bytes = chunk_blocks * cache.block_bytes
