@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvpipe import store_connector
-from kvpipe.store_connector import loading
+from kvpipe.store_connector import values
 
-_fault = loading.fault
+_fault = values.fault
 
 
 def _unless_ordered(*arguments: Any) -> str:
@@ -22,5 +22,5 @@ class KVStoreConnector(store_connector.KVStoreConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Replaces the check of this process."""
-        loading.fault = _unless_ordered
+        values.fault = _unless_ordered
         super().register_kv_caches(kv_caches)
