@@ -4,6 +4,8 @@ The fields are those of vLLM's NixlConnector, so that routers which know that co
 producer `do_remote_decode`, and gives the consumer what the producer's answer has. `remote_request_id` is the handoff,
 `remote_host` and `remote_port` are the producer's control port. A key `kvpipe` may say more; no router has to know it.
 
+A handoff through a store has the key `kvpipe` alone: its two engines need not know each other.
+
 Source: `kv_connector/v1/nixl/pull_scheduler.py` of vLLM 0.32.
 """
 
@@ -60,6 +62,31 @@ class ConsumeParams:
         return f"{host}:{self.port}" if host else ""
 
 
+@dataclass(frozen=True, slots=True)
+class SaveParams:
+    """The request's KV and first token are saved in a store, for one other request.
+
+    Attributes:
+        handoff: The handoff's id.
+    """
+
+    handoff: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoadParams:
+    """Another engine saves the request's KV and first token in a store.
+
+    Attributes:
+        handoff: The handoff's id.
+    """
+
+    handoff: bytes
+
+
+TransferParams = ProduceParams | ConsumeParams | SaveParams | LoadParams
+
+
 def produce(handoff: str) -> dict[str, Any]:
     """Returns parameters of a request that produces a handoff with this id."""
     return {"do_remote_decode": True, "do_remote_prefill": False, "kvpipe": {"handoff": handoff}}
@@ -92,6 +119,20 @@ def resume(handoff: str, first_token: int) -> dict[str, Any]:
     return {"kvpipe": {"handoff": handoff, "first_token": first_token}}
 
 
+def save(handoff: str) -> dict[str, Any]:
+    """Returns parameters of a request that saves its first token, and the KV that it belongs to, in a store.
+
+    Args:
+        handoff: A new id, 32 hex digits.
+    """
+    return {"kvpipe": {"handoff": handoff, "store": "save"}}
+
+
+def load(handoff: str) -> dict[str, Any]:
+    """Returns parameters of a request that loads what another one has saved with `save`; that one's answer has them."""
+    return {"kvpipe": {"handoff": handoff, "store": "load"}}
+
+
 def produced(
     handoff: str,
     producer: str,
@@ -116,7 +157,7 @@ def produced(
     }
 
 
-def parse(params: object) -> ProduceParams | ConsumeParams | None:
+def parse(params: object) -> TransferParams | None:
     """Parses a request's parameters; returns `None` if they ask for nothing.
 
     Raises:
@@ -134,6 +175,8 @@ def parse(params: object) -> ProduceParams | ConsumeParams | None:
     if is_producing and is_consuming:
         message = "do_remote_decode and do_remote_prefill: expected one of them, a request has one role"
         raise ConfigError(message)
+    if (store := ours.get("store")) is not None:
+        return _through_store(store, ours, is_alone=not (is_producing or is_consuming))
     if is_producing:
         handoff = ours.get("handoff")
         return ProduceParams(None if handoff is None else parse_handoff(handoff))
@@ -143,9 +186,21 @@ def parse(params: object) -> ProduceParams | ConsumeParams | None:
     if (token := ours.get("first_token")) is not None:
         return ConsumeParams(parse_handoff(ours.get("handoff")), "", 0, _token(token))
     if ours:
-        message = "kvpipe alone: expected do_remote_decode or do_remote_prefill beside it, or a first_token"
+        message = "kvpipe alone: expected do_remote_decode or do_remote_prefill beside it, a store, or a first_token"
         raise ConfigError(message)
     return None
+
+
+def _through_store(store: object, ours: dict[str, Any], *, is_alone: bool) -> SaveParams | LoadParams:
+    if not is_alone:
+        message = "kvpipe.store beside do_remote_decode or do_remote_prefill: expected one of them"
+        raise ConfigError(message)
+    if store == "save":
+        return SaveParams(parse_handoff(ours.get("handoff")))
+    if store == "load":
+        return LoadParams(parse_handoff(ours.get("handoff")))
+    message = f"kvpipe.store of type {type(store).__name__}: expected 'save' or 'load'"
+    raise ConfigError(message)
 
 
 def _host(host: object) -> str:

@@ -105,6 +105,38 @@ def test_without_the_check_a_changed_chunk_would_make_the_answer_wrong(
         order.unlink()
 
 
+def first_tokens(instance: Instance, reason: str) -> float:
+    """Requests with a handoff through the store, as an instance counts them."""
+    lines = get(instance.url, "/metrics").decode().splitlines()
+    found = [line for line in lines if line.startswith("vllm:kvpipe_store_first_tokens_total{")]
+    return sum(float(line.rpartition(" ")[2]) for line in found if f'reason="{reason}"' in line)
+
+
+@pytest.mark.parametrize("more", [{}, {"temperature": 1.2, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("length", [5, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 37])
+def test_decode_goes_on_from_prefills_token_where_both_share_a_store_only(
+    sharing: Servers, length: int, more: dict[str, Any]
+) -> None:
+    body = completion(prompt(length, seed=360 + len(more))) | more
+    before = first_tokens(sharing.decode, "none")
+    proxy = sharing.through("store")
+    assert not differences([said(sharing.undivided.url, body)], [said(proxy, body)])
+    until(lambda: first_tokens(sharing.decode, "none") == before + 1)
+
+
+def test_a_token_that_is_sampled_without_a_seed_is_prefills(sharing: Servers) -> None:
+    before, proxy = first_tokens(sharing.decode, "none"), sharing.through("store")
+    for seed in range(4):
+        said(proxy, completion(prompt(2 * CHUNK + 9, seed=370 + seed), temperature=1.5))
+    until(lambda: first_tokens(sharing.decode, "none") == before + 4)
+
+
+def test_nothing_but_chunks_stays_in_the_store(sharing: Servers, folder: Path) -> None:
+    before = set(folder.iterdir())
+    said(sharing.through("store"), completion(prompt(2 * CHUNK + 9, seed=380)))
+    until(lambda: len(set(folder.iterdir()) - before) == 2)
+
+
 REMOVED: dict[str, Callable[[list[Path]], list[Path]]] = {"the first": lambda files: files[:1], "all": list}
 
 

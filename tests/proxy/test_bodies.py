@@ -3,7 +3,8 @@ from http import HTTPStatus
 import orjson
 import pytest
 
-from kvpipe.proxy.bodies import BodyError, decode_body, error_body, parse_body, prefill_body
+from kvpipe import transfer_params
+from kvpipe.proxy.bodies import BodyError, decode_body, error_body, loading_body, parse_body, prefill_body
 
 from .harness import CHAT, COMPLETIONS
 
@@ -21,7 +22,7 @@ MIN_TOKENS_CASES = [(0, 0), (1, 1), (5, 1), ("5", "5")]
 
 
 def made_for_prefill(body, path=COMPLETIONS):
-    return orjson.loads(prefill_body(body, path, "ab"))
+    return orjson.loads(prefill_body(body, path, transfer_params.produce("ab")))
 
 
 def test_prefill_body_is_the_clients_cut_to_one_token_and_not_streamed():
@@ -69,7 +70,8 @@ def test_decode_body_is_the_clients_with_the_handoff():
 
 def test_making_bodies_leaves_the_clients_unchanged():
     before = orjson.dumps(CLIENT)
-    prefill_body(CLIENT, CHAT, "ab")
+    prefill_body(CLIENT, CHAT, transfer_params.produce("ab"))
+    loading_body(CLIENT, "ab")
     decode_body(CLIENT, "ab", "host:7100")
     assert orjson.dumps(CLIENT) == before
 

@@ -1,15 +1,31 @@
-"""Dispatch `store`: P and D share a KV store, and have no handoff."""
+"""Dispatch `store`: P and D share a KV store, and need not know each other."""
 
 import asyncio
+import json
 
 import pytest
 
 from kvpipe import ConfigError
 from kvpipe.proxy import Instance, ProxyConfig
+from kvpipe.transfer_params import load, save
 
 from .harness import CHAT, COMPLETIONS, DEAD, EVENTS, REQUEST, answers, breaks_off, never_ends, run, stage, streams
 
 ONE_TOKEN = {"max_tokens": 1, "n": 1, "stream": False}
+
+
+def without_params(bodies):
+    """Bodies without `kv_transfer_params`, each of which saves a handoff of its own."""
+    handoffs = [body["kv_transfer_params"]["kvpipe"]["handoff"] for body in bodies]
+    assert [body["kv_transfer_params"] for body in bodies] == [save(handoff) for handoff in handoffs]
+    assert len(set(handoffs)) == len(handoffs)
+    return [{name: value for name, value in body.items() if name != "kv_transfer_params"} for body in bodies]
+
+
+async def saves(request):
+    """A P that saves its handoff in the store."""
+    handoff = (await request.json())["kv_transfer_params"]["kvpipe"]["handoff"]
+    return await answers(body=json.dumps({"id": "p", "kv_transfer_params": load(handoff)}).encode())(request)
 
 
 def test_prefill_computes_one_token_and_then_decode_answers_without_a_handoff():
@@ -29,7 +45,7 @@ def test_prefill_computes_one_token_and_then_decode_answers_without_a_handoff():
             status, body, headers = await posting
             assert (status, body) == (200, b'{"id":"d"}')
             assert "x-kvpipe-handoff" not in headers
-            assert s.prefill[0].bodies == [REQUEST | ONE_TOKEN]
+            assert without_params(s.prefill[0].bodies) == [REQUEST | ONE_TOKEN]
             assert s.decode[0].bodies == [REQUEST]
             assert s.control.released == []
 
@@ -42,7 +58,7 @@ def test_a_stream_of_decode_is_passed_on():
             body = {"model": "m", "messages": [], "stream": True, "stream_options": {"include_usage": True}}
             status, answer, _ = await s.post(CHAT, body)
             assert (status, answer) == (200, b"".join(EVENTS))
-            [prefilled] = s.prefill[0].bodies
+            [prefilled] = without_params(s.prefill[0].bodies)
             assert prefilled == {"model": "m", "messages": [], "max_completion_tokens": 1} | ONE_TOKEN
 
     run(scene)
@@ -75,7 +91,7 @@ def test_another_prefill_is_asked_when_one_fails_and_decode_alone_when_none_is_l
     async def scene():
         async with stage([failing, answers()], [answers(body=b'{"id":"d"}')], dispatch="store") as s:
             assert (await s.post())[:2] == (200, b'{"id":"d"}')
-            assert s.prefill[1].bodies == [REQUEST | ONE_TOKEN]
+            assert without_params(s.prefill[1].bodies) == [REQUEST | ONE_TOKEN]
         async with stage([failing], [answers(body=b'{"id":"d"}')], dispatch="store") as s:
             assert (await s.post())[:2] == (200, b'{"id":"d"}')
             assert s.decode[0].bodies == [REQUEST]
@@ -91,6 +107,26 @@ def test_another_decode_is_asked_when_one_fails_after_the_prefill_which_is_not_r
         async with stage(decode=[DEAD, answers(body=b'{"id":"d"}')], dispatch="store") as s:
             assert (await s.post())[:2] == (200, b'{"id":"d"}')
             assert len(s.prefill[0].bodies) == 1
+
+    run(scene)
+
+
+def test_decode_loads_what_prefill_says_that_it_saves():
+    async def scene():
+        async with stage([saves], [answers(body=b'{"id":"d"}')], dispatch="store") as s:
+            assert (await s.post())[:2] == (200, b'{"id":"d"}')
+            handoff = s.prefill[0].bodies[0]["kv_transfer_params"]["kvpipe"]["handoff"]
+            assert s.decode[0].bodies == [REQUEST | {"kv_transfer_params": load(handoff)}]
+
+    run(scene)
+
+
+@pytest.mark.parametrize(("failing", "is_loading"), [(DEAD, True), (breaks_off, False), (answers(503), False)])
+def test_another_decode_loads_it_only_where_the_first_was_not_reached(failing, is_loading):
+    async def scene():
+        async with stage([saves], [failing, answers(body=b'{"id":"d"}')], dispatch="store") as s:
+            assert (await s.post())[:2] == (200, b'{"id":"d"}')
+            assert ("kv_transfer_params" in s.decode[1].bodies[0]) == is_loading
 
     run(scene)
 

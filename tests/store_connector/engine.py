@@ -20,6 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvpipe.connector.first_token import PENDING_FIRST_TOKENS, consumed_handoff
 from kvpipe.connector.steps import scheduled
 from kvpipe.store_connector import KVStoreConnector
 from tests.connector.engine import BLOCK, cache_config, engine_config, is_unreported
@@ -84,6 +85,8 @@ class Engine:
             log_stats=True,
         )
         self.num_blocks = num_blocks
+        # What tests add to every token that is sampled here.
+        self.sampled_offset = 0
         self.role = self.scheduler.connector._scheduler
         self.workers = []
         self.caches = {
@@ -225,7 +228,10 @@ class Engine:
     def _sample(self, request: Request, table: list[int], end: int) -> list[int]:
         if request.num_computed_tokens < request.num_tokens:
             return []
-        return [10 + sum(self._slot(layer, table, end - 1) for layer in self.caches) % 1000]
+        handoff = consumed_handoff(request.sampling_params)
+        if handoff in PENDING_FIRST_TOKENS.tokens and not request.num_output_tokens:
+            return [PENDING_FIRST_TOKENS.tokens[handoff]]
+        return [self.sampled_offset + 10 + sum(self._slot(layer, table, end - 1) for layer in self.caches) % 1000]
 
     def abort(self, request: Request) -> None:
         """The client has left."""

@@ -32,14 +32,14 @@ def caches(scale: float = 1.0) -> dict[str, torch.Tensor]:
 def values_of(name: str, kv_caches: dict[str, torch.Tensor]) -> tuple[CacheBytes, ChunkValues]:
     cache, serde = CacheBytes(kv_caches), Serde.parse(name)
     layout = None if serde.is_lossless else layout_of(kv_caches.values(), CHUNK_BLOCKS, "vec")
-    return cache, ChunkValues(serde, layout, cache.digest, CHUNK_BLOCKS * cache.block_bytes)
+    return cache, ChunkValues(serde, layout, cache.digest, CHUNK_BLOCKS, cache.block_bytes)
 
 
 def value(name: str) -> tuple[ChunkValues, np.ndarray]:
     cache, values = values_of(name, caches())
     slot = np.zeros(values.slot_bytes, np.uint8)
     cache.gather([1, 4], slot[-CHUNK_BLOCKS * cache.block_bytes :])
-    return values, values.value_of(slot, KEY).copy()
+    return values, values.value_of(slot, KEY, CHUNK_BLOCKS).copy()
 
 
 def ended(saver: Saver) -> Saved:
@@ -57,10 +57,10 @@ def test_a_chunk_is_restored_from_its_value(name: str) -> None:
     cache, values = values_of(name, target)
     _, stored = value(name)
     slot = np.zeros(values.slot_bytes, np.uint8)
-    memory = values.buffer_for(stored.nbytes, slot)
+    memory = values.buffer_for(stored.nbytes, slot, CHUNK_BLOCKS)
     assert memory is not None
     memory[:] = stored
-    assert values.restore(memory, KEY, slot) == ""
+    assert values.restore(memory, KEY, slot, CHUNK_BLOCKS) == ""
     cache.scatter(slot[-CHUNK_BLOCKS * cache.block_bytes :], [2, 3], 0)
     for layer, restored in target.items():
         expected = source[layer][[1, 4]]
@@ -73,7 +73,7 @@ def test_a_chunk_is_restored_from_its_value(name: str) -> None:
 def test_a_changed_byte_makes_a_value_useless(name: str, at: int) -> None:
     values, stored = value(name)
     stored[at] ^= 1
-    assert values.restore(stored, KEY, np.zeros(values.slot_bytes, np.uint8)) in ("foreign", "corrupt")
+    assert values.restore(stored, KEY, np.zeros(values.slot_bytes, np.uint8), CHUNK_BLOCKS) in ("foreign", "corrupt")
 
 
 @pytest.mark.parametrize("name", SERDES)
@@ -81,14 +81,15 @@ def test_a_value_of_another_size_is_not_read(name: str) -> None:
     values, _ = value(name)
     slot = np.zeros(values.slot_bytes, np.uint8)
     for num_bytes in (0, 128, 1 << 40):
-        assert values.buffer_for(num_bytes, slot) is None
+        assert values.buffer_for(num_bytes, slot, CHUNK_BLOCKS) is None
 
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_kv_that_is_not_finite_is_not_saved_by_a_serde_that_loses_precision(name: str) -> None:
     cache, values = values_of(name, caches(float("inf")))
+    infinite = np.full(values.slot_bytes // 4, np.inf, np.float32).tobytes()
     with pytest.raises(ConfigError, match="naive"):
-        values.value_of(np.frombuffer(np.full(values.slot_bytes // 4, np.inf, np.float32).tobytes(), np.uint8), KEY)
+        values.value_of(np.frombuffer(infinite, np.uint8), KEY, CHUNK_BLOCKS)
     client = StoreClient("local://", 1.0)
     saver = Saver(client, cache, values, 1 << 24, 1)
     assert saver.save(KEY, [1, 2], 0.0) == ""
@@ -108,7 +109,7 @@ def test_layers_that_differ_are_for_the_naive_serde_only() -> None:
 def test_an_unknown_packing_is_refused_by_name() -> None:
     layout = layout_of(caches().values(), CHUNK_BLOCKS, "amx")
     with pytest.raises(ConfigError, match=r"amx.*naive"):
-        ChunkValues(Serde.parse("fp8"), layout, b"l" * 16, layout.num_bytes)
+        ChunkValues(Serde.parse("fp8"), layout, b"l" * 16, CHUNK_BLOCKS, layout.num_bytes // CHUNK_BLOCKS)
 
 
 def test_a_local_store_has_what_a_saver_wrote() -> None:

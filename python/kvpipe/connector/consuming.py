@@ -38,7 +38,6 @@ class Consuming:
         sampling: How this engine samples first tokens.
         continuations: Requests that continue after the producer's token.
         block_size: Tokens of a block.
-        vocab_size: Size of the sampler's vocabulary.
         num_ranks: Workers of this engine.
         is_recomputed: Whether this engine computes lost KV; otherwise lost KV fails its request.
     """
@@ -52,7 +51,6 @@ class Consuming:
         continuations: Continuations,
         *,
         block_size: int,
-        vocab_size: int,
         num_ranks: int,
         is_recomputed: bool,
     ) -> None:
@@ -62,7 +60,6 @@ class Consuming:
         self._sampling = sampling
         self._continuations = continuations
         self._block_size = block_size
-        self._vocab_size = vocab_size
         self._is_recomputed = is_recomputed
         self._consumed: Handoffs[Consumed] = Handoffs()
         self._commits = Commits(num_ranks)
@@ -92,10 +89,9 @@ class Consuming:
             self._out.control.unwatch(refused.handoff, False)  # noqa: FBT003 - a native method
 
     def _check_first_token(self, consumed: Consumed) -> None:
-        token = consumed.first_token
-        if token is not None and not 0 <= token < self._vocab_size:
-            # An index outside the vocabulary would crash the sampler, and the engine with it.
-            consumed.unsupported_reason = f"first token {token} is outside the vocabulary of {self._vocab_size}"
+        if consumed.first_token is not None:
+            reason = self._first_token_support.refusal(consumed.first_token)
+            consumed.unsupported_reason = reason or consumed.unsupported_reason
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """Returns how many tokens the producer provides: `(None, False)` while it has not opened the handoff."""

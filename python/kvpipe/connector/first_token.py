@@ -10,13 +10,14 @@ of vLLM 0.32.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor as V1LogitsProcessor
 
 from kvpipe.exceptions import ConfigError
-from kvpipe.transfer_params import ConsumeParams, parse
+from kvpipe.transfer_params import ConsumeParams, LoadParams, parse
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
     from vllm.v1.sample.logits_processor.interface import BatchUpdate
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 
@@ -42,6 +44,12 @@ class PendingFirstTokens:
     def __init__(self) -> None:
         self.tokens: dict[bytes, int] = {}
         self.has_processor = False
+        self._by_connector: dict[str, dict[bytes, int]] = {}
+
+    def set(self, connector: str, tokens: dict[bytes, int]) -> None:
+        """Sets the tokens of one connector; under MultiConnector there may be two."""
+        self._by_connector[connector] = tokens
+        self.tokens = {handoff: token for each in self._by_connector.values() for handoff, token in each.items()}
 
 
 # Global, because vLLM makes the processor and the worker role, and neither has a reference to the other.
@@ -122,4 +130,17 @@ def consumed_handoff(params: SamplingParams) -> bytes | None:
         found = parse((params.extra_args or {}).get("kv_transfer_params"))
     except ConfigError:
         return None
-    return found.handoff if isinstance(found, ConsumeParams) else None
+    return found.handoff if isinstance(found, ConsumeParams | LoadParams) else None
+
+
+def hide_handoff_from_workers(request: Request) -> None:
+    """Takes a handoff that belongs to another request out of what the workers get, who would force its first token.
+
+    The requests that vLLM makes of one share their parameters, so that these are replaced, and not changed.
+    """
+    params = request.sampling_params
+    if params is not None and consumed_handoff(params) is not None:
+        request.sampling_params = copy.copy(params)
+        request.sampling_params.extra_args = {
+            name: value for name, value in (params.extra_args or {}).items() if name != "kv_transfer_params"
+        }

@@ -23,6 +23,7 @@ class FirstTokenSupport:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.is_speculative = vllm_config.speculative_config is not None
+        self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         self._logprobs_mode = str(vllm_config.model_config.logprobs_mode)
         self.are_workers_ready = False
 
@@ -44,3 +45,10 @@ class FirstTokenSupport:
         if params is not None and params.logprobs is not None and self._logprobs_mode.startswith("processed"):
             return f"logprobs in mode {self._logprobs_mode} would be those of a masked distribution"
         return ""
+
+    def refusal(self, token: int) -> str:
+        """Why a token cannot be forced; empty if it can."""
+        if 0 <= token < self._vocab_size:
+            return ""
+        # An index outside the vocabulary would crash the sampler, and the engine with it.
+        return f"first token {token} is outside the vocabulary of {self._vocab_size}"

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from kvpipe.exceptions import ConfigError
-from kvpipe.transfer_params import ProduceParams, parse
+from kvpipe.transfer_params import LoadParams, ProduceParams, SaveParams, parse
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -253,13 +253,13 @@ class Handoffs(Generic[T]):
 
 
 def read_params(request: Request, allowed: AllowedProducers) -> Produced | Consumed | None:
-    """Reads a request's parameters; returns `None` if it takes part in no handoff.
+    """Reads a request's parameters; returns `None` if it takes part in no handoff, or in one through a store.
 
     Raises:
         ConfigError: The parameters are wrong. Any client may have sent them.
     """
     params = parse(request.kv_transfer_params)
-    if params is None:
+    if params is None or isinstance(params, SaveParams | LoadParams):
         return None
     if request.prompt_token_ids is None:
         message = "a prompt of embeddings has no token ids, which both engines compare"

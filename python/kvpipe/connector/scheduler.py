@@ -6,7 +6,6 @@ commands and drain its events.
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from kvpipe.connector.allowed_producers import AllowedProducers
 from kvpipe.connector.consuming import Consuming
 from kvpipe.connector.continuing import Continuations
 from kvpipe.connector.fingerprint import fingerprint, merge_ranks
-from kvpipe.connector.first_token import consumed_handoff
+from kvpipe.connector.first_token import hide_handoff_from_workers
 from kvpipe.connector.first_token_support import FirstTokenSupport
 from kvpipe.connector.model_files import NOT_COMPARED
 from kvpipe.connector.outbox import Outbox
@@ -79,7 +78,6 @@ class SchedulerRole:
             self._sampling,
             self._continuations,
             block_size=block_size,
-            vocab_size=vllm_config.model_config.get_vocab_size(),
             num_ranks=vllm_config.parallel_config.world_size,
             is_recomputed=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
         )
@@ -162,7 +160,7 @@ class SchedulerRole:
             else:
                 self._note(request)
         except ConfigError as error:
-            _hide_handoff_from_workers(request)
+            hide_handoff_from_workers(request)
             self._refuse_to_produce(request, str(error))
             logger.warning(
                 "request.ignored request_id=%s KV transfer is disabled for it: %s", request.request_id, error
@@ -277,16 +275,3 @@ class SchedulerRole:
         """Closes the control plane, which notifies consumers."""
         if self._is_listening:
             self._out.control.close()
-
-
-def _hide_handoff_from_workers(request: Request) -> None:
-    """Takes a handoff that belongs to another request out of what the workers get, who would force its first token.
-
-    The requests that vLLM makes of one share their parameters, so that these are replaced, and not changed.
-    """
-    params = request.sampling_params
-    if params is not None and consumed_handoff(params) is not None:
-        request.sampling_params = copy.copy(params)
-        request.sampling_params.extra_args = {
-            name: value for name, value in (params.extra_args or {}).items() if name != "kv_transfer_params"
-        }

@@ -182,7 +182,7 @@ class WorkerRole:
             self._step, self._ready, self._unsaved = step, _kvpipe.ReadyBlocks(step.ready), dict(self._regions)
             self._is_step_by_layer = self._is_by_layer and not _announces_restored(step)
             self._progress.begin_step(step, len(self._regions), time.monotonic())
-        PENDING_FIRST_TOKENS.tokens = step.first_tokens
+        PENDING_FIRST_TOKENS.set("KVPipeConnector", step.first_tokens)
         self._trace.begin_step(step)
 
     def _load(self, agent: _kvpipe.Agent, load: Load) -> None:

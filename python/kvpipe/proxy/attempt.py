@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from kvpipe import transfer_params
 from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.bodies import decode_body, prefill_body
 from kvpipe.proxy.control import Control, FailureLog
@@ -97,7 +98,7 @@ class Attempt:
             InstanceError: P failed.
         """
         call = self._call
-        body = prefill_body(call.body, call.path, self.handoff)
+        body = prefill_body(call.body, call.path, transfer_params.produce(self.handoff))
         self._may_hold_kv = True
         try:
             answer = await self.services.exchanges.post("prefill", self.prefill, call, body)

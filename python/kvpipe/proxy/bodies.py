@@ -40,22 +40,25 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def prefill_body(body: dict[str, Any], path: str, handoff: str = "") -> bytes:
-    """Body for P: the client's request, limited to its first token, not streamed; with an id, producing `handoff`."""
+def prefill_body(body: dict[str, Any], path: str, params: dict[str, Any]) -> bytes:
+    """Body for P: the client's request, limited to its first token, not streamed, with these transfer parameters."""
     changed = {key: value for key, value in body.items() if key != "stream_options"}
     changed |= {"max_tokens": 1, "n": 1, "stream": False}
     if path == CHAT_PATH:  # vLLM's completions protocol lacks this field
         changed["max_completion_tokens"] = 1
     if isinstance(min_tokens := body.get("min_tokens"), int):
         changed["min_tokens"] = min(1, min_tokens)
-    if handoff:
-        changed[_PARAMS] = transfer_params.produce(handoff)
-    return written(changed)
+    return written(changed | {_PARAMS: params})
 
 
 def decode_body(body: dict[str, Any], handoff: str, producer: str) -> bytes:
     """Body for D: the client's request, consuming `handoff` from the control port `producer`."""
     return written(body | {_PARAMS: transfer_params.consume(handoff, producer)})
+
+
+def loading_body(body: dict[str, Any], handoff: str) -> bytes:
+    """Body for D: the client's request, loading from the store what P has saved for `handoff`."""
+    return written(body | {_PARAMS: transfer_params.load(handoff)})
 
 
 def resumed_body(body: dict[str, Any], handoff: str, first_token: int) -> bytes:

@@ -6,6 +6,7 @@ Ownership: `Dispatcher._tasks` holds every task until it has ended, the requests
 """
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -13,8 +14,9 @@ from typing import Self
 
 from multidict import CIMultiDict
 
+from kvpipe import transfer_params
 from kvpipe.proxy.attempt import PREFILL_GRACE_S, Attempt, Services
-from kvpipe.proxy.bodies import plain_body, prefill_body
+from kvpipe.proxy.bodies import loading_body, plain_body, prefill_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control, FailureLog
 from kvpipe.proxy.descriptions import Descriptions
@@ -187,10 +189,12 @@ class Dispatcher:
         return await self._ask_alone("decode", call, retries)
 
     async def _ask_through_store(self, call: Call, retries: Retries) -> Answer:
-        """Have P compute the prompt into the store that it shares with D, then D answer."""
-        body = prefill_body(call.body, call.path)
+        """Have P compute the prompt into the store that it shares with D, then D answer from P's first token on."""
         while retries.has("prefill") and retries.has("decode"):
             prefill = retries.first("prefill")
+            # Another one for each P: one that was given up may still save its token.
+            handoff = secrets.token_hex(16)
+            body = prefill_body(call.body, call.path, transfer_params.save(handoff))
             call.record.begin_attempt("", prefill.url, retries.first("decode").url)
             try:
                 answer = await self._exchanges.post("prefill", prefill, call, body)
@@ -204,13 +208,24 @@ class Dispatcher:
             if prefilled.ends_request(call.body):
                 answer.body = prefilled.final_body()
                 return answer
-            return await self._ask_alone("decode", call, retries, prefilled_at=prefill.url)
+            saved = handoff if prefilled.saved == handoff else ""
+            return await self._ask_alone("decode", call, retries, prefilled_at=prefill.url, saved=saved)
         return await self._ask_alone("decode", call, retries)
 
-    async def _ask_alone(self, role: Role, call: Call, retries: Retries, *, prefilled_at: str = "") -> Answer:
-        """Have an instance answer without a handoff: D, or P where its one token is all that the client wants."""
-        body = plain_body(call.body)
+    async def _ask_alone(
+        self, role: Role, call: Call, retries: Retries, *, prefilled_at: str = "", saved: str = ""
+    ) -> Answer:
+        """Have an instance answer without another one: D, or P where its one token is all that the client wants.
+
+        Args:
+            role: its role.
+            call: the client's request.
+            retries: the instances that may be asked.
+            prefilled_at: URL of a P that has computed the prompt into a store.
+            saved: id of the handoff that P has saved there, which one D can load.
+        """
         while True:
+            body = loading_body(call.body, saved) if saved else plain_body(call.body)
             instance = retries.first(role)
             urls = (instance.url, "") if role == "prefill" else (prefilled_at, instance.url)
             call.record.begin_attempt("", *urls)
@@ -221,6 +236,8 @@ class Dispatcher:
                 if next_role is None:
                     return _final(error)
                 role = next_role
+                if error.failure != "unreached":
+                    saved = ""  # D may have taken it, and another one would wait for it
 
     def _next_role(self, error: InstanceError, call: Call, retries: Retries) -> Role | None:
         """Role of the instance that is asked after a failure; None if none may be."""

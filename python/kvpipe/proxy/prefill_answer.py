@@ -36,6 +36,13 @@ class PrefillAnswer:
         usage = _object(self.fields.get("usage"))
         return _number(_object(usage.get("prompt_tokens_details")).get("cached_tokens"))
 
+    @property
+    def saved(self) -> str:
+        """Id of the handoff that P saves in the store for D; empty if it saves none."""
+        params = _object(_object(self.fields.get("kv_transfer_params")).get("kvpipe"))
+        handoff = params.get("handoff") if params.get("store") == "load" else ""
+        return handoff if isinstance(handoff, str) else ""
+
     def ends_request(self, body: dict[str, Any]) -> bool:
         """Whether the token ends the client's request, by its end of sequence or a stop string.
 

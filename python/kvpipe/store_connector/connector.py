@@ -147,9 +147,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._of_scheduler().update(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Returns that no block is held: chunks are saved from copies."""
-        self._of_scheduler().finished(request)
-        return False, None
+        """Returns that no block is held, because saves are of copies, and parameters for the response."""
+        return False, self._of_scheduler().finished(request)
 
     def reset_cache(self) -> bool:
         """Separates this engine from what is stored: vLLM's weights change, it sleeps, or an operator resets it."""

@@ -1,7 +1,8 @@
-"""Names of chunks in a store. Equal names mean equal KV.
+"""Names of chunks in a store, for which equal names mean equal KV, and of the entries of requests.
 
-A name is the namespace of a rank and the chunk's id. The namespace identifies the model and everything else that
-decides the bytes of its KV. The id identifies the tokens up to the end of the chunk, by vLLM's block hash.
+A name is the namespace of a rank and an id. The namespace identifies the model and everything else that decides the
+bytes of its KV. A chunk's id identifies the tokens up to the end of the chunk, by vLLM's block hash. An entry's id is
+that of its handoff.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ def chunk_ids(
     """
     ends = range(hashes_in_chunk - 1, num_chunks * hashes_in_chunk, hashes_in_chunk)
     return [_digest([epoch, adapter.encode(), bytes(block_hashes[end])]) for end in ends]
+
+
+def entry_id(handoff: bytes) -> bytes:
+    """Returns the id of the entry of a handoff."""
+    return _digest([b"entry of a handoff", handoff])
 
 
 def _digest(parts: Iterable[bytes]) -> bytes:

@@ -61,7 +61,7 @@ class CacheBytes:
         parts, offset = [], 0
         for layer in self._layers:
             end = offset + num_blocks * layer.shape[1]
-            parts.append((layer, chunk[offset:end].reshape(num_blocks, -1)))
+            parts.append((layer, chunk[offset:end].reshape(num_blocks, layer.shape[1])))
             offset = end
         return parts
 

@@ -41,9 +41,9 @@ class ActiveLoad:
         self.load = load
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
-        self._is_copied = [False] * len(load.chunk_ids)
+        self._is_copied = [False] * len(load.part_ids)
         # Chunks from here on are of no use, because this one cannot be loaded.
-        self._end = len(load.chunk_ids)
+        self._end = len(load.part_ids)
         self._num_copying = 0
         self._is_closed = False
         self._reason = ""
@@ -124,8 +124,8 @@ class Loader:
     def begin(self, load: Load, namespace: bytes, now_s: float) -> None:
         """Begins a load. `namespace` is that of this rank."""
         active = self._active[load.request_id] = ActiveLoad(load, now_s + load.limit_s)
-        for index, chunk_id in enumerate(load.chunk_ids):
-            self._threads.submit(lambda index=index, key=namespace + chunk_id: self._read(active, index, key))  # type: ignore[misc]
+        for index, part_id in enumerate(load.part_ids):
+            self._threads.submit(lambda index=index, key=namespace + part_id: self._read(active, index, key))  # type: ignore[misc]
 
     def cancel(self, request_id: str) -> None:
         """Ends a load that nobody needs."""
@@ -144,6 +144,11 @@ class Loader:
         """Returns the blocks that a load was to fill and did not."""
         return load.block_ids[max(0, outcome.num_loaded * self._chunk_blocks - load.first) :]
 
+    def num_bytes(self, load: Load, outcome: LoadOutcome) -> int:
+        """Returns how many bytes of KV a load has brought."""
+        num_blocks = min(load.first + len(load.block_ids), outcome.num_loaded * self._chunk_blocks)
+        return num_blocks * int(self._cache.block_bytes)
+
     def __len__(self) -> int:
         return len(self._active)
 
@@ -155,7 +160,7 @@ class Loader:
             message = "more threads than slots"
             raise RuntimeError(message)
         try:
-            reason = self._fetch(key, slot)
+            reason = self._fetch(active.load, index, key, slot)
             if not reason:
                 active.copy(index, lambda: self._scatter(active.load, index, slot))
         except CorruptDataError:
@@ -167,8 +172,10 @@ class Loader:
         if reason:
             active.fail(index, reason)
 
-    def _fetch(self, key: bytes, slot: np.ndarray) -> str:
+    def _fetch(self, load: Load, index: int, key: bytes, slot: np.ndarray) -> str:
         """Reads a value and verifies it. Returns why it cannot be used; empty if it can."""
+        if index == len(load.chunk_ids):
+            return self._client.run(lambda store: self._take_entry(store, load, key, slot))
         reason = self._client.run(lambda store: self._read_value(store, key, slot))
         if reason in _WRONG:
             self._client.run(lambda store: store.delete([key]))
@@ -179,16 +186,34 @@ class Loader:
         if value is None:
             return "missing"
         with value:
-            memory = self._values.buffer_for(value.num_bytes, slot)
+            memory = self._values.buffer_for(value.num_bytes, slot, self._chunk_blocks)
             if memory is None:
                 return "short"
             value.read_into(memory.data)
-        return self._values.restore(memory, key, slot)
+        return self._values.restore(memory, key, slot, self._chunk_blocks)
+
+    def _take_entry(self, store: KVStore, load: Load, key: bytes, slot: np.ndarray) -> str:
+        """Reads an entry, which is deleted then, whatever is in it."""
+        lease = store.take(key)
+        if lease is None:
+            return "missing"
+        num_blocks = load.first + len(load.block_ids) - len(load.chunk_ids) * self._chunk_blocks
+        with lease:
+            memory = self._values.buffer_for(lease.num_bytes, slot, num_blocks)
+            if memory is not None and lease.record == load.record:
+                lease.read_into(memory.data)
+            lease.acknowledge()
+        if memory is None:
+            return "short"
+        if lease.record != load.record:
+            return "foreign"
+        return self._values.restore(memory, key, slot, num_blocks)
 
     def _scatter(self, load: Load, index: int, slot: np.ndarray) -> None:
         start = index * self._chunk_blocks - load.first
         block_ids = load.block_ids[max(0, start) : start + self._chunk_blocks]
-        self._cache.scatter(slot[HEADER_BYTES:], block_ids, self._chunk_blocks - len(block_ids))
+        if block_ids:
+            self._cache.scatter(slot[HEADER_BYTES:], block_ids, max(0, -start))
 
     def close(self, timeout: float) -> bool:
         """Ends all loads, and returns whether their threads have ended in time."""

@@ -9,14 +9,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 @dataclass(frozen=True)
 class Load:
-    """Chunks to load into the blocks of a request.
+    """Chunks to load into the blocks of a request, and the KV in its entry, which follows them.
 
     Attributes:
         request_id: vLLM's id.
         chunk_ids: The chunks, in the order of the prompt.
-        first: Blocks of the first chunk that this engine has already, and that others may use.
+        first: Blocks of the first chunk, or without chunks of the entry, that this engine has already, and that others
+            may use.
         block_ids: Destination of the other blocks. Nobody else uses them before the end of the load is reported.
         limit_s: Seconds that the load may take.
+        entry_id: The request's entry; empty if it is not loaded.
+        record: The record that the entry has to have.
     """
 
     request_id: str
@@ -24,6 +27,13 @@ class Load:
     first: int
     block_ids: list[int]
     limit_s: float
+    entry_id: bytes = b""
+    record: bytes = b""
+
+    @property
+    def part_ids(self) -> list[bytes]:
+        """Ids of all that is loaded, in the order of the prompt."""
+        return [*self.chunk_ids, self.entry_id] if self.entry_id else self.chunk_ids
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,34 @@ class Save:
     block_ids: list[int]
 
 
+@dataclass(frozen=True)
+class EntryCopy:
+    """The KV of a request's entry, which is complete after the forward pass of this step. It waits for `EntrySave`.
+
+    Attributes:
+        request_id: vLLM's id.
+        block_ids: The blocks after the prompt's last full chunk.
+    """
+
+    request_id: str
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class EntrySave:
+    """A request's entry, whose KV was copied in an earlier step.
+
+    Attributes:
+        request_id: vLLM's id.
+        entry_id: The entry; empty if it is not saved: the copy is dropped.
+        record: Its record.
+    """
+
+    request_id: str
+    entry_id: bytes = b""
+    record: bytes = b""
+
+
 @dataclass
 class StoreStepMetadata(KVConnectorMetadata):
     """Scheduler role to worker role, for one step.
@@ -48,6 +86,9 @@ class StoreStepMetadata(KVConnectorMetadata):
         loads: Loads to begin.
         cancels: Requests whose loads nobody needs any more.
         saves: Chunks to save after the forward pass.
+        copies: What is copied for entries after the forward pass.
+        entries: Entries to save.
+        first_tokens: Token id by handoff, for the requests in this step that have no output yet.
         restores: Blocks that get back after the forward pass the bytes that they have before it: each is the last one
             of a loaded prompt, and the pass computes the prompt's last token in it.
     """
@@ -56,6 +97,9 @@ class StoreStepMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    copies: list[EntryCopy] = field(default_factory=list)
+    entries: list[EntrySave] = field(default_factory=list)
+    first_tokens: dict[bytes, int] = field(default_factory=dict)
     restores: list[int] = field(default_factory=list)
 
 
@@ -64,7 +108,7 @@ class LoadOutcome:
     """How a load ended.
 
     Attributes:
-        num_loaded: Chunks in front that were loaded.
+        num_loaded: Chunks in front that were loaded; an entry counts as one.
         reason: Why others were not: `missing`, `corrupt`, `foreign`, `short`, `timeout`, `cancelled`, `lost` or
             `error`; empty if all were.
     """
@@ -83,11 +127,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     Attributes:
         properties: By rank, what the rank adds to the engine's fingerprint; only in a rank's first report.
+        unforced: Ranks whose sampler cannot apply `StoreStepMetadata.first_tokens`; as `properties`.
         outcomes: Loads that ended, by request id.
     """
 
     properties: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
     outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
+    unforced: list[int] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Merges the reports of two ranks."""
@@ -95,4 +141,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for request_id, theirs in getattr(other, "outcomes", {}).items():
             ours = outcomes.get(request_id)
             outcomes[request_id] = theirs if ours is None else ours.merged(theirs)
-        return WorkerReport({**self.properties, **getattr(other, "properties", {})}, outcomes)
+        return WorkerReport(
+            {**self.properties, **getattr(other, "properties", {})},
+            outcomes,
+            [*self.unforced, *getattr(other, "unforced", ())],
+        )

@@ -1,4 +1,4 @@
-"""State of the requests whose prompts have chunks, as the scheduler role keeps it."""
+"""State of the requests whose prompts have chunks or entries, as the scheduler role keeps it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpipe.store_connector.break_even import Decision
+    from kvpipe.store_connector.entries import Entry
     from kvpipe.store_connector.metadata import LoadOutcome
 
 
 @dataclass
 class Prompt:
-    """A request with one full chunk at least.
+    """A request with one full chunk at least, or with a handoff through the store.
 
     `phase`: `new` (the workers have not reported yet) → `asked` (a lookup is under way) → `answered` → `loading` →
     `done`; `done` also from any of the first three. In `done` this engine computes what it does not have.
@@ -24,12 +25,14 @@ class Prompt:
         num_chunks: Full chunks of the prompt.
         adapter: Name and content of its LoRA adapter; empty without one.
         is_loadable: Whether its KV may be loaded from the store.
+        entry: Its entry; `None` without a handoff through the store.
         asked_s: When the store was asked, or was to be.
         attempt: Number of the lookup under way; answers of earlier ones do not count.
         is_stored: For each chunk whether every rank's part is in the store; false where that is not known.
         decision: Whether stored chunks are loaded, once that was decided.
         num_local_tokens: Tokens found in this engine's prefix cache when the load was claimed.
         load_began_s: When the load began.
+        num_loading: Chunks that it loads; an entry counts as one.
         outcome: The ranks' merged outcome of the load.
         last_block_id: The prompt's last block, from the start of a load that ends with the prompt until a step computes
             in it.
@@ -42,12 +45,14 @@ class Prompt:
     adapter: str
     is_loadable: bool
     asked_s: float
+    entry: Entry | None = None
     phase: str = "new"
     attempt: int = 0
     is_stored: list[bool] = field(default_factory=list)
     decision: Decision | None = None
     num_local_tokens: int = 0
     load_began_s: float = 0.0
+    num_loading: int = 0
     outcome: LoadOutcome | None = None
     last_block_id: int | None = None
     next_chunk: int = 0
@@ -60,6 +65,18 @@ class Prompt:
     def num_matched(self) -> int:
         """Chunks of the longest prefix that is stored."""
         return next((index for index, is_stored in enumerate(self.is_stored) if not is_stored), self.num_chunks)
+
+    def num_stored_tokens(self, chunk_size: int) -> int:
+        """Returns how many tokens of the prompt the store has: those of full chunks, or all with its entry."""
+        if self.is_stored_to_end:
+            return int(self.request.num_prompt_tokens)
+        return self.num_matched * chunk_size
+
+    @property
+    def is_stored_to_end(self) -> bool:
+        """Whether the store has all chunks and the entry."""
+        is_found = self.entry is not None and self.entry.is_found
+        return is_found and self.num_matched == self.num_chunks
 
     def answered(self, is_present: tuple[bool, ...]) -> None:
         """Notes the store's answer. One that comes too late for a load still says what need not be saved.
@@ -77,13 +94,15 @@ class Prompt:
         first, self.next_chunk = self.next_chunk, max(self.next_chunk, end)
         return [index for index in range(first, end) if not self.is_stored[index]]
 
-    def load_ended(self, first_chunk: int, num_wanted: int) -> tuple[int, str]:
+    def load_ended(self, first_chunk: int) -> tuple[int, str]:
         """Notes the end of the load: `(chunks loaded, reason of the others)`. A chunk that failed is saved again."""
         self.phase = "done"
         outcome, self.outcome = self.outcome, None
         if outcome is None:
             return 0, "error"
-        if outcome.num_loaded < num_wanted:
+        if outcome.num_loaded < self.num_loading:
             self.last_block_id = None
-            self.is_stored[first_chunk + outcome.num_loaded] = False
+            # What follows the last chunk is the entry, which nobody saves again.
+            if (failed := first_chunk + outcome.num_loaded) < self.num_chunks:
+                self.is_stored[failed] = False
         return outcome.num_loaded, outcome.reason

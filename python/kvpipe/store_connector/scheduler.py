@@ -5,28 +5,27 @@ It runs on EngineCore's main thread. Threads ask the store; hooks post questions
 
 from __future__ import annotations
 
-import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from kvpipe.connector.adapters import Adapters
-from kvpipe.connector.fingerprint import fingerprint, merge_ranks
 from kvpipe.connector.model_files import NOT_COMPARED
 from kvpipe.connector.prediction import PrefillClock
 from kvpipe.connector.steps import scheduled
 from kvpipe.exceptions import ConfigError
-from kvpipe.store.serde import Serde
 from kvpipe.store.urls import redact
 from kvpipe.store_connector.break_even import BreakEven
 from kvpipe.store_connector.breaker import Breaker
 from kvpipe.store_connector.client import StoreClient
-from kvpipe.store_connector.keys import chunk_ids, engine_namespace, rank_namespace
-from kvpipe.store_connector.lookups import Lookups
-from kvpipe.store_connector.metadata import Load, Save, StoreStepMetadata, WorkerReport
+from kvpipe.store_connector.entries import Entries
+from kvpipe.store_connector.keys import entry_id
+from kvpipe.store_connector.lookups import Lookups, Question
+from kvpipe.store_connector.metadata import Load, Save, WorkerReport
+from kvpipe.store_connector.names import Names
+from kvpipe.store_connector.outbox import StoreOutbox
 from kvpipe.store_connector.prompts import Prompt
-from kvpipe.store_connector.stats import KVStoreStats
 from kvpipe.transfer_params import ConsumeParams, parse
 
 if TYPE_CHECKING:
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 
     from kvpipe.store_connector.config import StoreConnectorConfig
     from kvpipe.store_connector.lookups import Answer
+    from kvpipe.store_connector.metadata import StoreStepMetadata
+    from kvpipe.store_connector.stats import KVStoreStats
 
 logger = init_logger("vllm.kvpipe.store")
 
@@ -59,14 +60,11 @@ class SchedulerRole:
     def __init__(self, vllm_config: VllmConfig, config: StoreConnectorConfig, hash_block_size: int) -> None:
         self._config = config
         self._block_size = int(vllm_config.cache_config.block_size)
-        self._hashes_in_chunk = config.chunk_size // hash_block_size
-        self._num_ranks = int(vllm_config.parallel_config.world_size)
+        self._chunk_blocks = config.chunk_size // self._block_size
         self._role = str(vllm_config.kv_transfer_config.kv_role)
-        self._fingerprint = fingerprint(vllm_config)
-        _check_identity(self._fingerprint, config.namespace, vllm_config.cache_config.prefix_caching_hash_algo)
+        self._names = Names(vllm_config, config, hash_block_size)
         self._is_speculative = vllm_config.speculative_config is not None
-        self._ranks: dict[int, list[tuple[str, str]]] = {}
-        self._namespace = self._epoch = b""
+        self._are_forcing = True
         self._adapters = Adapters()
         self._client = StoreClient(config.store, config.lookup_timeout_s)
         self._lookups = Lookups(self._client)
@@ -75,32 +73,38 @@ class SchedulerRole:
         self._break_even = BreakEven(is_always=config.always_load, timeout_s=config.load_timeout_s)
         self._clock = PrefillClock()
         self._manager: KVCacheManager | None = None
-        self._step = StoreStepMetadata()
-        self._stats = KVStoreStats()
+        self._out = StoreOutbox()
+        self._entries = Entries(vllm_config, self._names, self._lookups, self._out, self._chunk_blocks)
         logger.info(
             "store.start url=%s role=%s chunk_size=%d serde=%s ranks=%d",
-            *(redact(config.store), self._role, config.chunk_size, config.serde, self._num_ranks),
+            *(redact(config.store), self._role, config.chunk_size, config.serde, self._names.num_ranks),
         )
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Stores the manager, which knows the blocks of each request."""
         self._manager = manager
+        self._entries.bind_kv_cache_manager(manager)
 
     # --- requests
 
     def on_new_request(self, request: Request) -> None:
-        """Asks the store which chunks of a prompt it has."""
+        """Asks the store what it has of a prompt."""
         num_chunks = request.num_prompt_tokens // self._config.chunk_size
         is_loadable = not (_is_handoff(request) or request.skip_reading_prefix_cache)
-        if request.abort_immediately or not num_chunks or not (is_loadable or self._is_saving):
+        if request.abort_immediately:
+            return
+        entry = self._entries.add(request)
+        if not (num_chunks or entry) or not (is_loadable or self._is_saving):
+            self._entries.remove(request, entry)
             return
         self._adapters.note(request)
         adapter = self._adapters.describe(request)
         if NOT_COMPARED in adapter:
-            self._stats.add("decisions", "adapter")
+            self._out.stats.add("decisions", "adapter")
+            self._entries.remove(request, entry)
             return
         now_s = time.monotonic()
-        prompt = Prompt(request, num_chunks, adapter, is_loadable, now_s)
+        prompt = Prompt(request, num_chunks, adapter, is_loadable, now_s, entry)
         self._prompts[request.request_id] = prompt
         self._ask(prompt, now_s)
 
@@ -109,33 +113,27 @@ class SchedulerRole:
         return self._role != "kv_consumer"
 
     def _ask(self, prompt: Prompt, now_s: float) -> None:
-        """Posts one question for all chunks of all ranks, if the workers are known and the store is not broken."""
+        """Posts one question for all of a prompt, if the workers are known and the store is not broken."""
         prompt.asked_s = now_s
-        if not self._namespace:
+        if not self._names.namespace:
             prompt.phase = "new"
         elif not self._breaker.allows(now_s):
             self._compute(prompt, "breaker")
         else:
             prompt.phase, prompt.attempt = "asked", prompt.attempt + 1
-            ids = self._chunk_ids(prompt)
-            namespaces = [rank_namespace(self._namespace, rank) for rank in range(self._num_ranks)]
-            keys = [namespace + chunk_id for namespace in namespaces for chunk_id in ids]
-            self._lookups.ask(prompt.request.request_id, prompt.attempt, keys)
+            keys = self._names.keys(self._chunk_ids(prompt))
+            entry_keys, until_s = self._entries.question(prompt, self._config.lookup_timeout_s, now_s)
+            self._lookups.ask(Question(prompt.request.request_id, prompt.attempt, keys, entry_keys, until_s))
 
     def _chunk_ids(self, prompt: Prompt) -> list[bytes]:
-        return chunk_ids(
-            prompt.request.block_hashes,
-            num_chunks=prompt.num_chunks,
-            hashes_in_chunk=self._hashes_in_chunk,
-            adapter=prompt.adapter,
-            epoch=self._epoch,
-        )
+        return self._names.chunk_ids(prompt.request, prompt.num_chunks, prompt.adapter)
 
     def _compute(self, prompt: Prompt, reason: str) -> None:
         """Leaves a prompt to this engine."""
         prompt.phase = "done"
+        self._entries.release(prompt)
         if prompt.is_loadable:
-            self._stats.add("decisions", reason)
+            self._out.stats.add("decisions", reason)
 
     def _receive(self, now_s: float) -> None:
         """Processes the store's answers, and gives up questions without one."""
@@ -143,17 +141,22 @@ class SchedulerRole:
             self._answered(answer, now_s)
 
     def _answered(self, answer: Answer, now_s: float) -> None:
-        self._stats.add("operations", "lookup")
-        self._stats.add("seconds", "lookup", answer.elapsed_s)
+        self._out.stats.add("operations", "lookup")
+        self._out.stats.add("seconds", "lookup", answer.elapsed_s)
         if answer.failure:
             self._failed(f"lookup: {answer.failure}", now_s)
         else:
             self._succeeded()
-        prompt = self._prompts.get(answer.request_id)
-        if prompt is None or prompt.attempt != answer.attempt:
+        prompt = self._prompts.get(answer.question.request_id)
+        if prompt is not None and prompt.attempt != answer.question.attempt:
+            prompt = None
+        self._entries.answered(answer, prompt, now_s)
+        if prompt is None:
             return
         if not answer.failure:
             prompt.answered(answer.is_present)
+            if prompt.phase == "done":
+                self._entries.release(prompt)
         elif prompt.phase == "asked":
             self._compute(prompt, "lookup_failed")
 
@@ -166,6 +169,8 @@ class SchedulerRole:
         self._receive(now_s)
         if request.num_preemptions != prompt.num_preemptions:
             prompt.num_preemptions, prompt.decision = request.num_preemptions, None
+            if prompt.entry is not None:
+                prompt.entry.num_computed = 0
             self._ask(prompt, now_s)
         if prompt.phase in ("new", "asked"):
             if now_s < prompt.asked_s + self._config.lookup_timeout_s:
@@ -182,19 +187,22 @@ class SchedulerRole:
 
     def _claim(self, prompt: Prompt, num_local_tokens: int, now_s: float) -> tuple[int, bool]:
         """Claims the longest stored prefix. vLLM may ask again in each step, so the decision is kept."""
-        chunk_size = self._config.chunk_size
-        wanted = prompt.num_matched * chunk_size - num_local_tokens
-        # vLLM computes the last token of a prompt in any case; alone it is not worth a load.
+        num_stored = prompt.num_stored_tokens(self._config.chunk_size)
+        wanted = num_stored - num_local_tokens
+        # vLLM can compute the last token of a prompt itself; alone it is not worth a load.
         if wanted <= 1:
-            self._compute(prompt, "local" if prompt.num_matched else "none")
+            self._compute(prompt, "local" if num_stored else "none")
             return 0, False
         if prompt.decision is None:
-            num_chunks = prompt.num_matched - num_local_tokens // chunk_size
+            num_chunks = prompt.num_matched + prompt.is_stored_to_end - num_local_tokens // self._config.chunk_size
             speed = self._clock.tokens_per_s
             prompt.decision = self._break_even.decide(wanted, num_chunks, speed, now_s)
-            self._stats.add("decisions", prompt.decision.reason)
+            self._out.stats.add("decisions", prompt.decision.reason)
         if not prompt.decision.is_load:
             prompt.phase = "done"
+        if prompt.phase == "done" or not prompt.is_stored_to_end:
+            self._entries.release(prompt)
+        if prompt.phase == "done":
             return 0, False
         prompt.num_local_tokens = num_local_tokens
         return wanted, True
@@ -207,33 +215,37 @@ class SchedulerRole:
         if not num_external_tokens:
             # The scheduler, or another connector of a MultiConnector, has decided otherwise.
             prompt.phase = "done"
+            self._entries.release(prompt)
             return
         first = prompt.num_local_tokens // self._block_size
-        end = (prompt.num_local_tokens + num_external_tokens) // self._block_size
+        end = -(-(prompt.num_local_tokens + num_external_tokens) // self._block_size)
         block_ids = list(blocks.get_block_ids()[0][first:end])
         first_chunk = prompt.num_local_tokens // self._config.chunk_size
         prompt.phase, prompt.load_began_s, prompt.outcome = "loading", time.monotonic(), None
         if prompt.num_local_tokens + num_external_tokens == request.num_prompt_tokens:
             prompt.last_block_id = block_ids[-1]
-        self._step.loads.append(
-            Load(
-                request_id=request.request_id,
-                chunk_ids=self._chunk_ids(prompt)[first_chunk : prompt.num_matched],
-                first=first - first_chunk * self._chunk_blocks,
-                block_ids=block_ids,
-                limit_s=prompt.decision.limit_s if prompt.decision else self._config.load_timeout_s,
-            )
+        entry = prompt.entry if prompt.is_stored_to_end else None
+        load = Load(
+            request_id=request.request_id,
+            chunk_ids=self._chunk_ids(prompt)[first_chunk : prompt.num_matched],
+            first=first - first_chunk * self._chunk_blocks,
+            block_ids=block_ids,
+            limit_s=prompt.decision.limit_s if prompt.decision else self._config.load_timeout_s,
+            entry_id=b"" if entry is None else entry_id(entry.handoff),
+            record=b"" if entry is None else entry.record,
         )
+        prompt.num_loading = len(load.part_ids)
+        self._out.step.loads.append(load)
 
-    @property
-    def _chunk_blocks(self) -> int:
-        return self._config.chunk_size // self._block_size
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """Forgets a finished request, and returns parameters for its response.
 
-    def finished(self, request: Request) -> None:
-        """Forgets a finished request. A load of an aborted one is cancelled; vLLM waits for its end."""
+        A load of an aborted one is cancelled; vLLM waits for its end.
+        """
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is not None and prompt.phase == "loading":
-            self._step.cancels.append(request.request_id)
+            self._out.step.cancels.append(request.request_id)
+        return self._entries.finished(request, prompt)
 
     # --- every step
 
@@ -247,8 +259,9 @@ class SchedulerRole:
             if prompt is not None:
                 self._restore(prompt, num_before, num_new)
                 self._save(prompt, output, num_before + num_new)
-        step, self._step = self._step, StoreStepMetadata()
-        step.namespace = self._namespace
+                self._entries.scheduled(prompt, num_before, num_new, is_final=not output.has_sync_kv_loads)
+        step = self._out.take_step()
+        step.namespace = self._names.namespace
         return step
 
     def _restore(self, prompt: Prompt, num_before: int, num_new: int) -> None:
@@ -257,7 +270,7 @@ class SchedulerRole:
         is_last_token = (num_before, num_new) == (prompt.request.num_prompt_tokens - 1, 1)
         # A draft model writes into that block, too.
         if block_id is not None and is_last_token and not self._is_speculative:
-            self._step.restores.append(block_id)
+            self._out.step.restores.append(block_id)
 
     def _save(self, prompt: Prompt, output: SchedulerOutput, num_tokens: int) -> None:
         """Has the workers save the chunks of a prompt that are complete after this step.
@@ -265,7 +278,7 @@ class SchedulerRole:
         What another connector loads within a step may turn out to be missing at its end. Such a step saves nothing;
         the next one does, when vLLM has corrected how much is computed.
         """
-        if not (self._is_saving and self._namespace) or self._manager is None or output.has_sync_kv_loads:
+        if not (self._is_saving and self._names.namespace) or self._manager is None or output.has_sync_kv_loads:
             return
         chunks = prompt.complete_chunks(num_tokens, self._config.chunk_size)
         if not chunks:
@@ -274,7 +287,7 @@ class SchedulerRole:
         block_ids = self._manager.get_block_ids(prompt.request.request_id)[0]
         for index in chunks:
             first = index * self._chunk_blocks
-            self._step.saves.append(Save(ids[index], list(block_ids[first : first + self._chunk_blocks])))
+            self._out.step.saves.append(Save(ids[index], list(block_ids[first : first + self._chunk_blocks])))
 
     def update(self, output: KVConnectorOutput) -> None:
         """Processes the worker role's report on the step that has ended."""
@@ -293,32 +306,25 @@ class SchedulerRole:
 
     def _introduced(self, report: WorkerReport, now_s: float) -> None:
         """Asks for the prompts that have waited, once all workers have said what they add to the fingerprint."""
-        self._ranks |= report.properties
-        if self._namespace or len(self._ranks) < self._num_ranks:
+        self._are_forcing = self._are_forcing and not report.unforced
+        if not self._names.introduce(report.properties):
             return
-        properties = [*self._fingerprint, *merge_ranks([self._ranks[rank] for rank in sorted(self._ranks)])]
-        config = self._config
-        self._namespace = engine_namespace(
-            properties,
-            num_ranks=self._num_ranks,
-            chunk_size=config.chunk_size,
-            serde=Serde.parse(config.serde).identity,
-            namespace=config.namespace,
-        )
+        self._entries.support.are_workers_ready = self._are_forcing
         for prompt in self._prompts.values():
             if prompt.phase == "new":
                 self._ask(prompt, now_s)
 
     def _load_ended(self, prompt: Prompt, now_s: float) -> None:
         first_chunk = prompt.num_local_tokens // self._config.chunk_size
-        num_wanted = prompt.num_matched - first_chunk
-        num_loaded, reason = prompt.load_ended(first_chunk, num_wanted)
+        num_wanted = prompt.num_loading
+        num_loaded, reason = prompt.load_ended(first_chunk)
+        self._entries.loaded(prompt, is_complete=num_loaded == num_wanted)
         elapsed_s = now_s - prompt.load_began_s
         self._break_even.loaded(num_loaded, elapsed_s)
-        self._stats.add("operations", "load")
-        self._stats.add("seconds", "load", elapsed_s)
-        self._stats.add("loaded", "none", num_loaded)
-        self._stats.add("missed", reason, num_wanted - num_loaded)
+        self._out.stats.add("operations", "load")
+        self._out.stats.add("seconds", "load", elapsed_s)
+        self._out.stats.add("loaded", "none", num_loaded)
+        self._out.stats.add("missed", reason, num_wanted - num_loaded)
         if reason in ("timeout", "lost", "error"):
             self._failed(f"load: {reason}", now_s)
         else:
@@ -337,23 +343,21 @@ class SchedulerRole:
     def _note_breaker(self, before: str, what: str) -> None:
         state = self._breaker.state
         if state != before:
-            self._stats.set_breaker("load", state)
+            self._out.stats.set_breaker("load", state)
         if "closed" in (state, before) and state != before:
             logger.warning("store.breaker loads are %s: %s", "used again" if state == "closed" else "not tried", what)
 
     def take_stats(self) -> KVStoreStats | None:
         """Returns what has been counted since the last call; `None` if nothing was."""
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, KVStoreStats()
-        return stats
+        return self._out.take_stats()
 
     def reset(self) -> None:
         """Separates this engine from what is stored: its weights may have changed, and nobody knows into which."""
-        self._epoch = secrets.token_bytes(16)
+        self._names.reset()
         now_s = time.monotonic()
         for prompt in self._prompts.values():
             prompt.is_stored = [False] * prompt.num_chunks
+            self._entries.forget(prompt)
             if prompt.phase in ("asked", "answered"):
                 self._ask(prompt, now_s)
 
@@ -372,24 +376,3 @@ def _is_handoff(request: Request) -> bool:
     except ConfigError:
         return False
     return isinstance(params, ConsumeParams) and bool(params.producer)
-
-
-def _check_identity(properties: list[tuple[str, str]], namespace: str, hash_algorithm: str) -> None:
-    """Refuses an engine whose keys could name another engine's KV.
-
-    Raises:
-        ConfigError: It is one.
-    """
-    if hash_algorithm.startswith("xxhash"):
-        message = (
-            f"prefix_caching_hash_algo={hash_algorithm!r}: hashes of different prompts can be equal, and a store is "
-            "shared; write --prefix-caching-hash-algo sha256"
-        )
-        raise ConfigError(message)
-    unknown = next(((name, value) for name, value in properties if NOT_COMPARED in value), None)
-    if unknown and not namespace:
-        message = (
-            f"{unknown[0]} is {unknown[1]}: KV of another model could be taken for this one's; have the files on this "
-            'disk, or write a "namespace" that no other model has into kv_connector_extra_config'
-        )
-        raise ConfigError(message)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 # Of `data`: counters, each with a number for each label value, which add up; and states, of which the latest counts.
-_COUNTERS = ("loaded", "missed", "saved", "skipped", "decisions", "bytes", "seconds", "operations")
+_COUNTERS = ("loaded", "missed", "saved", "skipped", "decisions", "first_tokens", "bytes", "seconds", "operations")
 
 
 class KVStoreStats(KVConnectorStats):
@@ -84,6 +84,11 @@ class KVStorePromMetrics(KVConnectorPromMetrics):
             documentation="Requests by why their stored KV was loaded or computed.",
             labelnames=[*labelnames, "reason"],
         )
+        self._first_tokens = self._counter_cls(
+            name="vllm:kvpipe_store_first_tokens",
+            documentation="Requests with a handoff through the store, by whether their first token is the producer's.",
+            labelnames=[*labelnames, "result", "reason"],
+        )
         by_operation = [*labelnames, "operation"]
         self._by_operation = {
             "bytes": self._counter_cls(
@@ -117,6 +122,9 @@ class KVStorePromMetrics(KVConnectorPromMetrics):
                 self._chunks.labels(*labels, result, reason).inc(count)
         for reason, count in transfer_stats_data.get("decisions", {}).items():
             self._decisions.labels(*labels, reason).inc(count)
+        for reason, count in transfer_stats_data.get("first_tokens", {}).items():
+            result = "exact" if reason == "none" else "sampled"
+            self._first_tokens.labels(*labels, result, reason).inc(count)
         for name, counter in self._by_operation.items():
             for operation, amount in transfer_stats_data.get(name, {}).items():
                 counter.labels(*labels, operation).inc(amount)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,13 +21,14 @@ _NUM_DIMENSIONS = 4
 
 
 class ChunkValues:
-    """Chunks of one rank as values. Any thread may call.
+    """Chunks of one rank as values, and the KV of entries, which has fewer blocks. Any thread may call.
 
     Args:
         serde: How KV is written.
         layout: Layout of a chunk; `None` for a lossless serde, which needs none.
         digest: Identifies the layout of this rank's cache, 16 bytes.
-        chunk_bytes: Size of a chunk in the cache.
+        chunk_blocks: Blocks of a chunk.
+        block_bytes: Size of a block in all layers of the cache.
 
     Attributes:
         slot_bytes: Staging memory of a chunk: the header, then the bytes of its blocks.
@@ -35,46 +37,60 @@ class ChunkValues:
         ConfigError: The serde cannot write such KV; the message has the remedy.
     """
 
-    def __init__(self, serde: Serde, layout: Layout | None, digest: bytes, chunk_bytes: int) -> None:
+    def __init__(self, serde: Serde, layout: Layout | None, digest: bytes, chunk_blocks: int, block_bytes: int) -> None:
         self._serde = serde
         self._layout = layout
         self._digest = digest
-        self.slot_bytes = HEADER_BYTES + chunk_bytes
+        self._block_bytes = block_bytes
+        self.slot_bytes = HEADER_BYTES + chunk_blocks * block_bytes
         self._max_bytes = self.slot_bytes if layout is None else HEADER_BYTES + serde.max_bytes(layout)
 
-    def value_of(self, slot: np.ndarray, key: bytes) -> np.ndarray:
-        """Returns the value of a chunk in staging memory, which it may be a part of.
+    def content(self, slot: np.ndarray, num_blocks: int) -> np.ndarray:
+        """Returns the part of staging memory that has so many blocks."""
+        return slot[HEADER_BYTES : HEADER_BYTES + num_blocks * self._block_bytes]
+
+    def value_of(self, slot: np.ndarray, key: bytes, num_blocks: int) -> np.ndarray:
+        """Returns the value of blocks in staging memory, which it may be a part of.
 
         Raises:
             ConfigError: The KV is not finite, and the serde is lossy: it is not to be stored.
         """
-        value = slot
-        if self._layout is not None:
+        content = self.content(slot, num_blocks)
+        value, layout = slot[: HEADER_BYTES + content.nbytes], self._layout_of(num_blocks)
+        if layout is not None:
             value = np.empty(self._max_bytes, np.uint8)
-            encoded = self._serde.encode(slot[HEADER_BYTES:].data, self._layout, value[HEADER_BYTES:].data)
+            encoded = self._serde.encode(content.data, layout, value[HEADER_BYTES:].data)
             value = value[: HEADER_BYTES + encoded.nbytes]
         seal(value, key, self._digest)
         return value
 
-    def buffer_for(self, num_bytes: int, slot: np.ndarray) -> np.ndarray | None:
+    def buffer_for(self, num_bytes: int, slot: np.ndarray, num_blocks: int) -> np.ndarray | None:
         """Returns where a value of this size is to be read to; `None` if none of ours has it."""
-        if self._layout is None:
-            return slot if num_bytes == self.slot_bytes else None
+        if self._layout_of(num_blocks) is None:
+            own_bytes = HEADER_BYTES + num_blocks * self._block_bytes
+            return slot[:own_bytes] if num_bytes == own_bytes else None
         return np.empty(num_bytes, np.uint8) if HEADER_BYTES < num_bytes <= self._max_bytes else None
 
-    def restore(self, value: np.ndarray, key: bytes, slot: np.ndarray) -> str:
+    def restore(self, value: np.ndarray, key: bytes, slot: np.ndarray, num_blocks: int) -> str:
         """Verifies a value, and decodes it into staging memory.
 
         Returns:
-            Why it must not be used: `foreign` or `corrupt`; empty if the slot has the chunk.
+            Why it must not be used: `foreign` or `corrupt`; empty if the slot has the blocks.
         """
         reason = fault(value, key, self._digest)
-        if not reason and self._layout is not None:
+        layout = self._layout_of(num_blocks)
+        if not reason and layout is not None:
             try:
-                self._serde.decode(value[HEADER_BYTES:].data, self._layout, slot[HEADER_BYTES:].data)
+                self._serde.decode(value[HEADER_BYTES:].data, layout, self.content(slot, num_blocks).data)
             except CorruptDataError:
                 return "corrupt"
         return reason
+
+    def _layout_of(self, num_blocks: int) -> Layout | None:
+        """Returns the layout that the serde needs; `None` if the bytes are stored as they are, or if there are none."""
+        if self._layout is None or not num_blocks:
+            return None
+        return replace(self._layout, num_blocks=num_blocks)
 
 
 def layout_of(caches: Collection[torch.Tensor], chunk_blocks: int, packing: str) -> Layout:

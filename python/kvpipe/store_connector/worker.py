@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 
 from kvpipe.connector.amx import permit_tiles
 from kvpipe.connector.fingerprint import attention_properties, instruction_set
+from kvpipe.connector.first_token import PENDING_FIRST_TOKENS
 from kvpipe.connector.restore import KeptBlocks
 from kvpipe.store.serde import Serde
 from kvpipe.store_connector.client import StoreClient
@@ -53,7 +54,6 @@ class WorkerRole:
         self._namespace = b""
         self._properties: list[tuple[str, str]] = []
         self._is_introduced = False
-        self._chunk_bytes = 0
         self._invalid_block_ids: set[int] = set()
         self._outcomes: dict[str, LoadOutcome] = {}
         self._stats = KVStoreStats()
@@ -69,25 +69,25 @@ class WorkerRole:
         permit_tiles()
         config, cache = self._config, CacheBytes(kv_caches)
         chunk_blocks = config.chunk_size // self._vllm_config.cache_config.block_size
-        self._chunk_bytes = chunk_blocks * cache.block_bytes
         self._properties = [*attention_properties(self._vllm_config), ("layout", cache.digest.hex())]
-        values = self._chunk_values(kv_caches, chunk_blocks, cache.digest)
+        values = self._chunk_values(kv_caches, chunk_blocks, cache)
         self._loader = Loader(self._client, cache, values, chunk_blocks, config.num_io_threads)
         if self._is_saving:
             num_threads = max(1, config.num_io_threads // 2)
             self._saver = Saver(self._client, cache, values, config.staging_bytes, num_threads)
         self._kept = KeptBlocks(kv_caches.values())
 
-    def _chunk_values(self, kv_caches: dict[str, torch.Tensor], chunk_blocks: int, digest: bytes) -> ChunkValues:
+    def _chunk_values(self, kv_caches: dict[str, torch.Tensor], chunk_blocks: int, cache: CacheBytes) -> ChunkValues:
         serde, layout = Serde.parse(self._config.serde), None
         if not serde.is_lossless:
             layout = layout_of(kv_caches.values(), chunk_blocks, instruction_set(self._vllm_config))
-        return ChunkValues(serde, layout, digest, self._chunk_bytes)
+        return ChunkValues(serde, layout, cache.digest, chunk_blocks, cache.block_bytes)
 
     def begin_step(self, step: StoreStepMetadata) -> None:
-        """Begins and cancels loads, before the forward pass."""
+        """Begins and cancels loads, and saves entries whose KV is here, before the forward pass."""
         self._step = step
         self._kept.keep(step.restores)
+        PENDING_FIRST_TOKENS.set("KVStoreConnector", step.first_tokens)
         if self._loader is None or not step.namespace:
             return
         self._namespace = rank_namespace(step.namespace, self._rank)
@@ -96,9 +96,20 @@ class WorkerRole:
             self._loader.begin(load, self._namespace, now_s)
         for request_id in step.cancels:
             self._loader.cancel(request_id)
+        if self._saver is not None:
+            self._save_entries(self._saver, step, now_s)
+
+    def _save_entries(self, saver: Saver, step: StoreStepMetadata, now_s: float) -> None:
+        for entry in step.entries:
+            if not entry.entry_id:
+                saver.drop(entry.request_id)
+                continue
+            key = self._namespace + entry.entry_id
+            if reason := saver.save_entry(entry.request_id, key, entry.record, now_s):
+                self._stats.add("skipped", reason)
 
     def end_forward(self) -> None:
-        """Restores blocks, and copies the chunks that are complete, after the forward pass."""
+        """Restores blocks, and copies what is complete with the forward pass, after it."""
         self._kept.put_back()
         step, self._step = self._step, StoreStepMetadata()
         if self._saver is None or not self._namespace:
@@ -107,6 +118,9 @@ class WorkerRole:
         self._count_saved(self._saver, now_s)
         for save in step.saves:
             if reason := self._saver.save(self._namespace + save.chunk_id, save.block_ids, now_s):
+                self._stats.add("skipped", reason)
+        for copy in step.copies:
+            if reason := self._saver.copy(copy.request_id, copy.block_ids):
                 self._stats.add("skipped", reason)
 
     def _count_saved(self, saver: Saver, now_s: float) -> None:
@@ -131,7 +145,7 @@ class WorkerRole:
             received.add(load.request_id)
             self._outcomes[load.request_id] = outcome
             self._invalid_block_ids.update(self._loader.missing_blocks(load, outcome))
-            self._stats.add("bytes", "load", outcome.num_loaded * self._chunk_bytes)
+            self._stats.add("bytes", "load", self._loader.num_bytes(load, outcome))
         return received
 
     def take_invalid_block_ids(self) -> set[int]:
@@ -141,12 +155,14 @@ class WorkerRole:
 
     def take_report(self) -> WorkerReport | None:
         """Returns the report of this step for the scheduler role; `None` if there is nothing to report."""
-        properties = {} if self._is_introduced or self._loader is None else {self._rank: self._properties}
+        is_first = not self._is_introduced and self._loader is not None
+        properties = {self._rank: self._properties} if is_first else {}
+        unforced = [self._rank] if is_first and not PENDING_FIRST_TOKENS.has_processor else []
         outcomes, self._outcomes = self._outcomes, {}
         if not (properties or outcomes):
             return None
         self._is_introduced = True
-        return WorkerReport(properties, outcomes)
+        return WorkerReport(properties, outcomes, unforced)
 
     def take_stats(self) -> KVStoreStats | None:
         """Returns what has been counted since the last call; `None` if nothing was."""
