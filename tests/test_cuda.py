@@ -375,13 +375,13 @@ def test_what_goes_wrong_in_a_stream_comes_out_of_the_work_and_the_next_goes_on(
         def wait(self):
             raise TransportUnavailableError("cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS (700)")
 
-    queue = DeferredQueue()
-    bad, good = (queue.post(ready, lambda _: Native(5)) for ready in (Broken(), Stream()))
+    queue, stream = DeferredQueue(), Stream()
+    bad, good = (queue.post(ready, lambda _: Native(5)) for ready in (Broken(), stream))
     assert bad.wait(TIMEOUT_S)
     with pytest.raises(TransportUnavailableError, match="ILLEGAL_ADDRESS"):
         bad.result()
     assert bad.is_completed()
-    queue._waiting[0]._steps[0].done.set()
+    stream.done.set()
     assert good.wait(TIMEOUT_S)
     assert good.result() == 5
     queue.close()

@@ -129,7 +129,7 @@ def _add_proxy(commands: Commands) -> None:
         "--dispatch",
         choices=(*_DISPATCHES, "store"),
         help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once; "
-        "store: after prefill and without a handoff, as both share a KV store (default without control addresses)",
+        "store: after prefill, through a KV store that both share (default without control addresses)",
     )
     _add_endpoint(parser)
     parser.set_defaults(command=_proxy)

@@ -51,6 +51,16 @@ def new_engine(tiny_model: str, store: Any) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has loaded the logits processor, which the engine's simulated sampler stands in for."""
+    from kvpipe.connector.first_token import PENDING_FIRST_TOKENS  # noqa: PLC0415 - needs vLLM
+
+    monkeypatch.setattr(PENDING_FIRST_TOKENS, "has_processor", True)
+    monkeypatch.setattr(PENDING_FIRST_TOKENS, "tokens", {})
+    monkeypatch.setattr(PENDING_FIRST_TOKENS, "_by_connector", {})
+
+
+@pytest.fixture
 def engine(new_engine: Callable[..., Any]) -> Any:
     """An engine with the connector's default settings."""
     return new_engine()

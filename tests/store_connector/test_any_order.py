@@ -12,18 +12,28 @@ import pytest
 
 from kvpipe.exceptions import CapacityError, PeerLostError
 from kvpipe.store import LocalStore
+from kvpipe.transfer_params import load, save
 from tests.connector.engine import BLOCK
 from tests.store_connector.engine import CHUNK, Engine, answered
 from tests.store_connector.test_engine import flipped, prompt
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("processor")]
 
 SEED = int(os.environ.get("KVPIPE_SEED", "1"))
 NUM_RUNS = int(os.environ.get("KVPIPE_EXAMPLES", "8"))
 NUM_STEPS = 150
 NUM_BLOCKS = 16
 # What all runs together must have met, so that the promise is not kept by accident.
-SEEN = ("loaded", "partly loaded", "aborted while it loads", "preempted", "corrupt", "answered")
+SEEN = (
+    "first token of the producer",
+    "first token of its own",
+    "loaded",
+    "partly loaded",
+    "aborted while it loads",
+    "preempted",
+    "corrupt",
+    "answered",
+)
 seen: Counter[str] = Counter()
 
 
@@ -35,12 +45,20 @@ def test_no_token_is_computed_on_kv_of_another_prompt(new_engine: Any, store: An
     prompts = [prompt(choice.randrange(CHUNK, 4 * CHUNK), seed) for seed in range(3)]
     prompts += [each[: choice.randrange(CHUNK, len(each))] + prompt(CHUNK, 9) for each in prompts]
     requests: list[tuple[Engine, Any, list[int], int]] = []
+    handoffs: list[tuple[str, list[int]]] = []
     for _ in range(NUM_STEPS):
         _fault(choice, store)
         engine = choice.choice(engines)
         if choice.random() < 0.15 and len(requests) < 40:
             tokens, max_tokens = choice.choice(prompts), choice.choice((1, 3, 2 * BLOCK))
             requests.append((engine, engine.add(tokens, max_tokens), tokens, max_tokens))
+        if choice.random() < 0.1 and len(requests) < 40:
+            handoff, tokens = choice.randbytes(16).hex(), choice.choice(prompts)
+            requests.append((engine, engine.add(tokens, 1, save(handoff)), tokens, 1))
+            handoffs.append((handoff, tokens))
+        if choice.random() < 0.15 and handoffs:
+            handoff, tokens = handoffs.pop(choice.randrange(len(handoffs)))
+            requests.append((engine, engine.add(tokens, 3, load(handoff)), tokens, 3))
         if choice.random() < 0.03 and requests:
             _abort(*choice.choice(requests)[:2])
         if choice.random() < 0.1 and (loading := [each for each in requests if _is_loading(*each[:2])]):
@@ -56,6 +74,10 @@ def test_no_token_is_computed_on_kv_of_another_prompt(new_engine: Any, store: An
         seen["answered"] += len(answer) == max_tokens
         seen["preempted"] += request.num_preemptions > 0
     for engine in engines:
+        seen["first token of the producer"] += engine.count("first_tokens")
+        seen["first token of its own"] += sum(engine.stats.get("first_tokens", {}).values()) - engine.count(
+            "first_tokens"
+        )
         seen["loaded"] += engine.count("loaded")
         seen["corrupt"] += engine.count("missed", "corrupt")
         seen["partly loaded"] += sum(engine.stats.get("missed", {}).values())

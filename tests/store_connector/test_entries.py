@@ -16,19 +16,11 @@ from tests.connector.engine import BLOCK
 from tests.store_connector.engine import CHUNK, Engine, answered
 from tests.store_connector.test_engine import prompt
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("processor")]
 
 LENGTHS = (1, BLOCK - 1, BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 1, 3 * CHUNK, 3 * CHUNK + BLOCK + 5)
 # What the producer adds to the tokens that it samples, so that they are told from the consumer's own.
 OFFSET = 985
-
-
-@pytest.fixture(autouse=True)
-def processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM has loaded the logits processor, which the engine's simulated sampler stands in for."""
-    monkeypatch.setattr(PENDING_FIRST_TOKENS, "has_processor", True)
-    monkeypatch.setattr(PENDING_FIRST_TOKENS, "tokens", {})
-    monkeypatch.setattr(PENDING_FIRST_TOKENS, "_by_connector", {})
 
 
 def entry_keys(engine: Engine, handoff: str) -> list[bytes]:
@@ -165,6 +157,28 @@ def test_a_producer_that_is_aborted_leaves_no_entry(new_engine: Any, store: Any)
         producer.saved()
     assert store.keys == []
     assert producer.workers[0]._worker._saver._copies == {}
+
+
+def test_a_producer_that_is_aborted_in_its_last_step_leaves_no_entry_and_no_staging_memory(
+    new_engine: Any, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = new_engine()
+    request, compute = producer.add(prompt(CHUNK + 3), 1, save(secrets.token_hex(16))), producer._compute
+
+    def leaves(output: Any) -> dict[str, list[int]]:
+        sampled = compute(output)
+        if request.request_id in output.num_scheduled_tokens:
+            producer.abort(request)
+        return sampled
+
+    monkeypatch.setattr(producer, "_compute", leaves)
+    producer.until(producer.is_at_rest)
+    saver = producer.workers[0]._worker._saver
+    assert list(saver._copies) == [request.request_id]
+    producer.step()
+    producer.saved()
+    assert saver._copies == {}
+    assert len(store.keys) == 1
 
 
 def test_a_consumer_that_is_aborted_leaves_no_entry(new_engine: Any, store: Any) -> None:

@@ -33,8 +33,8 @@ class ProxyConfig:
         port: TCP port to listen on; 0 picks a free one, which the log names.
         dispatch: when D gets a request. `sequential`: after P's answer. `concurrent`: at once, so that D's admission
             overlaps the prefill, while waiting costs CPU on D. `just-in-time`: before the predicted end of the prefill,
-            by the time that D takes to admit a request. `store`: after P's answer, without a handoff. P and D share a
-            KV store, from which D loads what P has computed.
+            by the time that D takes to admit a request. `store`: after P's answer. P and D share a KV store, from
+            which D loads what P has computed.
         on_prefill_failure: what happens when no P is left for a request. `decode`: D computes its prompt. `fail`: the
             client gets an error.
         early_token: whether the client of a plain stream is sent P's token before D's stream begins.

@@ -29,7 +29,7 @@ async def _just_in_time(attempt: Attempt) -> Answer:
 
 Mode = Callable[[Attempt], Awaitable[Answer]]
 
-# `store` is none of these: it has no handoffs.
+# `store` is none of these: its handoffs go through a store, and no control port knows them.
 MODES: dict[Dispatch, Mode] = {
     "sequential": _sequential,
     "concurrent": _concurrent,

@@ -200,10 +200,10 @@ class SchedulerRole:
             self._out.stats.add("decisions", prompt.decision.reason)
         if not prompt.decision.is_load:
             prompt.phase = "done"
-        if prompt.phase == "done" or not prompt.is_stored_to_end:
             self._entries.release(prompt)
-        if prompt.phase == "done":
             return 0, False
+        if not prompt.is_stored_to_end:
+            self._entries.release(prompt)
         prompt.num_local_tokens = num_local_tokens
         return wanted, True
 
