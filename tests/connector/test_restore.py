@@ -72,7 +72,8 @@ def test_several_prompts_of_a_step_are_restored_each_in_its_own_block(
     engine.step(**together(loaded(whole), lost(begun[hole.request_id], [1]), loaded(also_whole)))
     output, metadata = engine.step()
     assert len(output.num_scheduled_tokens) == 3
-    assert metadata.restores == [begun[each.request_id].block_ids[-1] for each in (whole, also_whole)]
+    # vLLM schedules them in the order in which their handoffs were opened, which the producer's thread decides.
+    assert sorted(metadata.restores) == sorted(begun[each.request_id].block_ids[-1] for each in (whole, also_whole))
 
 
 def test_a_load_beyond_the_own_cache_has_its_last_block_restored(engine: Engine, producer: _kvpipe.Control) -> None:
