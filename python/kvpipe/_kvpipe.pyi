@@ -11,11 +11,13 @@ from typing import Any, TypeAlias, final
 
 __all__ = [
     "Agent",
+    "CacheLayers",
     "Completions",
     "Control",
     "CudaEvent",
     "CudaMemory",
     "LookupBuffer",
+    "ManualEvent",
     "OpenedValue",
     "Peer",
     "PipeEnd",
@@ -24,6 +26,8 @@ __all__ = [
     "ReceivedBuffer",
     "Region",
     "RespConnection",
+    "RespSubscription",
+    "RespWaiter",
     "StoreClient",
     "StoreServer",
     "Trace",
@@ -34,6 +38,7 @@ __all__ = [
     "cuda_device_of",
     "cuda_is_exportable",
     "drain_log",
+    "joined_checksum",
     "serde_copy",
     "serde_decode",
     "serde_encode",
@@ -65,6 +70,9 @@ def checksums(memory: object, starts: Sequence[int], num_bytes: int) -> list[int
     Raises:
         ConfigError: The memory is not contiguous, or ends before.
     """
+
+def joined_checksum(beginning: int, rest: int, num_bytes: int) -> int:
+    """The checksum of bytes from those of their beginning and of the `num_bytes` bytes after it."""
 
 def cuda_device_of(address: int) -> int:
     """The GPU, as the CUDA driver counts them, that an address belongs to.
@@ -142,6 +150,41 @@ class CudaMemory:
         """How many there are."""
 
 @final
+class CacheLayers:
+    """The KV cache of each layer in host memory. Copies release the GIL once for all layers.
+
+    A chunk has the bytes of its blocks layer by layer, and in each layer block by block.
+    """
+
+    def __new__(cls, layers: Sequence[tuple[object, int, int]]) -> CacheLayers:
+        """The memory of each layer, which may be written; the distance of two blocks in it, and the bytes of a block.
+
+        Raises:
+            ConfigError: A memory is not contiguous, or is read-only.
+        """
+
+    def make_pages(self, layer: int) -> None:
+        """Has the kernel make all pages of a layer, without the GIL. Their content stays.
+
+        Raises:
+            OSError: It refuses (before Linux 5.14), or has no memory left.
+        """
+
+    def gather(self, block_ids: Sequence[int], out: object) -> None:
+        """Copies blocks into a chunk.
+
+        Raises:
+            ConfigError: A block is not in the cache, or the chunk ends before it.
+        """
+
+    def scatter(self, data: object, block_ids: Sequence[int], first: int) -> None:
+        """Copies the blocks of a chunk from `first` on into the cache.
+
+        Raises:
+            ConfigError: As for `gather`; nothing is copied.
+        """
+
+@final
 class CudaEvent:
     """What a stream had been given to do when this was made."""
 
@@ -153,12 +196,28 @@ class CudaEvent:
             TransportUnavailableError: There is no CUDA driver, or it refused.
         """
 
+    @staticmethod
+    def record_pending(device: int, stream: int) -> CudaEvent | None:
+        """As `record`; `None` if the stream has done everything.
+
+        Raises:
+            TransportUnavailableError: As `record`. A CUDA graph is being captured on the stream.
+        """
+
     def wait(self) -> None:
         """Sleeps until the stream has done it; releases the GIL.
 
         Raises:
             TransportUnavailableError: The driver's answer, with the errors of the stream's own work.
         """
+
+@final
+class ManualEvent:
+    """Stands in for a `CudaEvent` in tests: completed when the test says so."""
+
+    def __new__(cls) -> ManualEvent: ...
+    def complete(self, error: str | None = None) -> None:
+        """Completes the work, or lets it fail with this error."""
 
 @final
 class Trace:
@@ -303,6 +362,15 @@ class OpenedValue:
     def num_bytes(self) -> int: ...
     @property
     def record(self) -> bytes: ...
+    def read_parts(self, parts: Sequence[object]) -> int | None:
+        """Reads it on this thread, without the GIL, if it is in the memory of a process of this host that may be read.
+
+        Returns:
+            The checksum of the bytes, if the parts have them and they match that of the commit; otherwise `None`.
+
+        Raises:
+            ConfigError: A part is not contiguous, or read-only.
+        """
 
 @final
 class StoreClient:
@@ -337,8 +405,11 @@ class StoreClient:
         """As `select`."""
 
     def read(self, value: OpenedValue, out: object) -> Work: ...
-    def release(self, operation: int) -> Work:
-        """Ends what an operation waits for or holds; done when the server has ended it."""
+    def release(self, operation: int, is_waited: bool) -> Work:
+        """Ends what an operation waits for or holds; done when the server has ended it.
+
+        `is_waited` as of `PipeEnd.send`.
+        """
 
     def renew(self, take: int, lease_s: float) -> Work: ...
     def acknowledge(self, take: int) -> Work: ...
@@ -358,7 +429,14 @@ class StoreServer:
     """A store in this process that serves others."""
 
     def __new__(
-        cls, address: str, token: bytes, transport: Transport, capacity_bytes: int, reservation_s: float
+        cls,
+        address: str,
+        token: bytes,
+        transport: Transport,
+        capacity_bytes: int,
+        quota_bytes: int | None,
+        reservation_s: float,
+        disk: tuple[str, int] | None,
     ) -> StoreServer: ...
     @property
     def address(self) -> str: ...
@@ -472,8 +550,14 @@ class Agent:
     def notifications_fileno(self) -> int:
         """A descriptor that is readable while there are notifications. It belongs to this object."""
 
-    def mark_ready(self, ready: ReadyBlocks, regions: Sequence[Region]) -> None:
-        """Announces the blocks of a step in these regions, each of which is named once a step. Does not wait."""
+    def mark_ready(
+        self, ready: ReadyBlocks, regions: Sequence[Region], event: CudaEvent | ManualEvent | None = None
+    ) -> None:
+        """Announces the blocks of a step in these regions, each of which is named once a step. Does not wait.
+
+        With an event they are announced once it, and those of earlier calls, are completed. If it fails, the handoffs
+        end with the reason.
+        """
 
     def end(self, handoff: bytes, reason: str) -> None: ...
     def load(
@@ -484,7 +568,13 @@ class Agent:
         first: int,
         block_ids: Sequence[int],
         is_committed: bool,
-    ) -> None: ...
+        event: CudaEvent | ManualEvent | None = None,
+    ) -> None:
+        """Begins a load, without waiting. With an event, its blocks are not written before the event is completed.
+
+        If the event fails, so does the load, with the reason.
+        """
+
     def commit(self, handoff: bytes) -> None: ...
     def cancel(self, handoff: bytes, reason: str, is_withdrawn: bool) -> None:
         """Ends a load. `is_withdrawn`: every block is missing, because its producer took it back or nobody uses it."""
@@ -567,6 +657,26 @@ class RespConnection:
     def __new__(cls, host: str, port: int, timeout_s: float) -> RespConnection: ...
     @property
     def is_broken(self) -> bool: ...
+    @property
+    def is_idle(self) -> bool:
+        """Whether a command may be sent: the server has neither closed the connection nor sent anything unasked."""
+
+    def run_script(self, sha: bytes, text: bytes, num_keys: int, arguments: Sequence[bytes]) -> Any:
+        """Runs a script by its SHA-1 in hexadecimal, and by its text where the server does not know it.
+
+        Returns:
+            The reply, as `receive` does.
+
+        Args:
+            sha: The hash.
+            text: The script.
+            num_keys: So many of the arguments, the first ones, are keys.
+            arguments: Keys and arguments.
+        """
+
+    def subscribe(self) -> RespSubscription:
+        """Makes a subscription of the connection, which is broken for everything else then."""
+
     def send(self, commands: Sequence[Sequence[bytes]]) -> None:
         """Sends commands. Their replies must be received before anything else is called."""
 
@@ -595,3 +705,54 @@ class RespConnection:
 
     def close(self) -> None:
         """Ends the connection, and calls that use it with `PeerLostError`."""
+
+@final
+class RespSubscription:
+    """A connection that wakes callers when messages of their channels arrive. Any thread may call.
+
+    It has no thread: one of the callers that wait reads for all. `PeerLostError` ends it, and so does an error reply,
+    which its calls and those of its waiters raise as `kvpipe.store.valkey.errors.RefusedError`.
+    """
+
+    @property
+    def has_received(self) -> bool:
+        """Whether the server has answered at all, other than by an error."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether an error has ended it."""
+
+    def listen(self, channel: bytes) -> RespWaiter:
+        """Begins to wait for messages of a channel.
+
+        Raises:
+            PeerLostError: The subscription has ended.
+            CapacityError: The process may open no more descriptors. The subscription goes on.
+        """
+
+    def close(self) -> None:
+        """Ends the subscription, and its waiters with `PeerLostError`. To drop the object does not end it."""
+
+@final
+class RespWaiter:
+    """One caller of a `RespSubscription`."""
+
+    def begin(self) -> bool:
+        """Begins an attempt to get what the caller waits for. Each change from now on ends the next `wait`.
+
+        Returns:
+            Whether messages arrive. Only then an attempt that fails may wait.
+
+        Raises:
+            PeerLostError: The subscription has ended.
+        """
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until a message arrives, or messages arrive from now on, or the time is over. Releases the GIL.
+
+        Raises:
+            PeerLostError: The subscription has ended.
+        """
+
+    def close(self) -> None:
+        """Ends the waiter. A second call does nothing."""

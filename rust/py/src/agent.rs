@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::blocks::{Counts, Peer, Plan, ReadyBlocks, Region, counts};
-use crate::buffer::{from_python, release_dropped};
+use crate::buffer::{device_event, from_python, release_dropped};
 use crate::error::{bad, to_py};
 use crate::ids::ids;
 use crate::log;
@@ -220,15 +220,29 @@ impl Agent {
         self.0.notifications_fd()
     }
 
-    fn mark_ready(&self, ready: &ReadyBlocks, regions: Vec<PyRef<'_, Region>>) -> PyResult<()> {
+    #[pyo3(signature = (ready, regions, event=None))]
+    fn mark_ready(
+        &self,
+        ready: &ReadyBlocks,
+        regions: Vec<PyRef<'_, Region>>,
+        event: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         let regions: Vec<_> = regions.iter().map(|region| region.0.clone()).collect();
-        self.0.mark_ready(&ready.0, &regions).map_err(to_py)
+        let marked = match event {
+            None => self.0.mark_ready(&ready.0, &regions),
+            Some(event) => self
+                .0
+                .mark_ready_after(device_event(event)?, &ready.0, &regions),
+        };
+        marked.map_err(to_py)
     }
 
     fn end(&self, handoff: &[u8], reason: &str) -> PyResult<()> {
         self.0.end(id(handoff)?, reason).map_err(to_py)
     }
 
+    #[pyo3(signature = (handoff, producer, incarnation, first, block_ids, is_committed, event=None))]
+    #[expect(clippy::too_many_arguments, reason = "a private class")]
     fn load(
         &self,
         handoff: &[u8],
@@ -237,6 +251,7 @@ impl Agent {
         first: u32,
         block_ids: Vec<u32>,
         is_committed: bool,
+        event: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (handoff, incarnation) = (id(handoff)?, id(incarnation)?);
         let request = LoadRequest {
@@ -247,7 +262,11 @@ impl Agent {
             block_ids,
             is_committed,
         };
-        self.0.load(request).map_err(to_py)
+        let begun = match event {
+            None => self.0.load(request),
+            Some(event) => self.0.load_after(device_event(event)?, request),
+        };
+        begun.map_err(to_py)
     }
 
     fn commit(&self, handoff: &[u8]) -> PyResult<()> {

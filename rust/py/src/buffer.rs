@@ -1,9 +1,10 @@
 //! Memory between Python and Rust: Python buffers as [`Buffer`], and received bytes as a Python buffer.
 
 use std::ffi::c_int;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use kvpipe_core::Error;
+use kvpipe_core::handoff::DeviceEvent;
 use kvpipe_core::tensor::Received;
 use kvpipe_ucx::{Buffer, MemoryKind};
 use pyo3::buffer::PyBuffer;
@@ -128,7 +129,7 @@ impl CudaMemory {
 
 /// The work that a stream had queued when this was recorded.
 #[pyclass(frozen)]
-pub(crate) struct CudaEvent(kvpipe_ucx::CudaEvent);
+pub(crate) struct CudaEvent(Arc<kvpipe_ucx::CudaEvent>);
 
 #[pymethods]
 impl CudaEvent {
@@ -138,11 +139,68 @@ impl CudaEvent {
         // SAFETY: `kvpipe._cuda` takes the stream from torch or from the tensor's own protocol, which guarantee that it
         // lives and belongs to the device.
         let event = unsafe { kvpipe_ucx::CudaEvent::record(device, stream) };
-        event.map(Self).map_err(no_cuda)
+        event.map(|event| Self(Arc::new(event))).map_err(no_cuda)
+    }
+
+    #[staticmethod]
+    fn record_pending(device: u32, stream: usize) -> PyResult<Option<Self>> {
+        #[allow(unsafe_code)]
+        // SAFETY: as for `record`.
+        let event = unsafe { kvpipe_ucx::CudaEvent::record_pending(device, stream) };
+        let event = event.map_err(no_cuda)?;
+        Ok(event.map(|event| Self(Arc::new(event))))
     }
 
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.0.wait()).map_err(no_cuda)
+    }
+}
+
+/// The event of a [`CudaEvent`] or a [`ManualEvent`].
+pub(crate) fn device_event(object: &Bound<'_, PyAny>) -> PyResult<Arc<dyn DeviceEvent>> {
+    if let Ok(event) = object.cast::<CudaEvent>() {
+        return Ok(Arc::clone(&event.get().0) as Arc<dyn DeviceEvent>);
+    }
+    let event = object.cast::<ManualEvent>()?;
+    Ok(Arc::clone(&event.get().0) as Arc<dyn DeviceEvent>)
+}
+
+/// An event that a test completes.
+#[derive(Default)]
+struct Manual {
+    outcome: Mutex<Option<Result<(), String>>>,
+    is_set: Condvar,
+}
+
+impl DeviceEvent for Manual {
+    fn wait(&self) -> Result<(), String> {
+        let outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        let outcome = self.is_set.wait_while(outcome, |outcome| outcome.is_none());
+        let outcome = outcome.unwrap_or_else(PoisonError::into_inner);
+        outcome.clone().unwrap_or(Ok(()))
+    }
+}
+
+/// Stands in for a [`CudaEvent`] in tests of order.
+#[pyclass(frozen)]
+pub(crate) struct ManualEvent(Arc<Manual>);
+
+#[pymethods]
+impl ManualEvent {
+    #[new]
+    fn new() -> Self {
+        Self(Arc::default())
+    }
+
+    #[pyo3(signature = (error=None))]
+    fn complete(&self, error: Option<String>) {
+        let outcome = error.map_or(Ok(()), Err);
+        *self
+            .0
+            .outcome
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        self.0.is_set.notify_all();
     }
 }
 

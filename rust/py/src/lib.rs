@@ -11,6 +11,7 @@
 mod agent;
 mod blocks;
 mod buffer;
+mod cache;
 mod control;
 mod error;
 mod ids;
@@ -51,8 +52,10 @@ mod _kvpipe {
     use super::blocks::{Peer, Plan, ReadyBlocks, Region};
     #[pymodule_export]
     use super::buffer::{
-        CudaEvent, CudaMemory, ReceivedBuffer, cuda_device_of, cuda_is_exportable,
+        CudaEvent, CudaMemory, ManualEvent, ReceivedBuffer, cuda_device_of, cuda_is_exportable,
     };
+    #[pymodule_export]
+    use super::cache::CacheLayers;
     #[pymodule_export]
     use super::control::Control;
     #[pymodule_export]
@@ -62,7 +65,7 @@ mod _kvpipe {
     #[pymodule_export]
     use super::pipe::PipeEnd;
     #[pymodule_export]
-    use super::resp::RespConnection;
+    use super::resp::{RespConnection, RespSubscription, RespWaiter};
     #[pymodule_export]
     use super::serde::{serde_copy, serde_decode, serde_encode, serde_max_bytes};
     #[pymodule_export]
@@ -77,6 +80,11 @@ mod _kvpipe {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         super::log::install(module)
+    }
+
+    #[pyfunction]
+    fn joined_checksum(beginning: u64, rest: u64, num_bytes: u64) -> u64 {
+        kvpipe_core::checksum::joined(beginning, rest, num_bytes)
     }
 
     #[pyfunction]

@@ -1,15 +1,20 @@
 //! `_kvpipe.RespConnection`: large values of Valkey and Redis between a server and Python buffers.
 
 use std::sync::{Mutex, MutexGuard, TryLockError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
-use kvpipe_resp::{Closer, Connection, PartOutcome, Reply};
+use kvpipe_resp::{Closer, Connection, PartOutcome, Reply, Subscription, Waited, Waiter};
 use pyo3::buffer::PyBuffer;
+use pyo3::import_exception;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyInt, PyList, PyString};
 
 use crate::error::{bad, to_py};
+use crate::work::duration;
+
+import_exception!(kvpipe.store.valkey.errors, RefusedError);
 
 /// Longest bound for an answer, so that a deadline can be computed.
 const MAX_TIMEOUT_S: f64 = 86_400.0;
@@ -35,7 +40,7 @@ impl RespConnection {
         let address = format!("{host}:{port}");
         let connection = py
             .detach(|| Connection::connect(&host, port, timeout))
-            .map_err(|error| lost(&address, error))?;
+            .map_err(|error| error_at(&address, error))?;
         Ok(Self {
             address,
             closer: connection.closer(),
@@ -48,6 +53,36 @@ impl RespConnection {
         Ok(self.exclusive()?.is_broken())
     }
 
+    #[getter]
+    fn is_idle(&self) -> PyResult<bool> {
+        Ok(self.exclusive()?.is_idle())
+    }
+
+    fn run_script<'py>(
+        &self,
+        py: Python<'py>,
+        sha: &[u8],
+        text: &[u8],
+        num_keys: usize,
+        arguments: Vec<PyBackedBytes>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let mut guard = self.exclusive()?;
+        let connection = &mut *guard;
+        let arguments: Vec<&[u8]> = arguments.iter().map(|each| &**each).collect();
+        let reply = py
+            .detach(|| connection.run_script(sha, text, num_keys, &arguments))
+            .map_err(|error| error_at(&self.address, error))?;
+        reply_to_py(py, reply)
+    }
+
+    fn subscribe(&self) -> PyResult<RespSubscription> {
+        let subscription = self.exclusive()?.subscribe();
+        Ok(RespSubscription {
+            address: self.address.clone(),
+            subscription: subscription.map_err(|error| error_at(&self.address, error))?,
+        })
+    }
+
     fn send(&self, py: Python<'_>, commands: Vec<Vec<Vec<u8>>>) -> PyResult<()> {
         let mut guard = self.exclusive()?;
         let connection = &mut *guard;
@@ -56,7 +91,7 @@ impl RespConnection {
             .map(|command| command.iter().map(Vec::as_slice).collect())
             .collect();
         py.detach(|| connection.send(&commands))
-            .map_err(|error| lost(&self.address, error))
+            .map_err(|error| error_at(&self.address, error))
     }
 
     fn receive<'py>(&self, py: Python<'py>, num_replies: usize) -> PyResult<Bound<'py, PyList>> {
@@ -64,7 +99,7 @@ impl RespConnection {
         let connection = &mut *guard;
         let replies = py
             .detach(|| connection.receive(num_replies))
-            .map_err(|error| lost(&self.address, error))?;
+            .map_err(|error| error_at(&self.address, error))?;
         list_of(py, replies)
     }
 
@@ -139,6 +174,71 @@ impl RespConnection {
     }
 }
 
+/// Wakes callers that wait for messages of channels.
+#[pyclass(frozen)]
+pub(crate) struct RespSubscription {
+    address: String,
+    subscription: Subscription,
+}
+
+#[pymethods]
+impl RespSubscription {
+    #[getter]
+    fn has_received(&self) -> bool {
+        self.subscription.has_received()
+    }
+
+    #[getter]
+    fn has_ended(&self) -> bool {
+        self.subscription.has_ended()
+    }
+
+    fn listen(&self, py: Python<'_>, channel: &[u8]) -> PyResult<RespWaiter> {
+        let waiter = py.detach(|| self.subscription.listen(channel));
+        Ok(RespWaiter {
+            address: self.address.clone(),
+            waiter: waiter.map_err(|error| error_at(&self.address, error))?,
+        })
+    }
+
+    fn close(&self) {
+        self.subscription.close();
+    }
+}
+
+/// One caller that waits for messages of a channel.
+#[pyclass(frozen)]
+pub(crate) struct RespWaiter {
+    address: String,
+    waiter: Waiter,
+}
+
+#[pymethods]
+impl RespWaiter {
+    fn begin(&self) -> PyResult<bool> {
+        self.waiter
+            .begin()
+            .map_err(|error| error_at(&self.address, error))
+    }
+
+    /// A signal handler of Python may end the wait.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let deadline = duration(timeout)?.map(|timeout| Instant::now() + timeout);
+        loop {
+            let waited = py.detach(|| self.waiter.wait(deadline));
+            py.check_signals()?;
+            if waited.map_err(|error| error_at(&self.address, error))? != Waited::Interrupted {
+                return Ok(());
+            }
+        }
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.waiter.close());
+    }
+}
+
 fn transfer<'py>(
     py: Python<'py>,
     connections: &[Py<RespConnection>],
@@ -153,7 +253,7 @@ fn transfer<'py>(
     let mut exclusive: Vec<&mut Connection> = guards.iter_mut().map(|guard| &mut **guard).collect();
     let outcomes = py
         .detach(|| run(&mut exclusive))
-        .map_err(|error| lost(addresses.first().unwrap_or(&""), error))?;
+        .map_err(|error| error_at(addresses.first().unwrap_or(&""), error))?;
     let outcomes = outcomes.into_iter();
     Ok(outcomes.map(|outcome| outcome_to_py(py, outcome)).collect())
 }
@@ -208,8 +308,10 @@ fn first_byte(memory: &PyBuffer<u8>) -> *mut u8 {
     start
 }
 
-fn lost(address: &str, error: kvpipe_resp::Error) -> PyErr {
+fn error_at(address: &str, error: kvpipe_resp::Error) -> PyErr {
     to_py(match error {
+        kvpipe_resp::Error::Refused(text) => return RefusedError::new_err(text),
+        kvpipe_resp::Error::Exhausted(text) => Error::Exhausted(text),
         kvpipe_resp::Error::Connect(text) => Error::Connect(text),
         kvpipe_resp::Error::Lost(reason) | kvpipe_resp::Error::Timeout(reason) => Error::PeerLost {
             peer: address.to_owned(),

@@ -1,9 +1,10 @@
 //! `StoreServer` and `StoreClient`: for `kvpipe.store`, which adds what a value is.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_core::store::{self, StoreInfo, ValuePage};
+use kvpipe_core::store::{self, DiskConfig, StoreInfo, ValuePage};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict};
@@ -12,7 +13,7 @@ use crate::buffer::{from_python, release_dropped};
 use crate::error::to_py;
 use crate::log;
 use crate::transport::Transport;
-use crate::work::{Kind, Work, duration, wait_for_route};
+use crate::work::{Kind, Work, duration, then, wait_for_route};
 
 /// What stands for a lease of any length.
 const LONGEST: Duration = Duration::from_secs(10 * 365 * 86400);
@@ -29,12 +30,26 @@ impl StoreServer {
         token: &[u8],
         transport: &Transport,
         capacity_bytes: u64,
+        quota_bytes: Option<u64>,
         reservation_s: f64,
+        disk: Option<(PathBuf, u64)>,
     ) -> PyResult<Self> {
         log::begin(py)?;
+        let disk = disk.map(|(directory, capacity_bytes)| DiskConfig {
+            directory,
+            capacity_bytes,
+        });
         let (transport, reservation) = (transport.core(), lease(reservation_s)?);
         py.detach(|| {
-            store::StoreServer::serve(address, token, transport, capacity_bytes, reservation)
+            store::StoreServer::serve(
+                address,
+                token,
+                transport,
+                capacity_bytes,
+                quota_bytes,
+                reservation,
+                disk,
+            )
         })
         .map(Self)
         .map_err(to_py)
@@ -81,6 +96,15 @@ impl OpenedValue {
     #[getter]
     fn record<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.0.record)
+    }
+
+    fn read_parts(&self, py: Python<'_>, parts: Vec<Bound<'_, PyAny>>) -> PyResult<Option<u64>> {
+        let parts = parts.iter().map(|part| from_python(part, true));
+        let parts = parts.collect::<PyResult<Vec<_>>>()?;
+        let checksum = py.detach(|| self.0.read_parts(&parts));
+        drop(parts);
+        release_dropped(py);
+        Ok(checksum)
     }
 }
 
@@ -194,8 +218,9 @@ impl StoreClient {
         Ok(Work::new(Kind::Nothing(read.map_err(to_py)?)))
     }
 
-    fn release(&self, operation: u64) -> PyResult<Work> {
-        let released = self.0.release(operation).map_err(to_py)?;
+    fn release(&self, operation: u64, is_waited: bool) -> PyResult<Work> {
+        let released = self.0.release(operation, then(is_waited));
+        let released = released.map_err(to_py)?;
         Ok(Work::new(Kind::Nothing(released)))
     }
 
@@ -256,6 +281,17 @@ pub(crate) fn info_dict<'py>(py: Python<'py>, info: &StoreInfo) -> PyResult<Boun
     dict.set_item("num_expired", info.num_expired)?;
     dict.set_item("num_corrupt", info.num_corrupt)?;
     dict.set_item("num_clients", info.num_clients)?;
+    dict.set_item("num_disk_values", info.num_disk_values)?;
+    dict.set_item("num_disk_bytes", info.num_disk_bytes)?;
+    dict.set_item("disk_capacity_bytes", info.disk_capacity_bytes)?;
+    dict.set_item("num_loaded", info.num_loaded)?;
+    dict.set_item("num_disk_failures", info.num_disk_failures)?;
+    dict.set_item("committed_bytes", info.committed_bytes)?;
+    dict.set_item("hit_bytes", info.hit_bytes)?;
+    dict.set_item("num_waits", info.num_waits)?;
+    dict.set_item("num_fenced", info.num_fenced)?;
+    dict.set_item("num_lost", info.num_lost)?;
+    dict.set_item("num_over_quota", info.num_over_quota)?;
     Ok(dict)
 }
 

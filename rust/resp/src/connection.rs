@@ -5,8 +5,11 @@ use std::net::{Shutdown, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
+
 use crate::reply::{Reply, ReplyReader, lost};
-use crate::{Error, Result};
+use crate::{Error, Result, Subscription};
 
 /// A stream whose operations end at a deadline.
 #[derive(Debug)]
@@ -16,6 +19,19 @@ pub(crate) struct Timed {
 }
 
 impl Timed {
+    pub(crate) fn new(stream: Arc<TcpStream>, timeout: Duration) -> Self {
+        let deadline = Instant::now() + timeout;
+        Self { stream, deadline }
+    }
+
+    pub(crate) fn socket(&self) -> &Arc<TcpStream> {
+        &self.stream
+    }
+
+    pub(crate) fn restart(&mut self, timeout: Duration) {
+        self.deadline = Instant::now() + timeout;
+    }
+
     fn left(&self) -> io::Result<Option<Duration>> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -29,7 +45,7 @@ impl Timed {
         (&*self.stream).write_vectored(slices)
     }
 
-    fn write_all(&self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+    pub(crate) fn write_all(&self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
         IoSlice::advance_slices(&mut slices, 0);
         while !slices.is_empty() {
             match self.write_some(slices) {
@@ -97,12 +113,8 @@ impl Connection {
     }
 
     fn new(stream: TcpStream, timeout: Duration) -> Self {
-        let stream = Timed {
-            stream: Arc::new(stream),
-            deadline: Instant::now() + timeout,
-        };
         Self {
-            reader: ReplyReader::new(stream),
+            reader: ReplyReader::new(Timed::new(Arc::new(stream), timeout)),
             timeout,
             is_broken: false,
         }
@@ -110,12 +122,63 @@ impl Connection {
 
     /// What ends this connection from another thread.
     pub fn closer(&self) -> Closer {
-        Closer(Arc::clone(&self.reader.stream().stream))
+        Closer(Arc::clone(self.reader.stream().socket()))
     }
 
     /// Whether an error has ended it.
     pub fn is_broken(&self) -> bool {
         self.is_broken
+    }
+
+    /// Whether a command may be sent: the server has neither closed the connection nor sent anything unasked.
+    pub fn is_idle(&self) -> bool {
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        let peeked = rustix::net::recv(self.reader.stream().socket(), &mut [0; 1], flags);
+        !self.is_broken && !self.reader.has_bytes() && matches!(peeked, Err(Errno::AGAIN))
+    }
+
+    /// Runs a script by its SHA-1, and by its text where the server does not know it.
+    ///
+    /// The first `num_keys` of the arguments are the keys.
+    pub fn run_script(
+        &mut self,
+        sha: &[u8],
+        text: &[u8],
+        num_keys: usize,
+        arguments: &[&[u8]],
+    ) -> Result<Reply> {
+        let reply = self.evaluate(b"EVALSHA", sha, num_keys, arguments)?;
+        match reply {
+            Reply::Error(error) if error.starts_with("NOSCRIPT ") => {
+                self.evaluate(b"EVAL", text, num_keys, arguments)
+            }
+            reply => Ok(reply),
+        }
+    }
+
+    fn evaluate(
+        &mut self,
+        command: &[u8],
+        script: &[u8],
+        num_keys: usize,
+        arguments: &[&[u8]],
+    ) -> Result<Reply> {
+        let num_keys = num_keys.to_string();
+        let mut words = vec![command, script, num_keys.as_bytes()];
+        words.extend_from_slice(arguments);
+        self.send(&[words])?;
+        self.checked(|connection| {
+            connection.restart_clock();
+            connection.reader.read_reply()
+        })
+    }
+
+    /// Makes a subscription of the connection, which is broken for everything else then.
+    pub fn subscribe(&mut self) -> Result<Subscription> {
+        self.checked(|_| Ok(()))?;
+        self.is_broken = true;
+        let socket = Arc::clone(self.reader.stream().socket());
+        Ok(Subscription::new(socket, self.timeout))
     }
 
     /// Sends commands at once, and returns the reply to each.
@@ -152,7 +215,7 @@ impl Connection {
     }
 
     pub(crate) fn restart_clock(&mut self) {
-        self.reader.stream_mut().deadline = Instant::now() + self.timeout;
+        self.reader.stream_mut().restart(self.timeout);
     }
 
     /// Runs an operation, after whose error the connection is broken.
@@ -228,6 +291,37 @@ mod tests {
         assert!(matches!(result, Err(Error::Timeout(_))));
         drop(connection);
         dripping.join().unwrap();
+    }
+
+    #[test]
+    fn a_script_that_the_server_does_not_know_is_sent_whole() {
+        let (mut connection, mut server) = pair(Duration::from_secs(5));
+        server
+            .write_all(b"-NOSCRIPT No matching script.\r\n:7\r\n:8\r\n")
+            .unwrap();
+        let mut run = || connection.run_script(b"sha", b"text", 1, &[b"key", b"x"]);
+        assert_eq!(run(), Ok(Reply::Integer(7)));
+        assert_eq!(run(), Ok(Reply::Integer(8)));
+        drop(connection);
+        let mut received = String::new();
+        server.read_to_string(&mut received).unwrap();
+        let words: Vec<&str> = received
+            .split("\r\n")
+            .filter(|word| !word.starts_with(['*', '$']))
+            .collect();
+        let expected = "EVALSHA sha 1 key x EVAL text 1 key x EVALSHA sha 1 key x ";
+        assert_eq!(words.join(" "), expected);
+    }
+
+    #[test]
+    fn a_connection_that_was_closed_or_has_bytes_unasked_is_not_idle() {
+        let (connection, mut server) = pair(Duration::from_secs(5));
+        assert!(connection.is_idle());
+        server.write_all(b"+").unwrap();
+        assert!(!connection.is_idle());
+        let (connection, server) = pair(Duration::from_secs(5));
+        drop(server);
+        assert!(!connection.is_idle());
     }
 
     #[test]

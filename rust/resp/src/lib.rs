@@ -2,17 +2,20 @@
 //! reads them into it.
 //!
 //! A [`Connection`] is used by one thread at a time and blocks; each of its waits is bounded. Several connections carry
-//! the parts of one value side by side: [`write_parts`] and [`read_parts`]. After an [`Error`] a connection is broken,
-//! because nobody knows which replies are still to come. An error *reply* of the server is no `Error`.
+//! the parts of one value side by side: [`write_parts`] and [`read_parts`]. A [`Subscription`] is shared by any number of
+//! threads. After an [`Error`] a connection is broken, because nobody knows which replies are still to come. An error
+//! *reply* of the server is no `Error`, except to a subscription, which it ends: [`Error::Refused`].
 #![forbid(unsafe_code)]
 
 mod connection;
 mod parts;
 mod reply;
+mod subscription;
 
 pub use connection::{Closer, Connection};
 pub use parts::{PartOutcome, read_parts, write_parts};
 pub use reply::Reply;
+pub use subscription::{Subscription, Waited, Waiter};
 
 /// Why a connection cannot be used, or not any more.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,12 +28,20 @@ pub enum Error {
     Timeout(String),
     /// The server's bytes are not RESP2, or beyond its limits here.
     Protocol(String),
+    /// The server has refused a command of a subscription, with this error reply.
+    Refused(String),
+    /// This process has no descriptor or memory left. The connection can be used on.
+    Exhausted(String),
 }
 
 impl std::fmt::Display for Error {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (Self::Connect(text) | Self::Lost(text) | Self::Timeout(text) | Self::Protocol(text)) =
-            self;
+        let (Self::Connect(text)
+        | Self::Lost(text)
+        | Self::Timeout(text)
+        | Self::Protocol(text)
+        | Self::Refused(text)
+        | Self::Exhausted(text)) = self;
         formatter.write_str(text)
     }
 }

@@ -41,8 +41,9 @@ pub fn write_parts(
     }
     let send = |connection: &mut Connection, (key, data): &(&[u8], &[u8])| {
         let header = set_header(key, data.len());
-        let mut slices = [&header, *data, &trailer].map(IoSlice::new);
-        connection.write(&mut slices)
+        // By itself: Redis takes 4 MiB at 2.9 GB/s then, and at 2.5 where header and value share a segment.
+        connection.write(&mut [IoSlice::new(&header)])?;
+        connection.write(&mut [data, &trailer[..]].map(IoSlice::new))
     };
     let receive = |connection: &mut Connection, _: (&[u8], &[u8])| {
         connection.restart_clock();

@@ -68,6 +68,11 @@ impl<R: Read> ReplyReader<R> {
         &mut self.stream
     }
 
+    /// Whether bytes were read that belong to the next reply.
+    pub(crate) fn has_bytes(&self) -> bool {
+        self.start < self.end
+    }
+
     /// Reads a whole reply.
     pub(crate) fn read_reply(&mut self) -> Result<Reply> {
         self.read_nested(0)

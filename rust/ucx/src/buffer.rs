@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
-use crate::cuda::{self, Current};
+use crate::cuda::{self, CudaError, Current, StagedWrites};
 use crate::shared_bytes::SharedBytes;
 use crate::sys;
 
@@ -114,6 +114,28 @@ impl Buffer {
         })
     }
 
+    /// Has the kernel make all pages of host memory that may be written, whose content stays. Otherwise the first copy
+    /// into a page waits for it, which takes longer than the copy.
+    ///
+    /// # Errors
+    /// The kernel refuses (before Linux 5.14), or has no memory left.
+    pub fn make_pages(&self) -> std::io::Result<()> {
+        let start = self.writable_range(0, self.len);
+        let Some(start) = start.filter(|_| self.kind == MemoryKind::Host && self.len > 0) else {
+            return Ok(());
+        };
+        let before = start as usize % page_bytes();
+        // SAFETY: the pages of memory that is valid for writes; what they hold is not changed.
+        let made = unsafe {
+            let first = start.wrapping_byte_sub(before).cast();
+            libc::madvise(first, before + self.len, libc::MADV_POPULATE_WRITE)
+        };
+        if made == 0 {
+            return Ok(());
+        }
+        Err(std::io::Error::last_os_error())
+    }
+
     /// The first `len` bytes, if there are so many. They keep `owner` alive too: it is dropped with the last clone.
     #[must_use]
     pub fn first(&self, len: usize, owner: Box<dyn Any + Send + Sync>) -> Option<Self> {
@@ -200,12 +222,51 @@ impl Buffer {
         true
     }
 
+    /// Calls `take` with the bytes of these ranges of CUDA memory, offsets and lengths, in their order and a chunk at a time,
+    /// until it returns false. While it uses one chunk, the GPU copies the next ones into page-locked memory. It waits for
+    /// no stream.
+    ///
+    /// # Errors
+    /// The driver's error, the buffer is no CUDA memory, or a range is not within it; `take` may have had the first bytes.
+    pub fn read_staged(
+        &self,
+        ranges: &[(usize, usize)],
+        take: &mut dyn FnMut(SharedBytes<'_>) -> bool,
+    ) -> Result<(), CudaError> {
+        let address = |&(offset, len): &(usize, usize)| {
+            let from = self.range(offset, len)?;
+            Some((from.addr() as u64, len))
+        };
+        let ranges: Option<Vec<_>> = ranges.iter().map(address).collect();
+        let (Some(ranges), MemoryKind::Cuda { device }) = (ranges, self.kind) else {
+            return Err(CudaError::new("a range that is not of this GPU memory"));
+        };
+        // SAFETY: the ranges are in bounds, and memory of this device while the owner lives, by the contract of
+        // from_raw_parts.
+        unsafe { cuda::read_staged(device, &ranges, take) }
+    }
+
     /// The bytes at `offset`, unless out of range or not in the CPU's memory.
     pub fn bytes(&self, offset: usize, len: usize) -> Option<SharedBytes<'_>> {
         let start = self.host_range(offset, len)?;
         // SAFETY: the range is in bounds, initialised, and valid for reads while the owner, and with it
         // `&self`, lives.
         Some(unsafe { SharedBytes::new(start, len) })
+    }
+
+    /// A copy of the bytes at `offset`, in any kind of memory; none if they are out of range, or the CUDA driver could not
+    /// copy them. It waits for no stream.
+    pub fn to_vec(&self, offset: usize, len: usize) -> Option<Vec<u8>> {
+        let MemoryKind::Cuda { device } = self.kind else {
+            return self.bytes(offset, len).map(SharedBytes::to_vec);
+        };
+        let from = self.range(offset, len)?.addr() as u64;
+        // SAFETY: the range is in bounds, and memory of this device while the owner lives, by the contract of
+        // from_raw_parts.
+        let copied = unsafe { cuda::read(device, from, len) };
+        copied
+            .inspect_err(|error| tracing::error!(%error, device, "cuda.copy_failed"))
+            .ok()
     }
 
     /// A pointer to `offset`, when `len` bytes follow it. Good for any kind of memory.
@@ -231,6 +292,63 @@ impl Buffer {
             start
         })
     }
+}
+
+/// Writes into a buffer in CUDA memory, which are in place after [`finish`](Self::finish). While the GPU copies earlier bytes
+/// out of page-locked memory, the CPU puts the next ones there.
+#[derive(Debug)]
+pub struct DeviceWrites {
+    staged: StagedWrites,
+    buffer: Buffer,
+}
+
+impl DeviceWrites {
+    /// Begins to write; none into host memory.
+    pub fn begin(buffer: &Buffer) -> Option<Self> {
+        let MemoryKind::Cuda { device } = buffer.kind else {
+            return None;
+        };
+        Some(Self {
+            staged: StagedWrites::new(device),
+            buffer: buffer.clone(),
+        })
+    }
+
+    /// Writes `data` to `offset`. Its bytes may change when this returns. It waits for no stream.
+    ///
+    /// # Errors
+    /// The bytes do not fit, the memory may only be read, or the driver's error, also after an earlier one.
+    pub fn write(&mut self, offset: usize, data: SharedBytes<'_>) -> Result<(), CudaError> {
+        let to = self.buffer.writable_range(offset, data.len());
+        let to = to.ok_or_else(|| CudaError::new("a range that must not be written"))?;
+        // SAFETY: the range is in bounds, and memory of this device while the owner lives, by the contract of
+        // from_raw_parts; `drop` keeps the owner until the GPU copies no more.
+        unsafe { self.staged.write(to.addr() as u64, data) }
+    }
+
+    /// Waits until all of it is in place, for every stream to see.
+    ///
+    /// # Errors
+    /// The driver's error, also that of an earlier write.
+    pub fn finish(&mut self) -> Result<(), CudaError> {
+        self.staged.finish()
+    }
+}
+
+impl Drop for DeviceWrites {
+    fn drop(&mut self) {
+        if let Err(error) = self.staged.settle() {
+            tracing::error!(buffer = ?self.buffer, %error, "memory.leaked");
+            // The GPU may write into it yet.
+            std::mem::forget(self.buffer.clone());
+        }
+    }
+}
+
+fn page_bytes() -> usize {
+    // SAFETY: takes a number.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(bytes).unwrap_or(4096)
 }
 
 /// An anonymous mapping.
@@ -287,6 +405,26 @@ mod tests {
         assert_eq!(buffer.bytes(8, 0).unwrap().to_vec(), []);
         assert!(buffer.bytes(9, 0).is_none());
         assert!(buffer.bytes(1, usize::MAX).is_none());
+    }
+
+    #[test]
+    fn pages_that_were_made_have_their_content_and_are_not_faulted_in_again() {
+        let faults = || {
+            let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+            // SAFETY: writes what it is given.
+            unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) };
+            // SAFETY: all zero bytes are a value, too.
+            unsafe { usage.assume_init() }.ru_minflt
+        };
+        let mapped = Buffer::mapped(5 << 20).unwrap();
+        assert!(mapped.write(0, b"kept"));
+        mapped.make_pages().unwrap();
+        let before = faults();
+        for page in (1..5 << 20).step_by(page_bytes()).skip(1) {
+            assert!(mapped.write(page, b"x"));
+        }
+        assert!(faults() - before < 9, "{}", faults() - before);
+        assert_eq!(mapped.bytes(0, 4).unwrap().to_vec(), b"kept");
     }
 
     #[test]

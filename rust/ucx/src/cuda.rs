@@ -1,8 +1,6 @@
 //! The little of the CUDA driver that kvpipe needs beside UCX: a current context for UCX's own calls, bytes copied into
-//! a GPU's memory, and events by which to wait for a stream. The driver is loaded at run time; a machine without one
-//! is the usual case.
-//!
-//! It has run with stand-ins for the driver's functions only (see the tests), never on a GPU.
+//! a GPU's memory or between pieces of it, and events by which to wait for a stream. The driver is loaded at run time; a
+//! machine without one is the usual case.
 
 #![allow(non_snake_case, reason = "names are those of cuda.h")]
 
@@ -16,21 +14,37 @@ use libloading::Library;
 use crate::shared_bytes::SharedBytes;
 use crate::sys::entry_points;
 
+mod copies;
+mod event;
+mod staging;
+
+pub(crate) use copies::{
+    CHUNKS_CAP, DevicePiece, copy_pieces, num_pieces_of_launch, prepare_copies,
+};
+pub use event::CudaEvent;
+pub(crate) use staging::{StagedWrites, read_staged};
+
 const SONAME: &str = "libcuda.so.1";
 
 const CUDA_SUCCESS: CUresult = 0;
+const CUDA_ERROR_NOT_READY: CUresult = 600;
+const CU_STREAM_CAPTURE_STATUS_NONE: c_int = 0;
 const CU_STREAM_NON_BLOCKING: c_uint = 1;
-const CU_EVENT_BLOCKING_SYNC: c_uint = 1;
 const CU_EVENT_DISABLE_TIMING: c_uint = 2;
 const CU_POINTER_ATTRIBUTE_IS_MANAGED: c_int = 8;
 const CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: c_int = 9;
 const CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: c_int = 10;
+const CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: c_int = 11;
+const CU_POINTER_ATTRIBUTE_RANGE_SIZE: c_int = 12;
 
 type CUresult = c_int;
 type CUdevice = c_int;
 type CUcontext = *mut c_void;
 type CUstream = *mut c_void;
 type CUevent = *mut c_void;
+type CUmodule = *mut c_void;
+type CUfunction = *mut c_void;
+type CUstreamCallback = unsafe extern "C" fn(CUstream, CUresult, *mut c_void);
 type CUdeviceptr = u64;
 
 entry_points! {
@@ -44,6 +58,8 @@ entry_points! {
         fn cuCtxPushCurrent_v2(context: CUcontext) -> CUresult;
         fn cuCtxPopCurrent_v2(context: *mut CUcontext) -> CUresult;
         fn cuStreamCreate(stream: *mut CUstream, flags: c_uint) -> CUresult;
+        fn cuStreamIsCapturing(stream: CUstream, status: *mut c_int) -> CUresult;
+        fn cuStreamQuery(stream: CUstream) -> CUresult;
         fn cuStreamSynchronize(stream: CUstream) -> CUresult;
         fn cuMemcpyHtoDAsync_v2(
             to: CUdeviceptr,
@@ -51,11 +67,44 @@ entry_points! {
             len: usize,
             stream: CUstream,
         ) -> CUresult;
+        fn cuMemcpyDtoHAsync_v2(
+            to: *mut c_void,
+            from: CUdeviceptr,
+            len: usize,
+            stream: CUstream,
+        ) -> CUresult;
         fn cuPointerGetAttribute(data: *mut c_void, attribute: c_int, pointer: CUdeviceptr) -> CUresult;
         fn cuEventCreate(event: *mut CUevent, flags: c_uint) -> CUresult;
         fn cuEventRecord(event: CUevent, stream: CUstream) -> CUresult;
+        fn cuEventQuery(event: CUevent) -> CUresult;
         fn cuEventSynchronize(event: CUevent) -> CUresult;
         fn cuEventDestroy_v2(event: CUevent) -> CUresult;
+        fn cuModuleLoadData(module: *mut CUmodule, image: *const c_void) -> CUresult;
+        fn cuModuleGetFunction(
+            function: *mut CUfunction,
+            module: CUmodule,
+            name: *const c_char,
+        ) -> CUresult;
+        fn cuMemHostAlloc(memory: *mut *mut c_void, len: usize, flags: c_uint) -> CUresult;
+        fn cuLaunchKernel(
+            function: CUfunction,
+            grid_x: c_uint,
+            grid_y: c_uint,
+            grid_z: c_uint,
+            block_x: c_uint,
+            block_y: c_uint,
+            block_z: c_uint,
+            shared_bytes: c_uint,
+            stream: CUstream,
+            parameters: *mut *mut c_void,
+            extra: *mut *mut c_void,
+        ) -> CUresult;
+        fn cuStreamAddCallback(
+            stream: CUstream,
+            callback: CUstreamCallback,
+            data: *mut c_void,
+            flags: c_uint,
+        ) -> CUresult;
     }
 }
 
@@ -63,6 +112,12 @@ entry_points! {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct CudaError(String);
+
+impl CudaError {
+    pub(crate) fn new(text: &str) -> Self {
+        Self(text.to_owned())
+    }
+}
 
 /// The driver of this process.
 struct Driver {
@@ -76,6 +131,9 @@ struct Driver {
 struct Device {
     context: CUcontext,
     stream: CUstream,
+    /// Opened on first use.
+    copier: OnceLock<Result<copies::Copier, CudaError>>,
+    slots: staging::HostSlots,
 }
 
 // SAFETY: handles of the driver, which any thread may use: "the CUDA driver API is thread-safe", and a context may be
@@ -142,7 +200,12 @@ impl Driver {
         // SAFETY: a context is current, and `stream` is a valid place.
         let code = unsafe { (self.calls.cuStreamCreate)(&raw mut stream, CU_STREAM_NON_BLOCKING) };
         self.calls.check(code, "cuStreamCreate")?;
-        Ok(Device { context, stream })
+        Ok(Device {
+            context,
+            stream,
+            copier: OnceLock::new(),
+            slots: staging::HostSlots::default(),
+        })
     }
 
     fn push(&self, context: CUcontext) -> Result<Current<'_>, CudaError> {
@@ -177,16 +240,56 @@ impl Driver {
             unsafe { (self.calls.cuMemcpyHtoDAsync_v2)(to, from, data.len(), device.stream) };
         // Also after a refused copy: the driver reads nothing of `data` once this returns.
         // SAFETY: our stream, whose context is current.
-        let ended = unsafe { (self.calls.cuStreamSynchronize)(device.stream) };
+        let ended = unsafe { self.calls.synchronize(device.stream) };
         self.calls.check(code, "cuMemcpyHtoDAsync")?;
-        self.calls.check(ended, "cuStreamSynchronize")
+        ended
     }
 
-    /// An attribute of a pointer.
-    fn attribute(&self, attribute: c_int, pointer: CUdeviceptr) -> Result<c_int, CudaError> {
-        let mut value: c_int = 0;
+    /// # Safety
+    /// `from` must be memory of this device, valid for `len` bytes.
+    unsafe fn read(
+        &self,
+        ordinal: u32,
+        from: CUdeviceptr,
+        len: usize,
+    ) -> Result<Vec<u8>, CudaError> {
+        let (_current, device) = self.enter(ordinal)?;
+        let mut bytes = vec![0; len];
+        let to = bytes.as_mut_ptr().cast();
+        // SAFETY: the caller's promise for `from`; `bytes` lives until the stream is synchronized, here.
+        let code = unsafe { (self.calls.cuMemcpyDtoHAsync_v2)(to, from, len, device.stream) };
+        // SAFETY: our stream, whose context is current.
+        let ended = unsafe { self.calls.synchronize(device.stream) };
+        self.calls.check(code, "cuMemcpyDtoHAsync")?;
+        ended.map(|()| bytes)
+    }
+
+    /// Whether a stream has done all that it was given.
+    ///
+    /// # Safety
+    /// The stream is of the current context.
+    unsafe fn is_idle(&self, stream: CUstream) -> Result<bool, CudaError> {
+        let mut status = CU_STREAM_CAPTURE_STATUS_NONE;
+        // A query would end a capture.
+        // SAFETY: the caller's promise, and `status` is a valid place.
+        let code = unsafe { (self.calls.cuStreamIsCapturing)(stream, &raw mut status) };
+        self.calls.check(code, "cuStreamIsCapturing")?;
+        if status != CU_STREAM_CAPTURE_STATUS_NONE {
+            let text = "a CUDA graph is being captured on the tensor's stream";
+            return Err(CudaError(text.to_owned()));
+        }
+        // SAFETY: the caller's promise.
+        match unsafe { (self.calls.cuStreamQuery)(stream) } {
+            CUDA_ERROR_NOT_READY => Ok(false),
+            code => self.calls.check(code, "cuStreamQuery").map(|()| true),
+        }
+    }
+
+    /// An attribute of a pointer, which CUDA writes as bool, int, address or size.
+    fn attribute(&self, attribute: c_int, pointer: CUdeviceptr) -> Result<u64, CudaError> {
+        let mut value = 0_u64;
         let data = (&raw mut value).cast();
-        // SAFETY: the attributes asked for here are written as int or bool, both fit; any pointer may be asked about.
+        // SAFETY: the attributes asked for here fit into 8 bytes; any pointer may be asked about.
         let code = unsafe { (self.calls.cuPointerGetAttribute)(data, attribute, pointer) };
         self.calls
             .check(code, "cuPointerGetAttribute")
@@ -195,6 +298,22 @@ impl Driver {
 }
 
 impl Calls {
+    /// Waits for a stream. The CUDA driver may report an error of earlier work before the stream is done: then a second call
+    /// waits, and the first error is returned.
+    ///
+    /// # Safety
+    /// The stream is of the current context.
+    unsafe fn synchronize(&self, stream: CUstream) -> Result<(), CudaError> {
+        let wait = || {
+            // SAFETY: the caller's promise.
+            let code = unsafe { (self.cuStreamSynchronize)(stream) };
+            self.check(code, "cuStreamSynchronize")
+        };
+        wait().inspect_err(|_| {
+            let _ = wait();
+        })
+    }
+
     fn check(&self, code: CUresult, call: &str) -> Result<(), CudaError> {
         if code == CUDA_SUCCESS {
             return Ok(());
@@ -252,6 +371,19 @@ pub(crate) unsafe fn copy(
     unsafe { driver()?.copy(ordinal, to, data) }
 }
 
+/// Copies `len` bytes out of a device's memory, synchronously. It waits for no other stream.
+///
+/// # Safety
+/// `from` must be memory of this device, valid for `len` bytes.
+pub(crate) unsafe fn read(
+    ordinal: u32,
+    from: CUdeviceptr,
+    len: usize,
+) -> Result<Vec<u8>, CudaError> {
+    // SAFETY: the caller's promise is the same.
+    unsafe { driver()?.read(ordinal, from, len) }
+}
+
 /// Whether another process can open this memory by the IPC handles that every version of UCX and CUDA has: memory of
 /// cudaMalloc, unlike the mappings that torch makes with `expandable_segments`.
 pub fn is_exportable(address: usize) -> bool {
@@ -269,78 +401,91 @@ pub fn device_of(address: usize) -> Result<u32, CudaError> {
         return Err(CudaError(format!("{address:#x} is managed memory")));
     }
     let ordinal = driver.attribute(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer)?;
+    // An int, negative for no GPU.
+    let ordinal = ordinal as c_int;
     u32::try_from(ordinal).map_err(|_| CudaError(format!("{address:#x} is on no GPU")))
 }
 
-/// The work that a stream had queued when this was recorded.
-pub struct CudaEvent {
-    event: CUevent,
-    device: u32,
-    calls: &'static Calls,
+/// Whether `len` bytes at this address are of one allocation, or of one mapping of another process's.
+///
+/// # Errors
+/// There is no driver, or the address is not CUDA's.
+pub(crate) fn is_of_one_range(address: u64, len: u64) -> Result<bool, CudaError> {
+    let driver = driver()?;
+    let start = driver.attribute(CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address)?;
+    let size = driver.attribute(CU_POINTER_ATTRIBUTE_RANGE_SIZE, address)?;
+    Ok(address >= start && len <= size.saturating_sub(address - start))
 }
 
-// SAFETY: a handle of the driver, which any thread may use; it is destroyed once, by its owner.
-unsafe impl Send for CudaEvent {}
-// SAFETY: as for Send.
-unsafe impl Sync for CudaEvent {}
+const CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED: c_int = 116;
+const CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS: c_int = 117;
+const CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING: c_int = 118;
+const CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST: c_int = 1;
+const CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER: c_int = 100;
+const CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX: c_int = 0;
+const CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER: c_int = 100;
 
-impl CudaEvent {
-    /// Records the work that a stream has queued until now, without waiting for it.
-    ///
-    /// # Errors
-    /// The driver's error, or there is no driver.
-    ///
-    /// # Safety
-    /// `stream` must be a stream of this device's primary context that has not been destroyed, or 0 (that of the
-    /// default), 1 (the legacy default) or 2 (the thread's default).
-    pub unsafe fn record(device: u32, stream: usize) -> Result<Self, CudaError> {
-        let driver = driver()?;
-        let (_current, _) = driver.enter(device)?;
-        let mut event = null_mut();
-        let flags = CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING;
-        // SAFETY: a context is current, and `event` is a valid place.
-        let code = unsafe { (driver.calls.cuEventCreate)(&raw mut event, flags) };
-        driver.calls.check(code, "cuEventCreate")?;
-        let recorded = Self {
-            event,
-            device,
-            calls: &driver.calls,
+entry_points! {
+    /// What the driver has for writes of network cards, from CUDA 11.3 on.
+    RdmaCalls {
+        fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: CUdevice) -> CUresult;
+        fn cuFlushGPUDirectRDMAWrites(target: c_int, scope: c_int) -> CUresult;
+    }
+}
+
+/// Makes what network cards have written into a GPU's memory visible to kernels that are launched from now on. Most GPUs
+/// need no call for that.
+///
+/// # Errors
+/// The driver's, or the GPU has no way.
+pub fn flush_remote_writes(ordinal: u32) -> Result<(), CudaError> {
+    static CALLS: OnceLock<Option<RdmaCalls>> = OnceLock::new();
+    let driver = driver()?;
+    match CALLS.get_or_init(load_rdma) {
+        Some(calls) => calls.flush(driver, ordinal),
+        None => Ok(()), // before CUDA 11.3 a kernel's launch was the only order that was promised
+    }
+}
+
+fn load_rdma() -> Option<RdmaCalls> {
+    // SAFETY: as in `load`, where it was loaded first.
+    let library = unsafe { Library::new(SONAME) }.ok()?;
+    // SAFETY: as in `load`.
+    let calls = unsafe { RdmaCalls::resolve(&library) }.ok();
+    std::mem::forget(library);
+    calls
+}
+
+impl RdmaCalls {
+    fn flush(&self, driver: &Driver, ordinal: u32) -> Result<(), CudaError> {
+        let (_current, _) = driver.enter(ordinal)?;
+        let mut device = 0;
+        // SAFETY: `device` is a valid place.
+        let code = unsafe { (driver.calls.cuDeviceGet)(&raw mut device, ordinal.cast_signed()) };
+        driver.calls.check(code, "cuDeviceGet")?;
+        let attribute = |attribute| {
+            let mut value = 0;
+            // SAFETY: `value` is a valid place, and the device was just given out.
+            let code = unsafe { (self.cuDeviceGetAttribute)(&raw mut value, attribute, device) };
+            let checked = driver.calls.check(code, "cuDeviceGetAttribute");
+            checked.map(|()| value)
         };
-        let stream = std::ptr::with_exposed_provenance_mut(stream);
-        // SAFETY: the event was just made in the current context, to which the stream belongs by the caller's promise.
-        let code = unsafe { (driver.calls.cuEventRecord)(event, stream) };
-        driver.calls.check(code, "cuEventRecord")?;
-        Ok(recorded)
-    }
-
-    /// Sleeps until the stream has done this work.
-    ///
-    /// # Errors
-    /// The driver's error; errors of the stream's earlier work are reported here too.
-    pub fn wait(&self) -> Result<(), CudaError> {
-        let _current = enter_or_log(self.device);
-        // SAFETY: the event lives as long as `self`.
-        let code = unsafe { (self.calls.cuEventSynchronize)(self.event) };
-        self.calls.check(code, "cuEventSynchronize")
-    }
-}
-
-impl Drop for CudaEvent {
-    fn drop(&mut self) {
-        let _current = enter_or_log(self.device);
-        // SAFETY: made by `record` and destroyed once; "cuEventDestroy may be called before the event has completed".
-        let code = unsafe { (self.calls.cuEventDestroy_v2)(self.event) };
-        if let Err(error) = self.calls.check(code, "cuEventDestroy") {
-            tracing::warn!(%error, "cuda.event_leaked");
+        let ordering = attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)?;
+        let is_reachable = attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)? != 0;
+        if !is_reachable || ordering >= CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER {
+            return Ok(());
         }
-    }
-}
-
-impl std::fmt::Debug for CudaEvent {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CudaEvent")
-            .field("device", &self.device)
-            .finish_non_exhaustive()
+        let options = attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)?;
+        if options & CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST == 0 {
+            let text =
+                "the GPU does not order what network cards write, and the host cannot flush it";
+            return Err(CudaError(text.to_owned()));
+        }
+        let target = CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX;
+        let scope = CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER;
+        // SAFETY: a context is current; the call touches no memory of ours.
+        let code = unsafe { (self.cuFlushGPUDirectRDMAWrites)(target, scope) };
+        driver.calls.check(code, "cuFlushGPUDirectRDMAWrites")
     }
 }
 

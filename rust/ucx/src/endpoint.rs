@@ -6,6 +6,7 @@ use std::ptr::{NonNull, null, null_mut};
 use std::rc::{Rc, Weak};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::device_copy::may_unmap;
 use crate::event::Raw;
 use crate::request::Attributes;
 use crate::rma::Key;
@@ -51,6 +52,8 @@ pub(crate) struct Endpoint {
     /// Whether it is closed only after all that it sends has left.
     must_drain: Cell<bool>,
     ops: Cell<usize>,
+    /// Of these, copies out of memory that the endpoint has mapped.
+    copies: Cell<usize>,
     keys: RefCell<Vec<Weak<Key>>>,
 }
 
@@ -68,7 +71,9 @@ impl Endpoint {
 
     /// Whether it can be closed by force.
     fn can_leave(&self) -> bool {
-        self.is_settled.get() && !(self.must_drain.get() && self.ops.get() > 0)
+        self.is_settled.get()
+            && !(self.must_drain.get() && self.ops.get() > 0)
+            && self.copies.get() == 0
     }
 
     pub(crate) fn adopt_key(&self, key: &Rc<Key>) {
@@ -98,6 +103,19 @@ impl State {
     pub(crate) fn op_begins(&self, endpoint: &Endpoint) {
         add(&endpoint.ops, 1);
         add(&self.outstanding, 1);
+    }
+
+    pub(crate) fn copy_begins(&self, endpoint: &Endpoint) {
+        add(&endpoint.copies, 1);
+        self.op_begins(endpoint);
+    }
+
+    pub(crate) fn copy_ends(&self, endpoint: &Rc<Endpoint>) {
+        subtract(&endpoint.copies, 1);
+        if endpoint.phase.get() == Phase::Leaving {
+            self.may_leave.set(true);
+        }
+        self.op_ends(endpoint);
     }
 
     pub(crate) fn op_ends(&self, endpoint: &Rc<Endpoint>) {
@@ -217,6 +235,7 @@ impl Worker {
             is_settled: Cell::new(false),
             must_drain: Cell::new(false),
             ops: Cell::new(0),
+            copies: Cell::new(0),
             keys: RefCell::default(),
         });
         let id = endpoint.id;
@@ -334,8 +353,11 @@ impl Worker {
         let (worker, handle) = (Rc::clone(&self.inner), endpoint.handle.as_ptr());
         let close = Box::into_raw(Box::new(InFlight { worker, endpoint }));
         let param = attributes.with_callback(on_closed, close.cast());
-        // SAFETY: the phase was Open, Failed or Leaving, so the handle is live; it is not used afterwards.
-        let ptr = unsafe { (self.inner.api().ucp_ep_close_nbx)(handle, &raw const param) };
+        let close_endpoint = || {
+            // SAFETY: the phase was Open, Failed or Leaving, so the handle is live; it is not used afterwards.
+            unsafe { (self.inner.api().ucp_ep_close_nbx)(handle, &raw const param) }
+        };
+        let ptr = may_unmap(self.inner.uses_gpu(), close_endpoint);
         let posted = Posted::from_ptr(ptr);
         if posted == Posted::Pending {
             return;

@@ -38,6 +38,16 @@ impl Inside {
         }
         Self(PhantomData)
     }
+
+    /// For a thread that must not sleep; none once the process exits.
+    pub(crate) fn try_enter() -> Option<Self> {
+        let depth = DEPTH.get();
+        if depth == 0 && !try_enter_gate() {
+            return None;
+        }
+        DEPTH.set(depth + 1);
+        Some(Self(PhantomData))
+    }
 }
 
 impl Drop for Inside {
@@ -51,13 +61,21 @@ impl Drop for Inside {
 }
 
 fn enter_gate() {
-    NUM_INSIDE.fetch_add(1, Ordering::SeqCst);
-    if IS_EXITING.load(Ordering::SeqCst) && !IS_EXITING_THREAD.get() {
-        leave_gate();
+    if !try_enter_gate() {
         loop {
             std::thread::park();
         }
     }
+}
+
+/// Counts this thread in, unless the process exits.
+fn try_enter_gate() -> bool {
+    NUM_INSIDE.fetch_add(1, Ordering::SeqCst);
+    let is_open = !IS_EXITING.load(Ordering::SeqCst) || IS_EXITING_THREAD.get();
+    if !is_open {
+        leave_gate();
+    }
+    is_open
 }
 
 fn leave_gate() {
@@ -141,6 +159,7 @@ mod tests {
     const NOT_ALONE: i32 = 71;
 
     static IS_IN: AtomicBool = AtomicBool::new(false);
+    static HAS_ENTERED: AtomicBool = AtomicBool::new(false);
 
     /// Stands for the libraries' destructors: it is registered before the exit gate, so that it runs after it.
     extern "C" fn end_libraries() {
@@ -159,14 +178,15 @@ mod tests {
     fn call(time: Duration) {
         let inside = Inside::enter();
         IS_IN.store(true, Ordering::SeqCst);
+        HAS_ENTERED.store(true, Ordering::SeqCst);
         std::thread::sleep(time);
         drop(Inside::enter());
         IS_IN.store(false, Ordering::SeqCst);
         drop(inside);
     }
 
-    fn wait_for(is_in: bool) {
-        while IS_IN.load(Ordering::SeqCst) != is_in {
+    fn wait_for_call() {
+        while !HAS_ENTERED.load(Ordering::SeqCst) {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -188,14 +208,14 @@ mod tests {
             })),
             "fork" => {
                 drop(std::thread::spawn(|| call(Duration::from_secs(60))));
-                wait_for(true);
+                wait_for_call();
                 fork();
                 IS_IN.store(false, Ordering::SeqCst);
             }
             other => panic!("no role {other}"),
         }
         if role != "fork" {
-            wait_for(true);
+            wait_for_call();
         }
         std::process::exit(0);
     }

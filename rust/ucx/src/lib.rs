@@ -3,7 +3,7 @@
 //! [`Buffer::from_raw_parts`], [`Buffer::read_only`], [`Worker::connect`], [`Worker::place_with`], [`CudaEvent::record`] and
 //! [`AssertSend::new`].
 //!
-//! Its use of CUDA memory follows the documentation and has not run on a GPU: docs/gpu.md.
+//! What of its use of CUDA memory has run on a GPU says docs/gpu.md.
 //!
 //! # Ownership
 //! ```text
@@ -36,6 +36,7 @@ mod buffer;
 mod config;
 mod context;
 mod cuda;
+mod device_copy;
 mod endpoint;
 mod event;
 mod exit_gate;
@@ -53,10 +54,11 @@ mod worker;
 
 pub use am::{AmData, Payload, Placer};
 pub use assert_send::AssertSend;
-pub use buffer::{Buffer, MemoryKind};
+pub use buffer::{Buffer, DeviceWrites, MemoryKind};
 pub use config::Config;
 pub use context::Context;
-pub use cuda::{CudaError, CudaEvent, device_of, is_exportable};
+pub use cuda::{CudaError, CudaEvent, device_of, flush_remote_writes, is_exportable};
+pub use device_copy::DeviceCopy;
 pub use endpoint::EndpointId;
 pub use event::Event;
 pub use lane::{Lane, LanesError};

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crate::buffer::{Buffer, MemoryKind};
 use crate::context::Context;
+use crate::cuda;
 use crate::status::{Status, check};
 use crate::sys;
 
@@ -48,6 +49,10 @@ impl Memory {
         let mut handle = null_mut();
         let api = context.library().api();
         let _current = buffer.kind().enter();
+        if let MemoryKind::Cuda { device } = buffer.kind() {
+            // Without it UCX copies. It is logged.
+            let _ = cuda::prepare_copies(device);
+        }
         // SAFETY: the context is live; the range is allocated, and stays so until `drop` unmaps.
         let code =
             unsafe { (api.ucp_mem_map)(context.as_ptr(), &raw const params, &raw mut handle) };

@@ -145,8 +145,20 @@ impl ProcessVmReader {
     /// A piece does not fit, there are too many, or the other process cannot be read there (any more). The destination is
     /// undefined then.
     pub fn read(&self, into: &Buffer, pieces: &[Piece]) -> std::result::Result<(), ProcessVmError> {
-        let (local, remote) = vectors(into, pieces).map_err(ProcessVmError::Lost)?;
-        let expected: usize = pieces.iter().map(|piece| piece.len).sum();
+        let pieces: Vec<_> = pieces.iter().map(|piece| (into, *piece)).collect();
+        self.read_scattered(&pieces)
+    }
+
+    /// As [`read`](Self::read), each piece into a buffer of its own.
+    ///
+    /// # Errors
+    /// As of [`read`](Self::read).
+    pub fn read_scattered(
+        &self,
+        pieces: &[(&Buffer, Piece)],
+    ) -> std::result::Result<(), ProcessVmError> {
+        let (local, remote) = vectors(pieces).map_err(ProcessVmError::Lost)?;
+        let expected: usize = pieces.iter().map(|(_, piece)| piece.len).sum();
         let read = call(self.pid, &local, &remote).map_err(|error| classify(self.pid, error))?;
         if read != expected {
             let text = format!("{read} of {expected} bytes could be read");
@@ -160,7 +172,7 @@ impl ProcessVmReader {
 type Vectors = (Vec<libc::iovec>, Vec<libc::iovec>);
 
 /// The pieces as the kernel takes them: ours, and the other process's.
-fn vectors(into: &Buffer, pieces: &[Piece]) -> Result<Vectors> {
+fn vectors(pieces: &[(&Buffer, Piece)]) -> Result<Vectors> {
     if pieces.len() > PIECES_CAP {
         return Err(ErrorKind::InvalidInput.into());
     }
@@ -168,7 +180,7 @@ fn vectors(into: &Buffer, pieces: &[Piece]) -> Result<Vectors> {
         Vec::with_capacity(pieces.len()),
         Vec::with_capacity(pieces.len()),
     );
-    for piece in pieces {
+    for (into, piece) in pieces {
         let range = into.writable_range(piece.to, piece.len);
         let start = range.filter(|_| into.kind() == MemoryKind::Host);
         local.push(libc::iovec {
@@ -263,7 +275,7 @@ fn read_self() -> Result<()> {
         from: from.address() as u64,
         len: 1,
     };
-    let (local, remote) = vectors(&into, &[piece])?;
+    let (local, remote) = vectors(&[(&into, piece)])?;
     let pid = libc::pid_t::try_from(std::process::id()).map_err(Error::other)?;
     call(pid, &local, &remote).map(drop)
 }

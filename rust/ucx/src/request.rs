@@ -93,15 +93,7 @@ pub(crate) fn post(
     attributes: &Attributes,
     issue: impl FnOnce(&ucp_request_param_t) -> ucs_status_ptr_t,
 ) -> Result<(), Status> {
-    let (worker, endpoint) = (Rc::clone(worker), Rc::clone(endpoint));
-    worker.state.op_begins(&endpoint);
-    let op = Box::into_raw(Box::new(Op {
-        worker,
-        endpoint,
-        token,
-        call,
-        _keep: keep,
-    }));
+    let op = Box::into_raw(Box::new(begin(worker, endpoint, (token, call), keep)));
     let posted = Posted::from_ptr(issue(&attributes.with_callback(on_done, op.cast())));
     if posted == Posted::Pending {
         return Ok(());
@@ -111,9 +103,7 @@ pub(crate) fn post(
     let op = unsafe { Box::from_raw(op) };
     match posted {
         Posted::Refused(code) => {
-            op.worker.state.op_ends(&op.endpoint);
-            // Otherwise nothing might be left that marks the endpoint as closable.
-            op.worker.state.settled_unless_busy(&op.endpoint);
+            withdraw(&op);
             Err(Status::new(code, call))
         }
         Posted::Complete | Posted::Pending => {
@@ -124,24 +114,72 @@ pub(crate) fn post(
     }
 }
 
+fn begin(
+    worker: &Rc<Inner>,
+    endpoint: &Rc<Endpoint>,
+    (token, call): (Token, &'static str),
+    keep: Keep,
+) -> Op {
+    worker.state.op_begins(endpoint);
+    op(worker, endpoint, (token, call), keep)
+}
+
+fn op(
+    worker: &Rc<Inner>,
+    endpoint: &Rc<Endpoint>,
+    (token, call): (Token, &'static str),
+    keep: Keep,
+) -> Op {
+    Op {
+        worker: Rc::clone(worker),
+        endpoint: Rc::clone(endpoint),
+        token,
+        call,
+        _keep: keep,
+    }
+}
+
+/// Ends an operation that was refused.
+fn withdraw(op: &Op) {
+    op.worker.state.op_ends(&op.endpoint);
+    // Otherwise nothing might be left that marks the endpoint as closable.
+    op.worker.state.settled_unless_busy(&op.endpoint);
+}
+
+/// Begins a copy, which keeps its endpoint from being closed: UCX unmaps the peer's memory with it.
+pub(crate) fn begin_copy(
+    worker: &Rc<Inner>,
+    endpoint: &Rc<Endpoint>,
+    names: (Token, &'static str),
+    keep: Keep,
+) -> Op {
+    worker.state.copy_begins(endpoint);
+    op(worker, endpoint, names, keep)
+}
+
+/// Ends a copy that was refused.
+pub(crate) fn withdraw_copy(op: &Op) {
+    op.worker.state.copy_ends(&op.endpoint);
+}
+
+/// Ends a copy.
+pub(crate) fn finish_copy(op: Box<Op>, code: ucs_status_t) {
+    let (worker, endpoint) = (Rc::clone(&op.worker), Rc::clone(&op.endpoint));
+    worker
+        .state
+        .events
+        .push(crate::event::Raw::Done { op, code });
+    worker.state.copy_ends(&endpoint);
+}
+
 /// Reports success for an operation that has nothing to do.
 pub(crate) fn complete_empty(
     worker: &Rc<Inner>,
     endpoint: &Rc<Endpoint>,
     (token, call): (Token, &'static str),
 ) {
-    worker.state.op_begins(endpoint);
-    let (worker, endpoint) = (Rc::clone(worker), Rc::clone(endpoint));
-    finish(
-        Box::new(Op {
-            worker,
-            endpoint,
-            token,
-            call,
-            _keep: Keep::Nothing,
-        }),
-        sys::UCS_OK,
-    );
+    let op = begin(worker, endpoint, (token, call), Keep::Nothing);
+    finish(Box::new(op), sys::UCS_OK);
 }
 
 /// Queues the operation's `Done`, and the `Closed` that waited for it. Drops nothing that can run foreign code.

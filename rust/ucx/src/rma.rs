@@ -1,11 +1,13 @@
 //! Reads of remote memory, and the keys that they need.
 
 use std::cell::Cell;
+use std::ffi::c_void;
 use std::ptr::{NonNull, null_mut};
 use std::rc::Rc;
 use std::sync::Arc;
 
 use crate::buffer::MemoryKind;
+use crate::device_copy::may_unmap;
 use crate::endpoint::EndpointId;
 use crate::lane::Lane;
 use crate::memory::Memory;
@@ -69,6 +71,11 @@ pub(crate) struct Key {
 }
 
 impl Key {
+    /// Whether it is live, and the key of this endpoint.
+    pub(crate) fn is_of(&self, endpoint: EndpointId) -> bool {
+        self.endpoint == endpoint && self.handle.get().is_some()
+    }
+
     /// Destroys the key now, or after the operations that use it.
     pub(crate) fn revoke(&self) {
         self.is_revoked.set(true);
@@ -80,9 +87,12 @@ impl Key {
     fn destroy(&self) {
         if let Some(handle) = self.handle.take() {
             let _current = self.worker.enter();
-            // SAFETY: taken out, so destroyed once; no operation uses it: this runs at use count
-            // zero, or on the last reference, and each use holds one. The Rc keeps the worker.
-            unsafe { (self.worker.api().ucp_rkey_destroy)(handle.as_ptr()) };
+            let destroy = || {
+                // SAFETY: taken out, so destroyed once; no operation uses it: this runs at use count
+                // zero, or on the last reference, and each use holds one. The Rc keeps the worker.
+                unsafe { (self.worker.api().ucp_rkey_destroy)(handle.as_ptr()) };
+            };
+            may_unmap(self.worker.uses_gpu(), destroy);
         }
     }
 }
@@ -211,27 +221,33 @@ impl Worker {
         )
     }
 
-    /// Whether a get by `key` from CUDA memory at `remote` into CUDA memory of ours, whose domains are `here`, goes
+    /// Whether a get by `key` from CUDA memory at `remote` into CUDA memory of ours, of these domains and this kind, goes
     /// over one of the endpoint's lanes. If not, UCX would serve it in software.
     ///
     /// For `cuda_ipc` only a mapping of the peer's memory proves it: UCX also unpacks a key whose memory cannot be opened
     /// here. UCX reports the mapping since it has `ucp_rkey_ptr` for it (1.22).
-    pub fn reaches(&self, lanes: &[Lane], here: Domains, key: &RemoteKey, remote: u64) -> bool {
-        let is_mapped = self.is_mapped(key, remote);
+    pub fn reaches(
+        &self,
+        lanes: &[Lane],
+        (here, to): (Domains, MemoryKind),
+        key: &RemoteKey,
+        remote: u64,
+    ) -> bool {
+        self.inner.note_use(to);
+        let is_mapped = may_unmap(true, || self.mapping(key, remote).is_some());
         let is_direct = |lane| is_direct(lane, here, key.domains, is_mapped);
         lanes.iter().any(is_direct)
     }
 
-    fn is_mapped(&self, key: &RemoteKey, remote: u64) -> bool {
-        let Some(handle) = key.key.handle.get() else {
-            return false;
-        };
+    /// The address here of a peer's memory that is mapped, or can be. The caller has the lock of [`may_unmap`].
+    pub(crate) fn mapping(&self, key: &RemoteKey, remote: u64) -> Option<*mut c_void> {
+        let handle = key.key.handle.get()?;
         let _current = self.inner.enter();
         let mut address = null_mut();
         let api = self.inner.api();
-        // SAFETY: the key is live, on its thread, and `address` is a valid place; what it then points to is not used.
+        // SAFETY: the key is live, on its thread, and `address` is a valid place.
         let code = unsafe { (api.ucp_rkey_ptr)(handle.as_ptr(), remote, &raw mut address) };
-        code == sys::UCS_OK
+        (code == sys::UCS_OK).then_some(address)
     }
 
     /// Makes a key that a peer packed usable on the endpoint to that peer, for reads into memory of kind `local`.
@@ -260,7 +276,9 @@ impl Worker {
         let api = self.inner.api();
         // SAFETY: the endpoint is open; the bytes have a tail as long as any key that the map in
         // their head can announce, so UCX, which is not told a length, reads no further.
-        let code = unsafe { (api.ucp_ep_rkey_unpack)(ep, padded.as_ptr().cast(), &raw mut handle) };
+        let unpack =
+            || unsafe { (api.ucp_ep_rkey_unpack)(ep, padded.as_ptr().cast(), &raw mut handle) };
+        let code = may_unmap(self.inner.uses_gpu(), unpack);
         check(code, CALL)?;
         let handle = NonNull::new(handle).ok_or(Status::new(sys::UCS_ERR_NO_MEMORY, CALL))?;
         let key = Rc::new(Key {

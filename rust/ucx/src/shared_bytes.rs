@@ -83,6 +83,13 @@ impl SharedBytes<'_> {
         unsafe { copied.set_len(len + self.len) };
     }
 
+    /// Copies as many of the bytes as `out` has place for.
+    pub fn copy_to(self, out: &mut [u8]) {
+        let len = self.len.min(out.len());
+        // SAFETY: the type promises `len` bytes to be read; `out` has place for them, and is only ours.
+        unsafe { std::ptr::copy_nonoverlapping(self.start, out.as_mut_ptr(), len) };
+    }
+
     /// The state of a CRC-64/NVME, as the crate crc-fast keeps it, after these bytes.
     #[must_use]
     pub fn update_crc64(self, state: u64) -> u64 {
@@ -162,5 +169,13 @@ mod tests {
         let mut copied = b"kv".to_vec();
         SharedBytes::from(&b"pipe"[..]).append_to(&mut copied);
         assert_eq!(copied, b"kvpipe");
+    }
+
+    #[test]
+    fn a_copy_fills_what_there_is_place_for() {
+        let (mut less, mut more) = ([0; 2], [b'.'; 8]);
+        SharedBytes::from(&b"kvpipe"[..]).copy_to(&mut less);
+        SharedBytes::from(&b"kvpipe"[..]).copy_to(&mut more);
+        assert_eq!((&less, &more), (b"kv", b"kvpipe.."));
     }
 }

@@ -307,6 +307,7 @@ entry_points! {
         fn ucp_worker_release_address(worker: *mut ucp_worker, address: *mut ucp_address);
         fn ucp_worker_get_efd(worker: *mut ucp_worker, fd: *mut c_int) -> ucs_status_t;
         fn ucp_worker_arm(worker: *mut ucp_worker) -> ucs_status_t;
+        fn ucp_worker_signal(worker: *mut ucp_worker) -> ucs_status_t;
         fn ucp_worker_progress(worker: *mut ucp_worker) -> c_uint;
         fn ucp_worker_set_am_recv_handler(
             worker: *mut ucp_worker,

@@ -1,6 +1,6 @@
 //! The worker: posts operations and reports events, for one thread at a time.
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::mem::ManuallyDrop;
@@ -15,6 +15,7 @@ use crate::am::{self, Placer};
 use crate::buffer::MemoryKind;
 use crate::context::Context;
 use crate::cuda::{self, Current};
+use crate::device_copy::{EndedCopies, may_unmap};
 use crate::endpoint::{Endpoint, EndpointId};
 use crate::event::{Event, Queue, Raw};
 use crate::library::Api;
@@ -48,6 +49,8 @@ pub(crate) struct Inner {
     context: Arc<Context>,
     /// The GPU whose memory was used last, if any was.
     gpu: Cell<Option<u32>>,
+    /// Where copies end, once there was one.
+    pub(crate) copies: OnceCell<Arc<EndedCopies>>,
     /// The argument of callbacks. It outlives the handle: fields are dropped after `Drop::drop`,
     /// which destroys the worker.
     pub(crate) state: Rc<State>,
@@ -91,6 +94,7 @@ impl Worker {
             max_header_bytes: 0,
             context: Arc::clone(context),
             gpu: Cell::new(None),
+            copies: OnceCell::new(),
             state: Rc::default(),
         };
         inner.event_fd = inner.query_event_fd()?;
@@ -140,11 +144,14 @@ impl Worker {
     /// Progresses UCX; 0 when there was nothing to do. Take the events afterwards.
     pub fn progress(&self) -> u32 {
         let _current = self.inner.enter();
-        // SAFETY: the worker is live and on its thread; callbacks touch only its State, of which
-        // nothing is borrowed here.
-        let progressed = unsafe { (self.inner.api().ucp_worker_progress)(self.inner.as_ptr()) };
+        let progress = || {
+            // SAFETY: the worker is live and on its thread; callbacks touch only its State, of which
+            // nothing is borrowed here.
+            unsafe { (self.inner.api().ucp_worker_progress)(self.inner.as_ptr()) }
+        };
+        let progressed = may_unmap(self.inner.uses_gpu(), progress);
         // No descriptor reports that an endpoint can be closed.
-        progressed + self.close_leaving()
+        progressed + self.finish_copies() + self.close_leaving()
     }
 
     /// The oldest event not yet taken. Posting an operation can leave one too.
@@ -285,7 +292,7 @@ impl Inner {
         len: usize,
         call: &'static str,
     ) -> Result<(*mut c_void, Attributes), Status> {
-        if !Arc::ptr_eq(memory.context(), &self.context) {
+        if !self.is_of_context(memory) {
             return Err(Status::new(sys::UCS_ERR_INVALID_PARAM, call));
         }
         let buffer = memory.buffer();
@@ -306,6 +313,16 @@ impl Inner {
         if let MemoryKind::Cuda { device } = kind {
             self.gpu.set(Some(device));
         }
+    }
+
+    /// Whether it has met memory of a GPU, its own or a peer's.
+    pub(crate) fn uses_gpu(&self) -> bool {
+        self.gpu.get().is_some()
+    }
+
+    /// Whether this memory is registered with the worker's context.
+    pub(crate) fn is_of_context(&self, memory: &Memory) -> bool {
+        Arc::ptr_eq(memory.context(), &self.context)
     }
 
     /// The CUDA context that UCX needs in the calling thread, once the worker has used CUDA memory.
@@ -342,9 +359,12 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         let _current = self.enter();
-        // SAFETY: operations, closes and keys each hold an Rc of self, so none is
-        // left; called once, on the thread that has the worker, because the Rc is its own.
-        unsafe { (self.api().ucp_worker_destroy)(self.as_ptr()) };
+        let destroy = || {
+            // SAFETY: operations, closes and keys each hold an Rc of self, so none is
+            // left; called once, on the thread that has the worker, because the Rc is its own.
+            unsafe { (self.api().ucp_worker_destroy)(self.as_ptr()) };
+        };
+        may_unmap(self.uses_gpu(), destroy);
     }
 }
 

@@ -21,6 +21,8 @@ pub(super) struct ActiveLoad {
     pub(super) started: Instant,
     /// When the producer first announced blocks.
     pub(super) announced: Option<Instant>,
+    /// What has to open before its blocks may be written, so that nothing is selected before.
+    pub(super) gate: Option<u64>,
     /// Whether the producer was asked on this session.
     pub(super) has_selected: bool,
     /// Why a session was lost.
@@ -36,6 +38,7 @@ impl ActiveLoad {
             session,
             started: now,
             announced: None,
+            gate: None,
             has_selected: false,
             lost: None,
             batches: BTreeMap::new(),

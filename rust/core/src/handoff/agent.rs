@@ -3,17 +3,18 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ops::Deref;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use super::event_waiter::{DeviceEvent, EventWaiter};
 use super::load_request::{LoadCounts, LoadFailure, LoadRequest};
 use super::ready::{ReadyBlocks, check_positions};
 use super::service::{HandoffCommand, HandoffCommandKind, HandoffService};
 use crate::agent::{Agent, Region};
 use crate::error::{Error, Result};
 use crate::events::Events;
-use crate::ids::HandoffId;
+use crate::ids::{HandoffId, RegionId};
 use crate::integrity::Integrity;
 use crate::net::address::{interface_address, listen_address};
 use crate::net::identity::{Identity, SessionKind};
@@ -82,6 +83,10 @@ impl HandoffShared {
         }
     }
 
+    pub(super) fn log_line(&self, text: String) {
+        self.events.push_minor(Event::Log(text));
+    }
+
     #[cfg(test)]
     pub(super) fn num_ended(&self) -> usize {
         lock(&self.ended).len()
@@ -133,6 +138,10 @@ impl<'a> AgentConfig<'a> {
 /// An [`Agent`] and the handoffs that it produces and consumes; any thread may call.
 #[derive(Debug)]
 pub struct HandoffAgent {
+    /// Closed before the agent is.
+    events: EventWaiter,
+    /// The number of the next load that waits for an event.
+    next_gate: AtomicU64,
     agent: Agent<HandoffCommand>,
     pub(super) shared: Arc<HandoffShared>,
 }
@@ -161,7 +170,12 @@ impl HandoffAgent {
             HandoffService::new(core, in_thread, integrity)
         })?;
         agent.is_checksummed = integrity != Integrity::None;
-        Ok(Self { agent, shared })
+        Ok(Self {
+            events: EventWaiter::new(),
+            next_gate: AtomicU64::new(0),
+            agent,
+            shared,
+        })
     }
 
     fn check_integrity(&self) -> Result<()> {
@@ -181,12 +195,47 @@ impl HandoffAgent {
     /// # Errors
     /// A region is another agent's, or was closed; the agent has no handoffs.
     pub fn mark_ready(&self, ready: &ReadyBlocks, regions: &[Region]) -> Result<()> {
+        let regions = self.checked(regions)?;
+        self.send(HandoffCommandKind::MarkReady(ready.clone(), regions))
+    }
+
+    /// As [`mark_ready`](Self::mark_ready), once an event and those of earlier calls are completed. Does not wait. Should the
+    /// event fail, the handoffs end with the reason.
+    ///
+    /// # Errors
+    /// As `mark_ready`.
+    pub fn mark_ready_after(
+        &self,
+        event: Arc<dyn DeviceEvent>,
+        ready: &ReadyBlocks,
+        regions: &[Region],
+    ) -> Result<()> {
+        self.events.check()?;
+        let (ready, regions) = (ready.clone(), self.checked(regions)?);
+        let (queue, shared) = (self.agent.reactor.command_queue(), Arc::clone(&self.shared));
+        let send = move |command| drop(queue.send(HandoffCommand(command)));
+        let then = move |completed: std::result::Result<(), String>| {
+            let Err(reason) = completed else {
+                return send(HandoffCommandKind::MarkReady(ready, regions));
+            };
+            let reason = format!("the device did not complete what computes the blocks: {reason}");
+            shared.log_line(format!("event.failed {reason}"));
+            for handoff in ready.handoffs() {
+                shared.mark_ended(handoff);
+                let reason = reason.clone();
+                send(HandoffCommandKind::End { handoff, reason });
+            }
+        };
+        self.events.after(event, Box::new(then));
+        Ok(())
+    }
+
+    fn checked(&self, regions: &[Region]) -> Result<Vec<RegionId>> {
         self.check_integrity()?;
         for region in regions {
             region.check(self.incarnation())?;
         }
-        let regions = regions.iter().map(Region::id).collect();
-        self.send(HandoffCommandKind::MarkReady(ready.clone(), regions))
+        Ok(regions.iter().map(Region::id).collect())
     }
 
     /// Producer: the blocks of a handoff may change from now on.
@@ -204,9 +253,35 @@ impl HandoffAgent {
     /// Consumer: begins to load; `LoadCompleted` or `LoadFailed` follows exactly once. A handoff that is being loaded is
     /// refused, with a `Log` event.
     pub fn load(&self, request: LoadRequest) -> Result<()> {
+        self.begin_load(request, None)
+    }
+
+    /// As [`load`](Self::load), and nothing is written into its blocks before an event and those of earlier calls are
+    /// completed. Does not wait. Should the event fail, the load fails with the reason.
+    ///
+    /// # Errors
+    /// As `load`.
+    pub fn load_after(&self, event: Arc<dyn DeviceEvent>, request: LoadRequest) -> Result<()> {
+        self.events.check()?;
+        let (handoff, queue) = (request.handoff, self.agent.reactor.command_queue());
+        let gate = self.next_gate.fetch_add(1, Ordering::Relaxed);
+        self.begin_load(request, Some(gate))?;
+        let then = move |completed| {
+            let command = HandoffCommandKind::OpenGate {
+                handoff,
+                gate,
+                completed,
+            };
+            drop(queue.send(HandoffCommand(command)));
+        };
+        self.events.after(event, Box::new(then));
+        Ok(())
+    }
+
+    fn begin_load(&self, request: LoadRequest, gate: Option<u64>) -> Result<()> {
         self.check_integrity()?;
         check_positions(request.first, request.block_ids.len())?;
-        self.send(HandoffCommandKind::Load(request))
+        self.send(HandoffCommandKind::Load(request, gate))
     }
 
     /// Consumer: the sequence state of a handoff is here.
@@ -234,6 +309,12 @@ impl HandoffAgent {
         self.shared.events.drain()
     }
 
+    /// Ends the agent, as [`Agent::close`]. What waits for events of a device is forgotten first.
+    pub fn close(&self) {
+        self.events.close();
+        self.agent.close();
+    }
+
     /// Number of handoffs whose blocks are leased.
     pub fn num_leased(&self) -> usize {
         self.shared.num_leased.load(Ordering::Relaxed)
@@ -253,6 +334,8 @@ impl Deref for HandoffAgent {
     }
 }
 
+#[cfg(test)]
+mod event_tests;
 #[cfg(test)]
 mod late_tests;
 #[cfg(test)]

@@ -9,6 +9,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvpipe_ucx::{CudaError, MemoryKind};
+
 use super::ReadyBlock;
 use super::active_loads::ActiveLoad;
 use super::agent::Event;
@@ -33,7 +35,12 @@ const REFUSES_VALIDATE: &str = "the producer has integrity=validate, and this si
                                 here, or checksum there";
 
 impl HandoffService {
-    pub(super) fn load(&mut self, cx: &mut ReactorContext, request: LoadRequest) {
+    pub(super) fn load(
+        &mut self,
+        cx: &mut ReactorContext,
+        request: LoadRequest,
+        gate: Option<u64>,
+    ) {
         let handoff = request.handoff;
         self.trace.instant(Track::Reactor, "load", &handoff, &[]);
         if self.loads.get(&handoff).is_some() {
@@ -47,7 +54,9 @@ impl HandoffService {
         let max_batch = slice_of(block_bytes.max().unwrap_or_default());
         let session = self.agent.session_to(cx, &request.producer);
         let load = Load::new(request, ours, max_batch);
-        self.loads.insert(ActiveLoad::new(load, session, cx.now()));
+        let mut active = ActiveLoad::new(load, session, cx.now());
+        active.gate = gate;
+        self.loads.insert(active);
         if !has_regions {
             return self.fail_load(
                 cx,
@@ -57,6 +66,31 @@ impl HandoffService {
             );
         }
         self.continue_load(cx, handoff);
+    }
+
+    /// What a load waited for has ended. A later load of the same handoff has another gate.
+    pub(super) fn open_gate(
+        &mut self,
+        cx: &mut ReactorContext,
+        handoff: HandoffId,
+        gate: u64,
+        completed: Result<(), String>,
+    ) {
+        let active = self.loads.get_mut(&handoff);
+        let Some(active) = active.filter(|active| active.gate == Some(gate)) else {
+            return;
+        };
+        match completed {
+            Ok(()) => {
+                active.gate = None;
+                self.continue_load(cx, handoff);
+            }
+            Err(reason) => {
+                let reason = format!("the device did not complete what uses the blocks: {reason}");
+                self.log_line(format!("event.failed {reason}"));
+                self.fail_load(cx, handoff, FailureCause::Other, &reason);
+            }
+        }
     }
 
     /// Does for a load what can be done now, and ends it if it is over.
@@ -71,7 +105,8 @@ impl HandoffService {
         let Some(active) = self.loads.get(&handoff) else {
             return;
         };
-        if active.has_selected || active.load.has_ended() || active.load.is_reading() {
+        let is_gated = active.gate.is_some();
+        if is_gated || active.has_selected || active.load.has_ended() || active.load.is_reading() {
             return;
         }
         let session = active.session();
@@ -223,8 +258,18 @@ impl HandoffService {
         let Some(active) = self.loads.get_mut(&handoff) else {
             return;
         };
+        let mut verified = active.load.next_verified();
+        let mut outcome = active.load.outcome();
+        if (verified.is_some() || outcome.is_some())
+            && let Err(error) = flush_writes(&self.agent.regions, active.load.regions())
+        {
+            active.load.withdraw();
+            let reason = format!("what was read may not be visible to the GPU: {error}");
+            active.load.fail(FailureCause::Other, &reason);
+            (verified, outcome) = (None, active.load.outcome());
+        }
         let events = &self.shared.events;
-        if let Some(counts) = active.load.next_verified() {
+        if let Some(counts) = verified {
             self.trace
                 .instant(Track::Reactor, "verified", &handoff, &[]);
             // The scheduler knows of the sequence state first, and need not wait for this thread.
@@ -232,7 +277,7 @@ impl HandoffService {
                 events.push(Event::BlocksVerified(active.report(cx, counts)));
             }
         }
-        let Some(outcome) = active.load.outcome() else {
+        let Some(outcome) = outcome else {
             return;
         };
         let report = active.report(cx, outcome.counts);
@@ -296,6 +341,19 @@ impl HandoffService {
         }
         self.loads.next_deadline()
     }
+}
+
+/// Makes what was read into these regions visible to what their device runs from now on.
+fn flush_writes(
+    open: &BTreeMap<RegionId, LocalRegion>,
+    ours: &[RegionId],
+) -> Result<(), CudaError> {
+    let mut regions = ours.iter().filter_map(|id| open.get(id));
+    let device = regions.find_map(|region| match region.memory.buffer().kind() {
+        MemoryKind::Cuda { device } => Some(device),
+        MemoryKind::Host => None,
+    });
+    device.map_or(Ok(()), kvpipe_ucx::flush_remote_writes)
 }
 
 /// For each of our regions, the producer's of the same name.

@@ -8,6 +8,7 @@ mod agent;
 mod announcements;
 mod batches;
 mod consumer;
+mod event_waiter;
 mod grant_check;
 mod load_request;
 mod loads;
@@ -19,6 +20,7 @@ mod service;
 mod validation;
 
 pub use agent::{AgentConfig, Event, HandoffAgent, LoadReport};
+pub use event_waiter::DeviceEvent;
 pub use load_request::{LoadCounts, LoadFailure, LoadRequest};
 pub use ready::{ReadyBlocks, ReadyRange};
 pub use service::HandoffCommand;

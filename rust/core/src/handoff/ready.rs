@@ -47,6 +47,11 @@ impl ReadyBlocks {
         Ok(Self(ready.into()))
     }
 
+    /// The handoffs of the step.
+    pub(super) fn handoffs(&self) -> impl Iterator<Item = HandoffId> {
+        self.0.iter().map(|part| part.handoff)
+    }
+
     fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }

@@ -37,7 +37,14 @@ pub(super) enum HandoffCommandKind {
         handoff: HandoffId,
         reason: String,
     },
-    Load(LoadRequest),
+    /// With a gate, nothing is written into its blocks until this has opened.
+    Load(LoadRequest, Option<u64>),
+    /// What a load waited for has ended.
+    OpenGate {
+        handoff: HandoffId,
+        gate: u64,
+        completed: std::result::Result<(), String>,
+    },
     Commit {
         handoff: HandoffId,
     },
@@ -112,7 +119,7 @@ impl HandoffService {
     }
 
     pub(super) fn log_line(&self, text: String) {
-        self.shared.events.push_minor(Event::Log(text));
+        self.shared.log_line(text);
     }
 
     fn run_command(&mut self, cx: &mut ReactorContext, command: HandoffCommandKind) {
@@ -124,7 +131,12 @@ impl HandoffService {
                 // From now on the producer remembers it.
                 self.shared.end_processed(handoff);
             }
-            HandoffCommandKind::Load(request) => self.load(cx, request),
+            HandoffCommandKind::Load(request, gate) => self.load(cx, request, gate),
+            HandoffCommandKind::OpenGate {
+                handoff,
+                gate,
+                completed,
+            } => self.open_gate(cx, handoff, gate, completed),
             HandoffCommandKind::Commit { handoff } => {
                 self.trace
                     .instant(Track::Reactor, "committed", &handoff, &[]);

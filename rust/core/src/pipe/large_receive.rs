@@ -227,8 +227,14 @@ impl Receiver {
                 buffer,
             })
         });
-        if let Err(Error::Corrupt(_)) = received {
-            self.reply(cx, sequence, &ReceiverMessage::Corrupt);
+        match &received {
+            Err(Error::Corrupt(_)) => self.reply(cx, sequence, &ReceiverMessage::Corrupt),
+            // What the source cannot send, it would wait for.
+            Err(Error::Config(reason)) if !large.is_withdrawn => {
+                let reason = reason.clone().into();
+                self.reply(cx, sequence, &ReceiverMessage::Refused { reason });
+            }
+            _ => {}
         }
         large.completer.complete(received);
     }

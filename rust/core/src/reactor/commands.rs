@@ -37,6 +37,12 @@ pub(super) fn channel<C>() -> (CommandSender<C>, CommandReceiver<C>) {
     (CommandSender(shared), receiver)
 }
 
+impl<C> Clone for CommandSender<C> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
 impl<C> CommandSender<C> {
     /// # Errors
     /// `Closed`: the reactor has ended.

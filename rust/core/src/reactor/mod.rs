@@ -176,6 +176,22 @@ impl<C: Send + 'static> Reactor<C> {
     }
 }
 
+/// Queues commands of a thread that does not keep the reactor running.
+#[derive(Debug)]
+pub(crate) struct CommandQueue<C> {
+    commands: CommandSender<C>,
+    waker: Waker,
+}
+
+impl<C> CommandQueue<C> {
+    /// As [`Reactor::send`].
+    pub(crate) fn send(&self, command: C) -> Result<()> {
+        self.commands.send(ReactorCommand::Command(command))?;
+        self.waker.wake();
+        Ok(())
+    }
+}
+
 /// Wakes a reactor; it then calls `Service::poll`.
 #[derive(Debug, Clone)]
 pub(crate) struct Waker(Arc<dyn DriverHandle>);
@@ -187,6 +203,13 @@ impl Waker {
 }
 
 impl<C> Reactor<C> {
+    pub(crate) fn command_queue(&self) -> CommandQueue<C> {
+        CommandQueue {
+            commands: self.commands.clone(),
+            waker: self.waker(),
+        }
+    }
+
     pub(crate) fn waker(&self) -> Waker {
         Waker(Arc::clone(&self.driver))
     }

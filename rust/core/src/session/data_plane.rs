@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::ids::{SessionId, SessionKey};
 use crate::net::codec::Writer;
 use crate::reactor::ended;
-use crate::transport::{Context, Get, Memory, Payload, RemoteKey, UcxResult, Worker};
+use crate::transport::{Context, DeviceCopy, Get, Memory, Payload, RemoteKey, UcxResult, Worker};
 
 /// The first message of each side of a session. It carries nothing, counts as empty, and has UCX connect.
 pub(super) const HELLO: u8 = 0;
@@ -231,6 +231,14 @@ impl ReactorContext {
         // The peer may have its memory back already: what is read from now on verifies nothing.
         !self.has_failed(session)
             && self.post(session, |worker, endpoint| worker.get(endpoint, get))
+    }
+
+    /// Copies pieces of a peer's GPU memory that is mapped here. If not, `get` may still read them.
+    pub(crate) fn copy(&self, session: SessionKey, copy: DeviceCopy<'_>) -> bool {
+        let Some(data) = &self.data else { return false };
+        let endpoint = self.endpoint_id(session);
+        !self.has_failed(session)
+            && endpoint.is_ok_and(|endpoint| data.worker.copy(endpoint, copy).is_ok())
     }
 
     /// Makes a peer's remote key usable on its endpoint, to read into memory of kind `local`.

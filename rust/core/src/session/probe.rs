@@ -8,7 +8,6 @@
 //! ```
 //! A session whose reads are refused later streams from then on, and never reads again.
 
-use std::rc::Rc;
 use std::sync::Arc;
 
 use kvpipe_ucx::{Buffer, Lane, LanesError, MemoryKind, ProcessVmError, ProcessVmReader, Status};
@@ -46,7 +45,7 @@ pub(super) struct DataPaths {
     /// A get of the canary that has not ended.
     canary: Option<CanaryRead>,
     /// Reads the peer's process, where the path is CMA.
-    process: Option<Rc<ProcessVmReader>>,
+    process: Option<Arc<ProcessVmReader>>,
     /// Whether the log has the reason why this side streams.
     has_reason: bool,
 }
@@ -178,7 +177,7 @@ impl ReactorContext {
             }
             Probe::Refused(reason) => self.switch_to_stream(key, &reason),
             Probe::Process(process) => {
-                endpoint.paths.process = Some(Rc::new(process));
+                endpoint.paths.process = Some(Arc::new(process));
                 self.set_data_path(key, DataPath::RemoteRead(CMA.to_owned()));
             }
             Probe::Get(transport) => {
@@ -327,7 +326,7 @@ impl ReactorContext {
     }
 
     /// What reads the peer's process, where that is the data path.
-    pub(crate) fn process(&self, session: SessionKey) -> Option<Rc<ProcessVmReader>> {
+    pub(crate) fn process(&self, session: SessionKey) -> Option<Arc<ProcessVmReader>> {
         self.endpoint(session)?.paths.process.clone()
     }
 

@@ -11,9 +11,10 @@ use super::{MANY_BYTES, Rng, TOKEN, is_busy};
 use crate::reactor::manual::{Sizes, without_threads};
 use crate::store::{OpenedValue, StoreClient, StoreServer};
 use crate::transport::{MemoryPath, Transport};
-use crate::work::Work;
+use crate::work::{Then, Work};
 
-const TRANSPORT: Transport = Transport::Memory(MemoryPath::RemoteRead);
+/// A read of a value takes several rounds only as a stream.
+const TRANSPORT: Transport = Transport::Memory(MemoryPath::Stream);
 const CAPACITY: u64 = 16 << 20;
 const RESERVATION: Duration = Duration::from_secs(30);
 const KEYS: u64 = 20;
@@ -44,7 +45,17 @@ fn key(rng: &mut Rng) -> Vec<u8> {
 
 impl Stores {
     pub(super) fn new() -> Self {
-        let serve = || StoreServer::serve("127.0.0.1:0", TOKEN, TRANSPORT, CAPACITY, RESERVATION);
+        let serve = || {
+            StoreServer::serve(
+                "127.0.0.1:0",
+                TOKEN,
+                TRANSPORT,
+                CAPACITY,
+                Some(CAPACITY),
+                RESERVATION,
+                None,
+            )
+        };
         let server = without_threads(serve).expect("served");
         Self {
             client: connect(&server),
@@ -104,7 +115,7 @@ impl Stores {
                 drop(self.client.read(&value, buffer));
             }
             drop(self.client.acknowledge(operation));
-            drop(self.client.release(operation));
+            drop(self.client.release(operation, Then::GoOn));
         }
     }
 

@@ -1,11 +1,13 @@
 //! A store as callers see it: a server in this process, and clients of servers.
 
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvpipe_ucx::Buffer;
 
 use super::client::{Client, ClientCommand, ClientShared, Pending};
+use super::disk::OpenedDisk;
 use super::messages::StoreMessage;
 use super::server::{Server, ServerCommand};
 use super::values::{OpenedValue, ValuePage};
@@ -14,33 +16,54 @@ use crate::error::{Error, Result};
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::Secret;
+use crate::process::Thread;
 use crate::reactor::{Reactor, Route, default_busy_poll};
 use crate::session::{ReactorConfig, SessionTimeouts, spawn};
 use crate::sync::lock;
 use crate::transport::Transport;
 use crate::work::{Completer, Then, Work};
 
+/// A directory that keeps values beyond memory, and after a restart.
+#[derive(Debug, Clone)]
+pub struct DiskConfig {
+    /// Made if it does not exist. One server uses it.
+    pub directory: PathBuf,
+    /// Limit for the bytes of all values there.
+    pub capacity_bytes: u64,
+}
+
 /// A store in this process that serves others. Any thread may call.
 #[derive(Debug)]
 pub struct StoreServer {
     reactor: Reactor<ServerCommand>,
+    /// The threads of its disk, which end after the reactor.
+    disk_threads: Mutex<Vec<Thread>>,
 }
 
 impl StoreServer {
     /// Serves an empty store of at most `capacity_bytes`. Each value counts the memory of its bytes (from 4 MiB on rounded up
     /// to 2 MiB), its key and record, and 512 bytes of bookkeeping. A reservation ends `reservation` after its last call.
+    /// With a quota, the values and reservations of one namespace, the first 14 bytes of a key, take so much at most. With a
+    /// disk, the store begins with what is there.
     ///
     /// # Errors
-    /// `Config`: the address cannot be bound, or others could reach it without a token. `Unavailable`: there is no usable
-    /// UCX.
+    /// `Config`: the address cannot be bound, others could reach it without a token, or the disk cannot be used.
+    /// `Unavailable`: there is no usable UCX.
     pub fn serve(
         address: &str,
         token: &[u8],
         transport: Transport,
         capacity_bytes: u64,
+        quota_bytes: Option<u64>,
         reservation: Duration,
+        disk: Option<DiskConfig>,
     ) -> Result<Self> {
         let address = listen_address(address, token)?;
+        let opened = disk.map(|it| OpenedDisk::open(&it.directory, it.capacity_bytes));
+        let (opened, disk) = match opened.transpose()? {
+            Some((opened, disk, kept)) => (Some(opened), Some((disk, kept))),
+            None => (None, None),
+        };
         let config = ReactorConfig {
             listen: Some(address),
             secret: Secret::new(token),
@@ -50,8 +73,15 @@ impl StoreServer {
             timeouts: SessionTimeouts::default(),
             busy_poll: default_busy_poll(),
         };
-        let reactor = spawn(config, move || Server::new(capacity_bytes, reservation))?;
-        Ok(Self { reactor })
+        let reactor = spawn(config, move || {
+            Server::new(capacity_bytes, quota_bytes, reservation, disk)
+        })?;
+        let disk_threads = opened.map(|it| it.start(&reactor.waker()));
+        let disk_threads = disk_threads.transpose()?.unwrap_or_default();
+        Ok(Self {
+            reactor,
+            disk_threads: Mutex::new(disk_threads),
+        })
     }
 
     /// Where clients connect.
@@ -71,9 +101,18 @@ impl StoreServer {
         Ok(work)
     }
 
-    /// Ends the store and its sessions; all values are dropped.
+    /// Ends the store and its sessions, and then saves what is in memory alone; without a disk, all values are dropped.
     pub fn close(&self) {
         self.reactor.stop();
+        for thread in lock(&self.disk_threads).drain(..) {
+            thread.join();
+        }
+    }
+}
+
+impl Drop for StoreServer {
+    fn drop(&mut self) {
+        self.close();
     }
 }
 
@@ -155,10 +194,10 @@ impl StoreClient {
 
     /// Ends what an operation waits for or holds: a wait, a reservation, an open value, a lease. The work is done when the
     /// server has ended it; at once if it has ended before.
-    pub fn release(&self, target: u64) -> Result<Work<()>> {
+    pub fn release(&self, target: u64, then: Then) -> Result<Work<()>> {
         let (work, completer) = self.reactor.work();
         let command = ClientCommand::Release { target, completer };
-        self.reactor.send(command)?;
+        self.reactor.send_and(command, then)?;
         Ok(work)
     }
 

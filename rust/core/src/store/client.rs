@@ -1,6 +1,7 @@
 //! The client of a store on its reactor: sends each operation, and ends it with the answer.
 
 mod commands;
+mod hashing;
 mod pending;
 mod reads;
 mod uploads;
@@ -29,13 +30,6 @@ pub(super) use pending::Pending;
 use reads::Reading;
 use uploads::Upload;
 
-/// Bytes to be hashed by slices.
-#[derive(Debug, Clone, Copy)]
-enum HashTask {
-    Upload(u64),
-    Read(u64),
-}
-
 pub(super) struct Client {
     session: Option<SessionKey>,
     connecting: Option<Completer<()>>,
@@ -53,7 +47,8 @@ pub(super) struct Client {
     opened: HashMap<u64, bool>,
     /// Reads of callers, by the owner of the transfer.
     reads: HashMap<u64, Reading>,
-    hash_queue: VecDeque<HashTask>,
+    /// Uploads whose bytes are to be hashed.
+    hash_queue: VecDeque<u64>,
     exchange: BufferExchange,
     shared: Arc<ClientShared>,
 }
@@ -190,7 +185,7 @@ impl Client {
                 },
             ) => {
                 let value = OpenedValue::new(operation, checksum, &record, bytes);
-                self.open(value, completer);
+                self.open(cx, value, completer);
             }
             (pending, message) => pending.complete(message)?,
         }
@@ -210,14 +205,6 @@ impl Client {
     fn advance(&mut self, cx: &mut ReactorContext) {
         while let Some(completion) = self.exchange.engine.next_completion() {
             self.arrived(cx, completion);
-        }
-    }
-
-    fn run_hash_slice(&mut self, cx: &mut ReactorContext) {
-        match self.hash_queue.pop_front() {
-            Some(HashTask::Upload(operation)) => self.hash_upload(cx, operation),
-            Some(HashTask::Read(owner)) => self.hash_read(cx, owner),
-            None => {}
         }
     }
 
@@ -374,7 +361,9 @@ impl Service for Client {
     fn poll(&mut self, cx: &mut ReactorContext) -> bool {
         self.exchange.engine.run_slice(cx);
         self.advance(cx);
-        self.run_hash_slice(cx);
+        if let Some(operation) = self.hash_queue.pop_front() {
+            self.hash_upload(cx, operation);
+        }
         self.has_work()
     }
 
@@ -405,7 +394,7 @@ impl Service for Client {
             ("unanswered writes", self.writes.len()),
             ("opened values", self.opened.len()),
             ("reads of values", self.reads.len()),
-            ("values to be hashed", self.hash_queue.len()),
+            ("uploads to be hashed", self.hash_queue.len()),
         ];
         sizes.extend(self.exchange.sizes());
         sizes

@@ -3,7 +3,8 @@
 
 mod api;
 mod client;
-mod hashing;
+mod content;
+mod disk;
 pub(crate) mod messages;
 mod server;
 mod state;
@@ -13,13 +14,15 @@ use crate::error::Result;
 use crate::net::codec::{Reader, Writer};
 use crate::transfer::exchange::HUGE;
 
-pub use api::{StoreClient, StoreServer};
+pub use api::{DiskConfig, StoreClient, StoreServer};
 pub use values::{ListedValue, OpenedValue, ValuePage};
 
 /// Longest key.
 pub const KEY_CAP: usize = 512;
 /// Longest record.
 pub const RECORD_CAP: usize = 64 << 10;
+/// The first bytes of a key are its namespace, which has one quota. The ranks of an engine share one.
+const NAMESPACE_BYTES: usize = 14;
 /// Bytes that travel inside a message. Above them, one copy costs more than one more round trip.
 const INLINE_CAP: usize = 32 << 10;
 /// Keys in one message.
@@ -77,10 +80,32 @@ pub struct StoreInfo {
     pub num_corrupt: u64,
     /// Connected clients.
     pub num_clients: u64,
+    /// Values on disk, those in memory too included.
+    pub num_disk_values: u64,
+    /// Bytes that these, and values that are being saved, count on disk.
+    pub num_disk_bytes: u64,
+    /// Limit of `num_disk_bytes`; 0 without a disk.
+    pub disk_capacity_bytes: u64,
+    /// Values loaded from the disk.
+    pub num_loaded: u64,
+    /// Saves and loads that failed.
+    pub num_disk_failures: u64,
+    /// Bytes of the values that were committed.
+    pub committed_bytes: u64,
+    /// Bytes of the values that selects and takes got.
+    pub hit_bytes: u64,
+    /// Operations that had to wait for a value or for space.
+    pub num_waits: u64,
+    /// Calls refused because their reservation or lease had ended.
+    pub num_fenced: u64,
+    /// Reservations, open values and leases that ended with the connection of their client.
+    pub num_lost: u64,
+    /// Reservations and loads refused because of the quota of their namespace.
+    pub num_over_quota: u64,
 }
 
 impl StoreInfo {
-    fn fields(&mut self) -> [&mut u64; 13] {
+    fn fields(&mut self) -> [&mut u64; 24] {
         [
             &mut self.num_values,
             &mut self.num_bytes,
@@ -95,6 +120,17 @@ impl StoreInfo {
             &mut self.num_expired,
             &mut self.num_corrupt,
             &mut self.num_clients,
+            &mut self.num_disk_values,
+            &mut self.num_disk_bytes,
+            &mut self.disk_capacity_bytes,
+            &mut self.num_loaded,
+            &mut self.num_disk_failures,
+            &mut self.committed_bytes,
+            &mut self.hit_bytes,
+            &mut self.num_waits,
+            &mut self.num_fenced,
+            &mut self.num_lost,
+            &mut self.num_over_quota,
         ]
     }
 

@@ -3,15 +3,18 @@
 mod answers;
 mod arrival;
 mod arrivals;
+mod disk_jobs;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Buffer, Status};
+use kvpipe_ucx::{AmData, Status};
 
+use super::content::Content;
+use super::disk::Disk;
 use super::messages::{Page, StoreMessage};
-use super::state::{Holder, State};
+use super::state::{Holder, KeptValue, State};
 use super::{StoreInfo, TRANSFERS_IN_FLIGHT};
 use crate::clock;
 use crate::error::{Error, Result};
@@ -20,19 +23,9 @@ use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
 use crate::transfer::{BufferExchange, Message};
-use crate::transport::Memory;
 use crate::work::Completer;
 use arrival::{Arrival, PendingWrite};
-
-/// A committed value: its bytes, its record, and the checksum of both.
-#[derive(Debug)]
-struct Content {
-    buffer: Buffer,
-    /// Where the bytes lie, if they are too many for a message.
-    memory: Option<Arc<Memory>>,
-    record: Box<[u8]>,
-    checksum: u64,
-}
+use disk_jobs::DiskJobs;
 
 /// What the process that serves asks for.
 #[derive(Debug)]
@@ -46,9 +39,8 @@ pub(super) struct Server {
     arrivals: HashMap<Holder, Arrival>,
     /// Writes whose bytes are read from their clients, by the owner of the transfer.
     writes: HashMap<u64, PendingWrite>,
-    /// Reservations with bytes to be hashed, each once.
-    hash_queue: VecDeque<Holder>,
     exchange: BufferExchange,
+    disk: Option<DiskJobs>,
 }
 
 fn after(timeout: Option<Duration>) -> Option<Instant> {
@@ -56,12 +48,23 @@ fn after(timeout: Option<Duration>) -> Option<Instant> {
 }
 
 impl Server {
-    pub(super) fn new(capacity_bytes: u64, reservation: Duration) -> Self {
+    /// With a disk, it begins with what is kept there.
+    pub(super) fn new(
+        capacity_bytes: u64,
+        quota_bytes: Option<u64>,
+        reservation: Duration,
+        disk: Option<(Disk, Vec<KeptValue>)>,
+    ) -> Self {
+        let mut state = State::new(capacity_bytes, quota_bytes, reservation);
+        let disk = disk.map(|(disk, kept)| {
+            state.add_disk(disk.capacity_bytes, kept, clock::now());
+            DiskJobs::new(disk)
+        });
         Self {
-            state: State::new(capacity_bytes, reservation),
+            state,
+            disk,
             arrivals: HashMap::new(),
             writes: HashMap::new(),
-            hash_queue: VecDeque::new(),
             exchange: BufferExchange::new(TRANSFERS_IN_FLIGHT),
         }
     }
@@ -142,7 +145,10 @@ impl Server {
                 if acknowledged.is_ok() {
                     self.exchange.withdraw(session, take);
                 }
-                answer(cx, (session, operation), acknowledged);
+                let is_on_disk = acknowledged == Ok(true);
+                let answer =
+                    acknowledged.map_or_else(StoreMessage::Refused, |_| StoreMessage::Done);
+                self.answer_erased(cx, (session, operation), answer, is_on_disk);
             }
             StoreMessage::Corrupt { select } => {
                 let found = self.state.corrupt((session, select));
@@ -151,8 +157,9 @@ impl Server {
             }
             StoreMessage::Delete { keys } => {
                 let keys = keys.iter().map(|key| &key[..]);
-                let num_deleted = self.state.delete(keys, now);
-                StoreMessage::Deleted(num_deleted).send(cx, session, operation);
+                let (num_deleted, is_on_disk) = self.state.delete(keys, now);
+                let answer = StoreMessage::Deleted(num_deleted);
+                self.answer_erased(cx, (session, operation), answer, is_on_disk);
             }
             StoreMessage::List { prefix, after } => {
                 let (values, next) = self.state.list(&prefix, after);
@@ -268,12 +275,16 @@ impl Service for Server {
     fn poll(&mut self, cx: &mut ReactorContext) -> bool {
         let has_moved = self.exchange.engine.run_slice(cx);
         self.advance(cx);
-        let has_hashed = self.run_hash_slice(cx);
-        has_moved || has_hashed
+        let has_reported = self.run_disk_reports(cx);
+        has_moved || has_reported
     }
 
     fn has_work(&self) -> bool {
-        self.exchange.engine.has_work() || !self.hash_queue.is_empty()
+        let has_reports = self
+            .disk
+            .as_ref()
+            .is_some_and(|it| it.disk.reports.len() > 0);
+        self.exchange.engine.has_work() || has_reports
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
@@ -289,6 +300,7 @@ impl Service for Server {
     fn stop(&mut self, cx: &mut ReactorContext) {
         let closed = cx.closed("the store is closed");
         self.exchange.stop(&closed);
+        self.save_rest(cx);
     }
 
     #[cfg(test)]
@@ -296,10 +308,10 @@ impl Service for Server {
         let mut sizes = vec![
             ("reservations", self.arrivals.len()),
             ("writes under way", self.writes.len()),
-            ("reservations to be hashed", self.hash_queue.len()),
         ];
         sizes.extend(self.state.sizes());
         sizes.extend(self.exchange.sizes());
+        sizes.extend(self.disk.iter().flat_map(DiskJobs::sizes));
         sizes
     }
 }

@@ -1,7 +1,9 @@
 //! The state of a store: values, reservations, open values, leases, and the operations that wait. A pure state machine:
 //! events in, actions out; no threads, no clock, and no bytes, which belong to the content.
 
+mod disk;
 mod holds;
+mod memory;
 mod reservations;
 mod values;
 mod waiting;
@@ -14,8 +16,12 @@ use super::StoreInfo;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::reactor::Timers;
+use disk::{DiskCopy, DiskTier, SAVING_BYTES};
 use holds::{Hold, Holds};
+use memory::Memory;
 use waiting::Waiting;
+
+pub(super) use disk::KeptValue;
 
 /// An operation of a client: its session and the client's number, neither of which is used again. So a late call about an
 /// operation that has ended meets nothing.
@@ -44,6 +50,12 @@ pub(super) enum StoreAction<C> {
     Nothing(Holder),
     /// The reservation or lease has ended by time.
     Expired(Holder),
+    /// This value goes to the disk: [`State::saved`].
+    Save(ValueId, Key, C),
+    /// Erases the copy on disk: [`State::erased`]. It comes after the `Save` of the same value.
+    Erase(ValueId),
+    /// This value comes from the disk: [`State::loaded`].
+    Load(ValueId, u64),
 }
 
 /// What a key is of. A value that is to be deleted when its last holder has closed it has no key any more.
@@ -53,16 +65,35 @@ enum Slot {
     Reserved,
 }
 
+/// Where the bytes of a value are.
+#[derive(Debug)]
+enum Place<C> {
+    InMemory(C),
+    OnDisk,
+    /// On disk, and to be loaded as soon as there is space.
+    AwaitsSpace(Tick),
+    /// On their way into memory, where they count.
+    Loading,
+}
+
+impl<C> Place<C> {
+    fn counts_in_memory(&self) -> bool {
+        matches!(self, Self::InMemory(_) | Self::Loading)
+    }
+}
+
 #[derive(Debug)]
 struct StoredValue<C> {
     key: Key,
     num_bytes: u64,
     footprint: u64,
-    content: C,
+    disk_footprint: u64,
+    place: Place<C>,
+    disk: DiskCopy,
     /// Selects that have it open.
     num_open: usize,
     is_leased: bool,
-    /// Its place among the values that may be evicted, while nobody holds it.
+    /// Its turn to be evicted from memory and from the disk, while nobody holds it.
     last_use: Option<Tick>,
     /// Nobody finds it any more.
     is_doomed: bool,
@@ -70,7 +101,8 @@ struct StoredValue<C> {
 
 impl<C> StoredValue<C> {
     fn is_free(&self) -> bool {
-        self.num_open == 0 && !self.is_leased
+        let is_awaited = matches!(self.place, Place::AwaitsSpace(_) | Place::Loading);
+        self.num_open == 0 && !self.is_leased && !is_awaited
     }
 }
 
@@ -79,6 +111,8 @@ enum Deadline {
     Hold(Holder),
     /// Of a value with a time to live.
     Value(ValueId),
+    /// The end of the pause after a save that failed.
+    Disk,
 }
 
 /// A value as a list shows it.
@@ -94,14 +128,11 @@ pub(super) struct State<C> {
     info: StoreInfo,
     /// Between a reservation, or the last write into it, and its commit.
     reservation: Duration,
-    /// Of values that nobody holds.
-    evictable_bytes: u64,
-    reserved_bytes: u64,
+    memory: Memory,
     next_tick: Tick,
     keys: HashMap<Key, Slot>,
     values: BTreeMap<ValueId, StoredValue<C>>,
-    /// Values that nobody holds, the longest unused first.
-    unused: BTreeMap<Tick, ValueId>,
+    disk: Option<DiskTier>,
     holds: Holds,
     waiting: Waiting,
     deadlines: Timers<Deadline>,
@@ -109,7 +140,11 @@ pub(super) struct State<C> {
 }
 
 impl<C: Clone> State<C> {
-    pub(super) fn new(capacity_bytes: u64, reservation: Duration) -> Self {
+    pub(super) fn new(
+        capacity_bytes: u64,
+        quota_bytes: Option<u64>,
+        reservation: Duration,
+    ) -> Self {
         let info = StoreInfo {
             capacity_bytes,
             ..StoreInfo::default()
@@ -117,12 +152,11 @@ impl<C: Clone> State<C> {
         Self {
             info,
             reservation,
-            evictable_bytes: 0,
-            reserved_bytes: 0,
+            memory: Memory::new(capacity_bytes, quota_bytes),
             next_tick: 0,
             keys: HashMap::new(),
             values: BTreeMap::new(),
-            unused: BTreeMap::new(),
+            disk: None,
             holds: Holds::default(),
             waiting: Waiting::default(),
             deadlines: Timers::default(),
@@ -136,17 +170,26 @@ impl<C: Clone> State<C> {
         let mut sizes = vec![
             ("keys", self.keys.len()),
             ("values", self.values.len()),
-            ("unused values", self.unused.len()),
             ("deadlines of the store's state", self.deadlines.len()),
             ("actions of the store's state", self.actions.len()),
         ];
+        sizes.extend(self.memory.sizes());
         sizes.extend(self.holds.sizes());
         sizes.extend(self.waiting.sizes());
+        sizes.extend(self.disk.iter().flat_map(DiskTier::sizes));
         sizes
     }
 
     pub(super) fn info(&self) -> StoreInfo {
-        self.info
+        StoreInfo {
+            num_bytes: self.memory.num_bytes(),
+            ..self.info
+        }
+    }
+
+    /// A call is refused because its reservation or lease has ended.
+    pub(super) fn count_fenced(&mut self) {
+        self.info.num_fenced += 1;
     }
 
     pub(super) fn next_action(&mut self) -> Option<StoreAction<C>> {
@@ -183,8 +226,10 @@ impl<C: Clone> State<C> {
         hold.count(&mut self.info, false);
         self.deadlines.cancel(Deadline::Hold(holder));
         match &hold {
-            Hold::AwaitsSpace { tick, .. } => self.waiting.remove_reserve(*tick),
-            Hold::AwaitsValue { tick, key, lease } => {
+            Hold::AwaitsSpace { tick, .. } => self.waiting.remove_claim(*tick),
+            Hold::AwaitsValue {
+                tick, key, lease, ..
+            } => {
                 self.waiting.remove_select(key, *tick, lease.is_some());
             }
             Hold::Reserved { .. } | Hold::Open(_) | Hold::Leased(_) => {}
@@ -198,8 +243,7 @@ impl<C: Clone> State<C> {
             Some(Hold::AwaitsSpace { .. }) => self.grant(now),
             Some(Hold::Reserved { key, footprint }) => {
                 self.keys.remove(&key);
-                self.info.num_bytes -= footprint;
-                self.reserved_bytes -= footprint;
+                self.memory.remove_reservation(&key, footprint);
                 self.grant(now);
             }
             Some(Hold::Open(id)) => {
@@ -214,7 +258,8 @@ impl<C: Clone> State<C> {
                 }
                 self.serve_unless_doomed(id, now);
             }
-            Some(Hold::AwaitsValue { .. }) | None => {}
+            Some(Hold::AwaitsValue { key, .. }) => self.abandon_load(&key, now),
+            None => {}
         }
     }
 
@@ -232,6 +277,7 @@ impl<C: Clone> State<C> {
     /// `Timeout`: it has ended.
     pub(super) fn renew(&mut self, holder: Holder, lease: Duration, now: Instant) -> Result<()> {
         let Some(Hold::Leased(_)) = self.holds.get(holder) else {
+            self.count_fenced();
             return Err(lease_ended());
         };
         if let Some(at) = now.checked_add(lease) {
@@ -240,18 +286,20 @@ impl<C: Clone> State<C> {
         Ok(())
     }
 
-    /// Deletes a leased value.
+    /// Deletes a leased value; whether it is to be erased from the disk first.
     ///
     /// # Errors
     /// `Timeout`: the lease has ended.
-    pub(super) fn acknowledge(&mut self, holder: Holder, now: Instant) -> Result<()> {
+    pub(super) fn acknowledge(&mut self, holder: Holder, now: Instant) -> Result<bool> {
         let Some(&Hold::Leased(id)) = self.holds.get(holder) else {
+            self.count_fenced();
             return Err(lease_ended());
         };
         self.remove_hold(holder);
+        let is_on_disk = self.erase(id);
         self.drop_value(id);
         self.grant(now);
-        Ok(())
+        Ok(is_on_disk)
     }
 
     /// A reader has found other bytes than were committed: nobody finds the value any more.
@@ -280,6 +328,7 @@ impl<C: Clone> State<C> {
                     self.make_used(id);
                     self.settle(id, now);
                 }
+                Deadline::Disk => self.resume_saves(SAVING_BYTES),
             }
         }
     }
@@ -287,7 +336,7 @@ impl<C: Clone> State<C> {
     fn expire_hold(&mut self, holder: Holder, now: Instant) {
         match self.holds.get(holder) {
             Some(Hold::AwaitsSpace { footprint, .. }) => {
-                let full = self.full(*footprint);
+                let full = self.memory.full(*footprint, self.info.num_reserved);
                 self.actions.push_back(StoreAction::Refused(holder, full));
             }
             Some(Hold::AwaitsValue { .. }) => self.miss(holder),
@@ -324,10 +373,17 @@ impl<C: Clone> State<C> {
             .into_iter()
             .partition(|holder| is_waiting(self.holds.get(*holder)));
         // First, so that nothing which the client returns goes to it again.
+        let mut awaited = Vec::new();
         for holder in waiting {
-            self.remove_hold(holder);
+            if let Some(Hold::AwaitsValue { key, .. }) = self.remove_hold(holder) {
+                awaited.push(key);
+            }
+        }
+        for key in awaited {
+            self.abandon_load(&key, now);
         }
         for holder in held {
+            self.info.num_lost += 1;
             self.release(holder, now);
         }
         self.grant(now);

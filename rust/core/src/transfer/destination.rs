@@ -21,10 +21,6 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
 
-/// Bytes of reads from one peer in flight. Of 1, 4 and 16 MiB none took less CPU than another over CMA, whose
-/// reads keep the thread from its sockets meanwhile: this much takes 1 to 2 ms. RDMA has 4 MiB left when it is refilled.
-const BYTES_IN_FLIGHT: u64 = 8 << 20;
-
 /// What a transfer's share of a slice counts at least, so that one slice ends.
 const LEAST_WORK: u64 = 16 << 10;
 
@@ -115,11 +111,14 @@ impl PeerTransfers {
         };
         let Some(path) = path else {
             // No checksums are computed on a GPU.
-            let is_checksummed = request.checksums != Checksums::None && !source.is_cuda;
-            let stream = begin_stream(cx, id, request, is_checksummed);
+            let stream = begin_stream(cx, id, request, !source.is_cuda);
             return Ok(State::Streaming(stream));
         };
         let is_checksummed = request.checksums == Checksums::All && !source.is_cuda;
+        let verifier = match request.checksums.of_owner() {
+            Some(before) => Some(Verifier::of_owner(before)),
+            None => is_checksummed.then(|| Verifier::new(source.known.clone())),
+        };
         let has_asked = is_checksummed && source.verification != Verification::Pushed;
         if has_asked {
             send_read(cx, id, request, Wanted::Checksums);
@@ -128,26 +127,28 @@ impl PeerTransfers {
             path,
             base: source.base,
             cursor: Cursor::default(),
-            verifier: is_checksummed.then(|| Verifier::new(source.known.clone())),
+            verifier,
             has_asked,
         }))
     }
 }
 
-/// Has the source stream what a transfer wants.
+/// Has the source stream what a transfer wants, with checksums if those are compared and it can.
 fn begin_stream(
     cx: &mut ReactorContext,
     id: u64,
     request: &TransferRequest,
-    is_checksummed: bool,
+    can_checksum: bool,
 ) -> IncomingStream {
-    let destination = (Arc::clone(&request.memory), Arc::clone(&request.pieces));
-    let stream = IncomingStream::begin(cx, request.session, id, destination, is_checksummed);
-    let wanted = if is_checksummed {
-        Wanted::ChecksummedBytes
-    } else {
-        Wanted::Bytes
+    let (checksums, wanted) = match request.checksums {
+        Checksums::OfStream | Checksums::All if can_checksum => {
+            (Checksums::OfStream, Wanted::ChecksummedBytes)
+        }
+        of_owner @ Checksums::OfOwner(_) => (of_owner, Wanted::Bytes),
+        _ => (Checksums::None, Wanted::Bytes),
     };
+    let destination = (Arc::clone(&request.memory), Arc::clone(&request.pieces));
+    let stream = IncomingStream::begin(cx, request.session, id, destination, checksums);
     send_read(cx, id, request, wanted);
     stream
 }
@@ -173,7 +174,7 @@ fn outcome_of(cx: &ReactorContext, transfer: &Transfer) -> std::result::Result<(
         State::Reading(reading) => {
             let verifier = reading.verifier.as_ref();
             let corruption = verifier.and_then(|verifier| verifier.corruption(&request.pieces));
-            (verifier.is_some(), corruption)
+            (verifier.is_some_and(Verifier::compares), corruption)
         }
         State::Streaming(stream) => {
             let is_verified = stream.is_checksummed() || request.is_verified_by_owner;
@@ -251,7 +252,7 @@ impl TransferEngine {
                 && let State::Reading(reading) = &mut transfer.state
                 && let Some(verifier) = &mut reading.verifier
             {
-                verifier.theirs.extend(checksums);
+                verifier.add(&transfer.request.pieces, first, checksums);
                 self.settle(cx, transfer_id);
             }
         }
@@ -268,14 +269,12 @@ impl TransferEngine {
             return;
         };
         for id in &peer.running {
-            if peer.bytes_in_flight >= BYTES_IN_FLIGHT {
-                return;
-            }
             let Some(transfer) = self.transfers.get_mut(id) else {
                 continue;
             };
-            while peer.bytes_in_flight < BYTES_IN_FLIGHT
-                && let Some(len) = transfer.post_read(cx, *id, peer.reads_in_flight)
+            while let Some(cap) = transfer.bytes_in_flight_cap()
+                && peer.bytes_in_flight < cap
+                && let Some(len) = transfer.post_next(cx, *id, peer.reads_in_flight)
             {
                 peer.bytes_in_flight += len;
                 peer.reads_in_flight += 1;
@@ -308,12 +307,12 @@ impl TransferEngine {
             }
         }
         schedule(&mut self.scheduled, id, transfer);
-        let is_over = transfer.is_over();
+        let (is_over, cap) = (transfer.is_over(), transfer.bytes_in_flight_cap());
         let mut is_low = false;
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.bytes_in_flight -= len;
             peer.reads_in_flight -= 1;
-            is_low = peer.bytes_in_flight <= BYTES_IN_FLIGHT / 2;
+            is_low = cap.is_none_or(|cap| peer.bytes_in_flight <= cap / 2);
         }
         if is_over {
             self.settle(cx, id);
@@ -366,8 +365,7 @@ impl TransferEngine {
             Err(ProcessVmError::Refused(reason)) => {
                 cx.switch_to_stream(session, &reason);
                 // Memory of the host, which is the only one that is read so, is verified where the service wants it.
-                let is_checksummed = transfer.request.checksums != Checksums::None;
-                let stream = begin_stream(cx, id, &transfer.request, is_checksummed);
+                let stream = begin_stream(cx, id, &transfer.request, true);
                 transfer.restart(stream);
             }
             Err(error) => {

@@ -12,6 +12,7 @@ use super::region::Pieces;
 use super::remote_source::RemoteSource;
 use super::source::{ChecksumJob, SourceRequest};
 use super::transfer::{State, Transfer, TransferError, TransferRequest};
+use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
@@ -29,11 +30,14 @@ pub(crate) struct Completion {
     pub(crate) pieces: Arc<Pieces>,
     /// Since it began.
     pub(crate) elapsed: Duration,
+    /// What the owner compares, if it does and all has come.
+    pub(crate) checksum: Option<RunningChecksum>,
     pub(crate) outcome: std::result::Result<(), TransferError>,
 }
 
 impl Completion {
     pub(super) fn of(transfer: Transfer, outcome: std::result::Result<(), TransferError>) -> Self {
+        let checksum = transfer.checksum();
         let request = transfer.request;
         Self {
             owner: request.owner,
@@ -43,6 +47,7 @@ impl Completion {
             elapsed: transfer
                 .began
                 .map_or(Duration::ZERO, |began| began.elapsed()),
+            checksum,
             outcome,
         }
     }

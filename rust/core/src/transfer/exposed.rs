@@ -170,6 +170,11 @@ impl BufferDescription {
         self.verification == Verification::Validated
     }
 
+    /// Its address in its owner's process.
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+
     /// What is compared of it.
     fn checksums(&self) -> Checksums {
         match self.verification {

@@ -3,16 +3,18 @@
 //! that follows says only that they are there.
 
 use std::cell::RefCell;
+use std::fmt::Display;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use kvpipe_ucx::{AmData, SharedBytes};
+use kvpipe_ucx::{AmData, DeviceWrites, SharedBytes};
 
 use super::message::DATA;
 use super::outgoing_stream::WINDOW;
 use super::region::{Cursor, Pieces};
 use super::transfer::Corruption;
-use crate::checksum;
+use super::verifier::Checksums;
+use crate::checksum::{self, RunningChecksum};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
@@ -22,11 +24,13 @@ use crate::transport::Memory;
 /// What is expected of a stream, and where it goes.
 #[derive(Debug)]
 struct StreamDestination {
+    /// Of memory on a GPU: what has been written may still be on its way there. Dropped before the memory.
+    writes: Option<DeviceWrites>,
     memory: Arc<Memory>,
     pieces: Arc<Pieces>,
     /// What has been placed.
     cursor: Cursor,
-    is_checksummed: bool,
+    checksums: Checksums,
     /// Where the first piece begins that differs from its checksum.
     corruption: Option<Corruption>,
 }
@@ -41,32 +45,50 @@ impl StreamDestination {
                 "{len} bytes at {offset} of {num_bytes}, {placed_bytes} expected next"
             )));
         }
-        self.cursor = self.write(data)?;
-        if self.is_checksummed && checksum::of_shared(data) != checksum {
-            self.corruption.get_or_insert(Corruption {
-                at: offset,
-                is_exact: false,
-            });
+        let cursor = self.write(data)?;
+        if cursor.bytes_behind() == num_bytes
+            && let Some(writes) = &mut self.writes
+        {
+            writes.finish().map_err(not_written)?;
+        }
+        self.cursor = cursor;
+        match &mut self.checksums {
+            Checksums::None => {}
+            Checksums::OfOwner(running) => running.add(data),
+            Checksums::OfStream | Checksums::All => {
+                if checksum::of_shared(data) != checksum {
+                    self.corruption.get_or_insert(Corruption {
+                        at: offset,
+                        is_exact: false,
+                    });
+                }
+            }
         }
         Ok(())
     }
 
     /// Writes a piece, and returns the position after it.
-    fn write(&self, mut data: SharedBytes<'_>) -> Result<Cursor> {
+    fn write(&mut self, mut data: SharedBytes<'_>) -> Result<Cursor> {
         let (mut cursor, runs) = (self.cursor, &self.pieces.runs);
         while !data.is_empty()
             && let Some(run) = cursor.piece(runs, data.len() as u64)
         {
             let (piece, rest) = data.split_at(run.len as usize);
-            if !self.memory.buffer().copy_from(run.to as usize, piece) {
-                let text = "the CUDA driver could not write into the destination";
-                return Err(Error::Unavailable(text.to_owned()));
+            let offset = run.to as usize;
+            match &mut self.writes {
+                Some(writes) => writes.write(offset, piece).map_err(not_written)?,
+                None if self.memory.buffer().copy_from(offset, piece) => {}
+                None => return Err(not_written("it is not writable there")),
             }
             cursor.advance(runs, run.len);
             data = rest;
         }
         Ok(cursor)
     }
+}
+
+fn not_written(reason: impl Display) -> Error {
+    Error::Unavailable(format!("the destination cannot be written: {reason}"))
 }
 
 impl StreamSink for StreamDestination {
@@ -88,19 +110,20 @@ pub(super) struct IncomingStream {
 }
 
 impl IncomingStream {
-    /// Receives the stream of a transfer into `memory`.
+    /// Receives the stream of a transfer into `memory`. Where checksums are compared, each piece has one.
     pub(super) fn begin(
         cx: &ReactorContext,
         session: SessionKey,
         transfer: u64,
         (memory, pieces): (Arc<Memory>, Arc<Pieces>),
-        is_checksummed: bool,
+        checksums: Checksums,
     ) -> Self {
         let destination = Rc::new(RefCell::new(StreamDestination {
+            writes: DeviceWrites::begin(memory.buffer()),
             memory,
             pieces,
             cursor: Cursor::default(),
-            is_checksummed,
+            checksums,
             corruption: None,
         }));
         Self {
@@ -136,7 +159,13 @@ impl IncomingStream {
 
     /// Whether each piece has a checksum.
     pub(super) fn is_checksummed(&self) -> bool {
-        self.destination.borrow().is_checksummed
+        let checksums = self.destination.borrow().checksums;
+        matches!(checksums, Checksums::OfStream | Checksums::All)
+    }
+
+    /// What the owner compares, once all is here.
+    pub(super) fn of_all(&self) -> Option<RunningChecksum> {
+        self.destination.borrow().checksums.of_owner()
     }
 
     /// Where the first piece begins that differs from its checksum.
@@ -170,6 +199,14 @@ mod tests {
 
     /// Takes a stream of 8 bytes: four go to 12, four to 2.
     fn begin(cx: &ReactorContext, memory: &Arc<Memory>) -> IncomingStream {
+        begin_with(cx, memory, Checksums::OfStream)
+    }
+
+    fn begin_with(
+        cx: &ReactorContext,
+        memory: &Arc<Memory>,
+        checksums: Checksums,
+    ) -> IncomingStream {
         let run = |to| Run {
             to,
             from: 0,
@@ -182,7 +219,7 @@ mod tests {
             ..Pieces::whole(8, 8)
         };
         let memory = (Arc::clone(memory), Arc::new(pieces));
-        IncomingStream::begin(cx, SESSION_KEY, 7, memory, true)
+        IncomingStream::begin(cx, SESSION_KEY, 7, memory, checksums)
     }
 
     fn header(offset: u64, data: &[u8]) -> Vec<u8> {
@@ -262,5 +299,22 @@ mod tests {
         assert!(place(&header(4, b"efgh"), b"efgx"));
         let corruption = incoming.corruption().unwrap();
         assert_eq!((corruption.at, corruption.is_exact), (4, false));
+    }
+
+    #[test]
+    fn an_owner_has_one_checksum_of_what_was_before_and_all_pieces() {
+        let (cx, memory) = reactor();
+        let mut before = RunningChecksum::default();
+        before.add(b"before"[..].into());
+        let stream = begin_with(&cx, &memory, Checksums::OfOwner(before));
+        let place = cx.placer();
+        for (offset, piece) in [(0, &b"abc"[..]), (3, b"defgh")] {
+            assert!(place(&header(offset, b"of another piece"), piece));
+        }
+        assert_eq!(
+            stream.of_all().unwrap().get(),
+            checksum::of(b"beforeabcdefgh")
+        );
+        assert_eq!(stream.corruption(), None);
     }
 }

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use kvpipe_ucx::SharedBytes;
+use kvpipe_ucx::{MemoryKind, SharedBytes};
 
 use super::message::Message;
 use super::region::{Cursor, Pieces, Run};
 use crate::checksum;
+use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
 use crate::transport::{Memory, Payload};
@@ -66,12 +67,67 @@ impl OutgoingStream {
     }
 
     /// Sends what the credit allows; whether everything has been sent.
+    ///
+    /// # Errors
+    /// The memory cannot be read.
     pub(super) fn send(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         transfer: u64,
-    ) -> bool {
+    ) -> Result<bool> {
+        match self.memory.buffer().kind() {
+            MemoryKind::Host => Ok(self.send_host(cx, session, transfer)),
+            MemoryKind::Cuda { .. } => self.send_device(cx, session, transfer),
+        }
+    }
+
+    /// Sends bytes of a GPU, which come to the host in chunks: while one is sent, the GPU copies the next ones.
+    fn send_device(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        transfer: u64,
+    ) -> Result<bool> {
+        let ranges = self.credited_ranges();
+        let memory = Arc::clone(&self.memory);
+        memory
+            .buffer()
+            .read_staged(&ranges, &mut |mut chunk| {
+                while !chunk.is_empty() {
+                    let (piece, rest) = chunk.split_at(message_len(chunk.len() as u64) as usize);
+                    let (offset, len) = (self.cursor.bytes_behind(), piece.len() as u64);
+                    let checksum = self.checksum(piece);
+                    let message = Message::Data { offset, checksum };
+                    let payload = Payload::Bytes(piece.to_vec());
+                    if !message.send_with(cx, session, transfer, payload) {
+                        return false;
+                    }
+                    self.cursor.advance_over(&self.pieces.runs, len);
+                    self.credit_bytes -= len;
+                    chunk = rest;
+                }
+                true
+            })
+            .map_err(|error| Error::Unavailable(format!("the blocks cannot be read: {error}")))?;
+        Ok(self.cursor.piece(&self.pieces.runs, u64::MAX).is_none())
+    }
+
+    /// Where the next bytes are, as many as the credit allows: offsets and lengths.
+    fn credited_ranges(&self) -> Vec<(usize, usize)> {
+        let (mut cursor, mut left, runs) = (self.cursor, self.credit_bytes, &self.pieces.runs);
+        let mut ranges = Vec::new();
+        while left > 0
+            && let Some(run) = cursor.piece(runs, left)
+        {
+            ranges.push((run.from as usize, run.len as usize));
+            cursor.advance(runs, run.len);
+            left -= run.len;
+        }
+        ranges
+    }
+
+    fn send_host(&mut self, cx: &mut ReactorContext, session: SessionKey, transfer: u64) -> bool {
         while let Some(rest) = self.cursor.piece(&self.pieces.runs, u64::MAX) {
             let run = Run {
                 len: message_len(rest.len),
@@ -123,7 +179,7 @@ impl OutgoingStream {
         }
     }
 
-    /// The next small runs, as many as fit into a message and the credit; none of memory that is not the host's.
+    /// The next small runs, as many as fit into a message and the credit.
     fn gather(&mut self) -> Option<Vec<u8>> {
         let (mut cursor, runs) = (self.cursor, &self.pieces.runs);
         let room = GATHERED.min(self.credit_bytes);

@@ -194,6 +194,16 @@ impl Cursor {
         }
     }
 
+    /// Moves on by `len` bytes, of as many runs as they are.
+    pub(super) fn advance_over(&mut self, runs: &[Run], mut len: u64) {
+        while len > 0
+            && let Some(run) = self.piece(runs, len)
+        {
+            self.advance(runs, run.len);
+            len -= run.len;
+        }
+    }
+
     /// Bytes of all runs that are behind.
     pub(super) fn bytes_behind(self) -> u64 {
         self.bytes_behind

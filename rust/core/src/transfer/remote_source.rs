@@ -1,6 +1,7 @@
 //! Memory that a peer exposes to us: its address, its keys, the checksums that its owner sends, and how this side reads it.
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use kvpipe_ucx::{MemoryKind, ProcessVmReader};
 
@@ -33,8 +34,10 @@ pub(super) enum Verification {
 pub(super) enum ReadPath {
     /// UCX reads.
     RemoteRead(Rc<RemoteKey>),
+    /// A kernel copies between memories of GPUs, or UCX reads where it cannot.
+    DeviceCopy(Rc<RemoteKey>),
     /// Calls of our own read out of a process of this host.
-    ProcessVm(Rc<ProcessVmReader>),
+    ProcessVm(Arc<ProcessVmReader>),
 }
 
 /// Memory that a peer exposes to us.
@@ -96,7 +99,11 @@ impl RemoteSource {
             return Ok(Some(ReadPath::ProcessVm(process)));
         }
         let key = self.key(cx, session, to)?;
-        Ok(Some(ReadPath::RemoteRead(key)))
+        Ok(Some(if is_cuda {
+            ReadPath::DeviceCopy(key)
+        } else {
+            ReadPath::RemoteRead(key)
+        }))
     }
 
     /// Its key for reads into memory of kind `to`.

@@ -59,7 +59,7 @@ impl ChecksumJob {
                 .hasher
                 .next(buffer, pieces, pieces.num_bytes, &mut budget)
         {
-            checksums.push(checksum);
+            checksums.push(checksum.get());
         }
         (first, checksums)
     }
@@ -188,8 +188,12 @@ impl TransferEngine {
             && let Some(stream) = peer.streams.get_mut(&transfer)
         {
             stream.grant(credit_bytes);
-            if stream.send(cx, session, transfer) {
+            let sent = stream.send(cx, session, transfer);
+            if !matches!(sent, Ok(false)) {
                 peer.streams.remove(&transfer);
+            }
+            if let Err(error) = sent {
+                Message::Refused(error.to_string()).send(cx, session, transfer);
             }
         }
     }

@@ -1,26 +1,35 @@
 //! One transfer at its destination: its state, and how it goes from one to the next.
 
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Piece, ProcessVmError};
+use kvpipe_ucx::{AmData, DeviceCopy, Piece, ProcessVmError};
 
 use super::incoming_stream::IncomingStream;
 use super::message::Message;
 use super::posted_reads::PostedReads;
-use super::region::{Cursor, Pieces};
+use super::region::{Cursor, Pieces, Run};
 use super::remote_source::ReadPath;
-use super::verifier::{Checksums, Verifier, add_next};
+use super::verifier::{Checksums, Verifier};
+use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
-use crate::transport::{Get, Memory};
+use crate::transport::{self, Get, Memory};
 
 /// Largest piece of one read, so that several are in flight.
 const READ_PIECE: u64 = 1 << 20;
 /// Reads from one peer in flight, which wait in a device. A queue pair takes 256: when a dead peer leaves it full, UCX
 /// (1.13) has no room for what begins a close by force, and the reads end when the device gives up, if ever.
 const READS_IN_FLIGHT: usize = 128;
+/// Bytes in flight from one peer. Of 1, 4 and 16 MiB none took less CPU than another over CMA, whose
+/// reads keep the thread from its sockets meanwhile: this much takes 1 to 2 ms. RDMA has 4 MiB left when it is refilled.
+const READ_BYTES_IN_FLIGHT: u64 = 8 << 20;
+/// The same of copies between GPUs, which take a tenth of a millisecond.
+const COPY_BYTES_IN_FLIGHT: u64 = 256 << 20;
+/// Most of them in one copy, so that the first are here early.
+const COPY_BYTES: u64 = 64 << 20;
 /// Of one call to the kernel, which sockets and other transfers wait for: less than a millisecond.
 const CALL_PIECES: usize = 256;
 const CALL_BYTES: u64 = 4 << 20;
@@ -81,7 +90,7 @@ pub(super) struct Reading {
     pub(super) base: u64,
     /// What has been asked for.
     pub(super) cursor: Cursor,
-    /// Compares what comes, if anything does.
+    /// Hashes what comes, if anything does.
     pub(super) verifier: Option<Verifier>,
     /// Whether the source was asked for checksums.
     pub(super) has_asked: bool,
@@ -168,6 +177,16 @@ impl Transfer {
         }
     }
 
+    /// What its owner compares, once all is here.
+    pub(super) fn checksum(&self) -> Option<RunningChecksum> {
+        self.request.checksums.of_owner()?;
+        match &self.state {
+            State::Reading(reading) => reading.verifier.as_ref()?.of_all(),
+            State::Streaming(stream) => stream.of_all(),
+            State::Held | State::Queued | State::Failed(_) => None,
+        }
+    }
+
     /// Bytes that have not been asked for, or have not come as a stream.
     pub(super) fn bytes_left(&self) -> u64 {
         let num_bytes = self.request.pieces.num_bytes;
@@ -197,11 +216,8 @@ impl Transfer {
             // Sent before the source knew.
             (Message::Checksums { .. }, State::Streaming(_)) => self.is_restarted,
             (Message::Checksums { first, checksums }, State::Reading(reading)) => {
-                let num_units = self.request.pieces.num_units();
                 let verifier = reading.verifier.as_mut();
-                verifier.is_some_and(|verifier| {
-                    add_next(&mut verifier.theirs, num_units, first, &checksums)
-                })
+                verifier.is_some_and(|it| it.add(&self.request.pieces, first, &checksums))
             }
             _ => false,
         };
@@ -215,14 +231,76 @@ impl Transfer {
 
 /// Reads over UCX.
 impl Transfer {
-    /// Posts the next read of this transfer; its length. None when nothing is left, or no more reads may be in flight, or
+    /// Bytes of reads in flight from one peer, up to which this transfer adds more; none if it posts no reads.
+    pub(super) fn bytes_in_flight_cap(&self) -> Option<u64> {
+        let State::Reading(reading) = &self.state else {
+            return None;
+        };
+        match reading.path {
+            ReadPath::DeviceCopy(_) => Some(COPY_BYTES_IN_FLIGHT),
+            ReadPath::RemoteRead(_) => Some(READ_BYTES_IN_FLIGHT),
+            ReadPath::ProcessVm(_) => None,
+        }
+    }
+
+    /// Posts the next read or copy of this transfer; its length. None when nothing is left, or no more may be in flight, or
     /// the session is lost.
-    pub(super) fn post_read(
+    pub(super) fn post_next(
         &mut self,
         cx: &mut ReactorContext,
         id: u64,
         reads_in_flight: usize,
     ) -> Option<u64> {
+        if reads_in_flight >= READS_IN_FLIGHT || self.posted.is_full() {
+            return None;
+        }
+        self.post_copy(cx, id).or_else(|| self.post_read(cx, id))
+    }
+
+    /// Posts one copy of the next pieces. Where that cannot be done, UCX reads from now on.
+    fn post_copy(&mut self, cx: &mut ReactorContext, id: u64) -> Option<u64> {
+        let State::Reading(reading) = &mut self.state else {
+            return None;
+        };
+        let ReadPath::DeviceCopy(key) = &reading.path else {
+            return None;
+        };
+        let (request, posted) = (&self.request, &mut self.posted);
+        let runs = &request.pieces.runs;
+        let (mut cursor, mut pieces, mut len) = (reading.cursor, Vec::new(), 0);
+        while pieces.len() < DeviceCopy::PIECES_CAP
+            && let Some(run) = cursor.piece(runs, COPY_BYTES - len)
+            && run.len > 0
+        {
+            pieces.push(piece(reading.base, run));
+            cursor.advance(runs, run.len);
+            len += run.len;
+        }
+        let fitting = DeviceCopy::num_pieces(pieces.iter().map(|piece| piece.len));
+        for left_out in pieces.drain(fitting..) {
+            len -= left_out.len as u64;
+        }
+        if pieces.is_empty() {
+            return None;
+        }
+        let copy = transport::DeviceCopy {
+            local: &request.memory,
+            pieces: &pieces,
+            key,
+            token: posted.next_token(id),
+        };
+        if !cx.copy(request.session, copy) {
+            reading.path = ReadPath::RemoteRead(Rc::clone(key));
+            return None;
+        }
+        for piece in &pieces {
+            reading.cursor.advance(runs, piece.len as u64);
+        }
+        posted.post(len);
+        Some(len)
+    }
+
+    fn post_read(&mut self, cx: &mut ReactorContext, id: u64) -> Option<u64> {
         let State::Reading(reading) = &mut self.state else {
             return None;
         };
@@ -231,9 +309,6 @@ impl Transfer {
         };
         let (request, posted) = (&self.request, &mut self.posted);
         let run = reading.cursor.piece(&request.pieces.runs, READ_PIECE)?;
-        if reads_in_flight >= READS_IN_FLIGHT || posted.is_full() {
-            return None;
-        }
         let get = Get {
             local: &request.memory,
             offset: run.to as usize,
@@ -248,6 +323,15 @@ impl Transfer {
         posted.post(run.len);
         reading.cursor.advance(&request.pieces.runs, run.len);
         Some(run.len)
+    }
+}
+
+/// A run whose source begins at this address of the peer's.
+fn piece(base: u64, run: Run) -> Piece {
+    Piece {
+        to: run.to as usize,
+        from: base + run.from,
+        len: run.len as usize,
     }
 }
 
@@ -280,11 +364,7 @@ impl Transfer {
             && len < cap
             && let Some(run) = reading.cursor.piece(runs, cap - len)
         {
-            pieces.push(Piece {
-                to: run.to as usize,
-                from: reading.base + run.from,
-                len: run.len as usize,
-            });
+            pieces.push(piece(reading.base, run));
             len += run.len;
             reading.cursor.advance(runs, run.len);
         }

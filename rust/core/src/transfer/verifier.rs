@@ -1,11 +1,12 @@
 //! Checksums of the units of a transfer: a source computes them, a destination compares what has come with them, as
-//! close behind the read as it gets, while the bytes are in the cache.
+//! close behind the read as it gets, while the bytes are in the cache. Where the owner of a transfer compares, the
+//! destination computes one checksum for it.
 
 use kvpipe_ucx::{Buffer, SharedBytes};
 
 use super::region::{Cursor, Pieces, Run};
 use super::transfer::Corruption;
-use crate::checksum::{self, RunningChecksum};
+use crate::checksum::RunningChecksum;
 
 /// What is compared with checksums of the source, if the source has any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,6 +15,8 @@ pub(crate) enum Checksums {
     /// The pieces of a stream, but not what the destination reads itself.
     OfStream,
     All,
+    /// Nothing: the owner compares. The completion has the checksum of these bytes before, and of all that has come.
+    OfOwner(RunningChecksum),
 }
 
 impl Checksums {
@@ -25,6 +28,14 @@ impl Checksums {
             Self::None
         }
     }
+
+    /// What the checksum for the owner begins with, if it compares.
+    pub(super) fn of_owner(self) -> Option<RunningChecksum> {
+        match self {
+            Self::OfOwner(before) => Some(before),
+            Self::None | Self::OfStream | Self::All => None,
+        }
+    }
 }
 
 /// Computes the checksum of one unit after the other, as far as a slice of work goes.
@@ -33,7 +44,7 @@ pub(super) struct UnitHasher {
     /// Which offset of a run is that of the memory that is hashed.
     side: fn(&Run) -> u64,
     cursor: Cursor,
-    /// Of the current unit, where one look does not see all of it.
+    /// Of the current unit.
     running: RunningChecksum,
 }
 
@@ -58,7 +69,7 @@ impl UnitHasher {
         pieces: &Pieces,
         end: u64,
         budget: &mut u64,
-    ) -> Option<u64> {
+    ) -> Option<RunningChecksum> {
         while self.hashed_bytes() < end && *budget > 0 {
             let hashed = self.hashed_bytes();
             let in_unit = hashed % pieces.unit_bytes;
@@ -70,12 +81,9 @@ impl UnitHasher {
             let bytes = bytes.unwrap_or(SharedBytes::from(&[][..]));
             self.cursor.advance(&pieces.runs, run.len);
             *budget -= run.len;
-            if run.len == unit {
-                return Some(checksum::of_shared(bytes));
-            }
             self.running.add(bytes);
             if in_unit + run.len == unit {
-                return Some(std::mem::take(&mut self.running).get());
+                return Some(std::mem::take(&mut self.running));
             }
         }
         None
@@ -99,8 +107,9 @@ pub(super) fn add_next(
 /// The checksums of a read's units: the source's, and those of what is here.
 #[derive(Debug)]
 pub(super) struct Verifier {
-    pub(super) theirs: Vec<u64>,
-    ours: Vec<u64>,
+    /// As far as they are known; none where the owner compares.
+    theirs: Option<Vec<u64>>,
+    ours: Vec<RunningChecksum>,
     hasher: UnitHasher,
 }
 
@@ -108,15 +117,38 @@ impl Verifier {
     /// With the checksums of the source that are known already.
     pub(super) fn new(theirs: Vec<u64>) -> Self {
         Self {
-            theirs,
+            theirs: Some(theirs),
             ours: Vec::new(),
             hasher: UnitHasher::new(|run| run.to),
         }
     }
 
+    /// For an owner that compares, of pieces that are one unit.
+    pub(super) fn of_owner(before: RunningChecksum) -> Self {
+        let mut hasher = UnitHasher::new(|run| run.to);
+        hasher.running = before;
+        Self {
+            theirs: None,
+            ours: Vec::new(),
+            hasher,
+        }
+    }
+
+    /// Adds checksums of the source; false unless they are the next ones.
+    pub(super) fn add(&mut self, pieces: &Pieces, first: u64, checksums: &[u64]) -> bool {
+        let theirs = self.theirs.as_mut();
+        theirs.is_some_and(|theirs| add_next(theirs, pieces.num_units(), first, checksums))
+    }
+
     /// Whether all checksums of the source are here.
     pub(super) fn is_complete(&self, pieces: &Pieces) -> bool {
-        self.theirs.len() as u64 == pieces.num_units()
+        let theirs = self.theirs.as_ref();
+        theirs.is_none_or(|theirs| theirs.len() as u64 == pieces.num_units())
+    }
+
+    /// Whether this compares with the source's checksums.
+    pub(super) fn compares(&self) -> bool {
+        self.theirs.is_some()
     }
 
     /// Whether some of the first `placed_bytes` have not been hashed.
@@ -139,13 +171,18 @@ impl Verifier {
 
     /// Whether both checksums of every unit are known.
     pub(super) fn is_done(&self, pieces: &Pieces) -> bool {
-        self.ours.len().min(self.theirs.len()) as u64 == pieces.num_units()
+        self.ours.len() as u64 == pieces.num_units() && self.is_complete(pieces)
+    }
+
+    /// What the owner compares, once this is done.
+    pub(super) fn of_all(&self) -> Option<RunningChecksum> {
+        self.ours.last().copied()
     }
 
     /// The first unit whose checksums differ.
     pub(super) fn corruption(&self, pieces: &Pieces) -> Option<Corruption> {
-        let mut pairs = self.ours.iter().zip(&self.theirs);
-        let index = pairs.position(|(ours, theirs)| ours != theirs)?;
+        let mut pairs = self.ours.iter().zip(self.theirs.as_ref()?);
+        let index = pairs.position(|(ours, theirs)| ours.get() != *theirs)?;
         Some(Corruption {
             at: index as u64 * pieces.unit_bytes,
             is_exact: true,
@@ -156,6 +193,7 @@ impl Verifier {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checksum;
     use crate::transfer::region::{Layout, coalesce};
 
     /// Blocks of 8 bytes with gaps, and a buffer that holds them.
@@ -183,7 +221,7 @@ mod tests {
             }
             assert!(!verifier.is_done(&pieces), "checksums are missing");
         }
-        verifier.theirs.extend(&theirs[1..]);
+        assert!(verifier.add(&pieces, 1, &theirs[1..]));
         assert!(verifier.is_done(&pieces));
         verifier.corruption(&pieces).map(|corruption| corruption.at)
     }
@@ -215,5 +253,25 @@ mod tests {
         verifier.hash(&buffer, &pieces, 20, 100);
         assert!(verifier.is_done(&pieces));
         assert_eq!(verifier.corruption(&pieces), None);
+    }
+    #[test]
+    fn an_owner_has_one_checksum_of_what_was_before_and_all_that_came() {
+        let (buffer, pieces) = (Buffer::from_vec((0..20).collect()), Pieces::at(3, 16));
+        let mut before = RunningChecksum::default();
+        before.add(b"before"[..].into());
+        for (step, budget) in [(16, 16), (5, 2), (1, 1)] {
+            let mut verifier = Verifier::of_owner(before);
+            for placed_bytes in (0..=16).step_by(step) {
+                while verifier.has_work(placed_bytes) {
+                    verifier.hash(&buffer, &pieces, placed_bytes, budget);
+                }
+            }
+            verifier.hash(&buffer, &pieces, 16, 16);
+            assert!(verifier.is_done(&pieces));
+            let all = [b"before".to_vec(), (3..19).collect()].concat();
+            assert_eq!(verifier.of_all().unwrap().get(), checksum::of(&all));
+            assert_eq!(verifier.corruption(&pieces), None);
+            assert!(!verifier.add(&pieces, 0, &[7]), "it asked for none");
+        }
     }
 }

@@ -15,7 +15,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use kvpipe_ucx::{AmData, Buffer, EndpointId, Event, Lane, SharedBytes, Status};
+use kvpipe_ucx::{AmData, Buffer, EndpointId, Event, Lane, MemoryKind, Piece, Status};
 
 use super::{FOREIGN, Memory, MemoryPath, Payload, RemoteKey, UcxResult};
 use crate::error::{Error, Result};
@@ -83,14 +83,12 @@ fn port(number: u32) -> Option<Arc<Port>> {
     lock(&PORTS).get(&number).cloned()
 }
 
-/// A read that has not been done.
+/// A read or copy that has not been done.
 #[derive(Debug)]
 struct PendingGet {
     endpoint: EndpointId,
     local: Buffer,
-    offset: usize,
-    len: usize,
-    remote: u64,
+    pieces: Vec<Piece>,
     key: MemoryKey,
     token: u64,
 }
@@ -98,11 +96,20 @@ struct PendingGet {
 impl PendingGet {
     fn run(&self) -> UcxResult<()> {
         let source = self.key.find().ok_or(INVALID_PARAM)?;
-        let start = self.remote.checked_sub(source.address() as u64);
-        let start = start.and_then(|start| usize::try_from(start).ok());
-        let bytes = start.and_then(|start| source.bytes(start, self.len));
-        let is_written = bytes.is_some_and(|bytes| self.local.copy_from(self.offset, bytes));
+        let mut pieces = self.pieces.iter();
+        let is_written = pieces.all(|piece| self.copy(&source, *piece).is_some_and(|it| it));
         is_written.then_some(()).ok_or(OUT_OF_RANGE)
+    }
+
+    /// Whether a piece was written; none if it is not of the source.
+    fn copy(&self, source: &Buffer, piece: Piece) -> Option<bool> {
+        let start = piece.from.checked_sub(source.address() as u64)?;
+        let start = usize::try_from(start).ok()?;
+        if let Some(bytes) = source.bytes(start, piece.len) {
+            return Some(self.local.copy_from(piece.to, bytes));
+        }
+        let copied = source.to_vec(start, piece.len)?;
+        Some(self.local.write(piece.to, &copied))
     }
 }
 
@@ -219,22 +226,47 @@ impl MemoryWorker {
     }
 
     pub(super) fn get(&self, endpoint: EndpointId, get: super::Get<'_>) -> UcxResult<()> {
+        let piece = Piece {
+            to: get.offset,
+            from: get.remote,
+            len: get.len,
+        };
+        self.post(endpoint, (get.local, get.key), vec![piece], get.token)
+    }
+
+    /// As UCX, it refuses memory that is not on a GPU.
+    pub(super) fn copy(&self, endpoint: EndpointId, copy: super::DeviceCopy<'_>) -> UcxResult<()> {
+        if copy.local.buffer().kind() == MemoryKind::Host {
+            return Err(INVALID_PARAM);
+        }
+        let ends = (copy.local, copy.key);
+        self.post(endpoint, ends, copy.pieces.to_vec(), copy.token)
+    }
+
+    fn post(
+        &self,
+        endpoint: EndpointId,
+        (local, key): (&Memory, &RemoteKey),
+        pieces: Vec<Piece>,
+        token: u64,
+    ) -> UcxResult<()> {
         self.peer(endpoint)?;
-        let (Memory::Twin(local), RemoteKey::Twin(key)) = (get.local, get.key) else {
+        let (Memory::Twin(local), RemoteKey::Twin(key)) = (local, key) else {
             return Err(FOREIGN);
         };
-        local
-            .buffer()
-            .bytes(get.offset, get.len)
-            .ok_or(OUT_OF_RANGE)?;
+        let is_inside = |piece: &Piece| {
+            let end = piece.to.checked_add(piece.len);
+            end.is_some_and(|end| end <= local.buffer().len())
+        };
+        if !pieces.iter().all(is_inside) {
+            return Err(OUT_OF_RANGE);
+        }
         self.gets.borrow_mut().push(PendingGet {
             endpoint,
             local: local.buffer().clone(),
-            offset: get.offset,
-            len: get.len,
-            remote: get.remote,
+            pieces,
             key: *key,
-            token: get.token,
+            token,
         });
         Ok(())
     }
@@ -338,8 +370,8 @@ fn bytes(payload: Payload) -> UcxResult<Vec<u8>> {
             offset,
             len,
         } => {
-            let bytes = memory.buffer().bytes(offset, len);
-            bytes.map(SharedBytes::to_vec).ok_or(OUT_OF_RANGE)
+            let bytes = memory.buffer().to_vec(offset, len);
+            bytes.ok_or(OUT_OF_RANGE)
         }
     }
 }

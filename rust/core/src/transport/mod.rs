@@ -17,8 +17,8 @@ use std::sync::atomic::AtomicUsize;
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{
-    Buffer, Domains, EndpointId, Event, Lane, LanesError, MemoryKind, Placer, Reaper, Search,
-    Status,
+    Buffer, Domains, EndpointId, Event, Lane, LanesError, MemoryKind, Piece, Placer, Reaper,
+    Search, Status,
 };
 
 use crate::error::{Error, Result};
@@ -203,6 +203,19 @@ pub(crate) struct Get<'a> {
     pub token: u64,
 }
 
+/// Pieces to be copied from a peer's GPU memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DeviceCopy<'a> {
+    /// Where the bytes go.
+    pub local: &'a Memory,
+    /// The pieces, from addresses of the peer's.
+    pub pieces: &'a [Piece],
+    /// What gives access to them.
+    pub key: &'a RemoteKey,
+    /// Names the copy in its `done`.
+    pub token: u64,
+}
+
 /// The transport of one thread.
 #[derive(Debug)]
 pub(crate) enum Worker {
@@ -284,6 +297,14 @@ impl Worker {
         }
     }
 
+    /// Copies pieces of a peer's GPU memory that is mapped here. After an error, `get` may still read them.
+    pub(crate) fn copy(&self, endpoint: EndpointId, copy: DeviceCopy<'_>) -> UcxResult<()> {
+        match self {
+            Self::Ucx(worker) => ucx::copy(worker, endpoint, copy),
+            Self::Twin(worker) => worker.copy(endpoint, copy),
+        }
+    }
+
     pub(crate) fn unpack_rkey(
         &self,
         endpoint: EndpointId,
@@ -301,10 +322,12 @@ impl Worker {
     /// Whether one of the lanes reads from a peer's CUDA memory into our CUDA memory.
     pub(crate) fn reaches(&self, lanes: &[Lane], to: &Memory, from: (u64, &RemoteKey)) -> bool {
         let (Self::Ucx(worker), (remote, RemoteKey::Ucx(key))) = (self, from) else {
-            return false;
+            // The twin has one lane for all memory.
+            return matches!(self, Self::Twin(_)) && lanes.iter().any(|lane| lane.is_rma);
         };
         let here = to.pack_rkey().map(|key| Domains::of(&key));
-        worker.reaches(lanes, here.unwrap_or_default(), key, remote)
+        let here = (here.unwrap_or_default(), to.buffer().kind());
+        worker.reaches(lanes, here, key, remote)
     }
 
     pub(crate) fn event_fd(&self) -> BorrowedFd<'_> {

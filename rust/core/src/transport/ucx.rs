@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvpipe_ucx::{Config, Context, EndpointId, Library, Search, Worker};
 
 use super::devices::devices;
-use super::{FOREIGN, Get, Memory, Payload, RemoteKey, UcxResult};
+use super::{DeviceCopy, FOREIGN, Get, Memory, Payload, RemoteKey, UcxResult};
 use crate::error::{Error, Result};
 
 /// UCX's setting for the ports on which it listens.
@@ -83,6 +83,19 @@ pub(super) fn get(worker: &Worker, endpoint: EndpointId, get: Get<'_>) -> UcxRes
         token: get.token,
     };
     worker.get(endpoint, get)
+}
+
+pub(super) fn copy(worker: &Worker, endpoint: EndpointId, copy: DeviceCopy<'_>) -> UcxResult<()> {
+    let RemoteKey::Ucx(key) = copy.key else {
+        return Err(FOREIGN);
+    };
+    let copy = kvpipe_ucx::DeviceCopy {
+        local: registered(copy.local)?,
+        pieces: copy.pieces,
+        rkey: key,
+        token: copy.token,
+    };
+    worker.copy(endpoint, copy)
 }
 
 #[cfg(test)]

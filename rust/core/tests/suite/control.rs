@@ -218,7 +218,7 @@ fn a_watch_of_a_handoff_that_never_opens_ends() {
 
 #[test]
 fn a_consumer_waits_no_longer_than_its_timeout() {
-    let handoff = Duration::from_millis(100);
+    let handoff = Duration::from_secs(2);
     let consumer = engine_with(
         ControlTimeouts {
             handoff,

@@ -60,7 +60,9 @@ fn a_load_after_the_last_block_is_complete_and_taken_once() {
         assert_eq!(consumer.loaded(), (4 * LAYERS * BLOCK) as u64);
         assert!(consumer.has(&[1, 2, 3, 20], &producer, &[4, 9, 5, 31]));
         eventually("the end of the loan", || producer.events().first().cloned());
-        assert_eq!(producer.agent.num_leased(), 0);
+        eventually("no lease", || {
+            (producer.agent.num_leased() == 0).then_some(())
+        });
         std::thread::sleep(std::time::Duration::from_millis(50));
         assert_eq!(producer.events(), [Event::Acknowledged { handoff: ID }]);
         assert_eq!(consumer.events().len(), 1);
@@ -97,6 +99,9 @@ fn a_load_ends_only_with_the_sequence_state() {
         consumer.load(request);
         eventually("the blocks", || {
             consumer.has(&[1, 2], &producer, &[4, 5]).then_some(())
+        });
+        eventually("the blocks are verified", || {
+            (!consumer.events().is_empty()).then_some(())
         });
         std::thread::sleep(std::time::Duration::from_millis(50));
         assert!(matches!(consumer.events()[..], [Event::BlocksVerified(_)]));
@@ -174,6 +179,7 @@ fn a_consumer_may_try_again() {
         eventually("the first blocks", || {
             consumer.has(&[1, 2], &producer, &[4, 5]).then_some(())
         });
+        consumer.settle();
         consumer.agent.cancel(ID, "once", false).expect("cancel");
         assert_eq!(consumer.failed().0, [2]);
         consumer.seen.borrow_mut().clear();

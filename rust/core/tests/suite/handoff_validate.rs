@@ -98,6 +98,7 @@ fn a_block_counts_only_as_it_was_when_its_grant_began_whenever_the_owner_ends_it
 fn a_load_that_is_cancelled_keeps_the_blocks_whose_grant_still_holds() {
     on_every_path(|transport| {
         let (_producer, consumer) = with_first_blocks(transport);
+        consumer.settle();
         consumer.agent.cancel(ID, "late", false).expect("cancel");
         assert_eq!(consumer.failed(), (vec![2], "late".to_owned()));
     });

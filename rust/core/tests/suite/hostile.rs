@@ -334,9 +334,9 @@ fn a_stranger_who_has_read_the_handshake_can_speak_in_its_session() {
         let stranger = Stranger::at(search, victim.ucx_port);
         let header = [&session[..], &NOTIFY, &u64::MAX.to_le_bytes()].concat();
         assert!(!friend.agent.peers().is_empty());
-        stranger.say(&header).expect("sent");
-        // A number that makes no sense: the victim holds it against its peer.
+        // A number that makes no sense: the victim holds it against its peer, once it has its peer's hello.
         eventually("the end of the session", || {
+            stranger.say(&header).expect("sent");
             friend.agent.peers().is_empty().then_some(())
         });
     });

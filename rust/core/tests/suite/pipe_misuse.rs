@@ -78,6 +78,19 @@ fn a_message_before_the_session_is_established_ends_it() {
     assert!(raw.is_closed());
 }
 
+#[test]
+fn a_message_before_the_data_paths_are_reported_ends_the_session() {
+    let Some(search) = common::ucx() else { return };
+    let rx =
+        Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
+    let mut raw = Raw::begin(&search, rx.address().expect("address"), SessionKind::Pipe);
+    raw.send_ready();
+    raw.message(common::HELLO);
+    let (header, payload) = eager(0, b"early");
+    raw.send(&header, &payload);
+    assert!(raw.is_closed());
+}
+
 impl Raw {
     /// The number of the transfer that the receiver asks for next.
     fn transfer(&self) -> u64 {

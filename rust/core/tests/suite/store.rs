@@ -8,6 +8,7 @@ use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::store::{StoreClient, StoreServer};
 use kvpipe_core::transport::Transport;
+use kvpipe_core::work::Then;
 use kvpipe_ucx::{Buffer, Search};
 
 use crate::common::{
@@ -41,7 +42,9 @@ fn serve(transport: &Transport) -> StoreServer {
         TOKEN,
         transport.clone(),
         CAPACITY,
+        None,
         RESERVATION,
+        None,
     )
     .expect("serve")
 }
@@ -98,7 +101,7 @@ fn values_of_all_sizes_arrive_as_they_were_put_or_written_in_parts() {
                 let read = reader.read(&value, out.clone()).expect("read");
                 read.wait_for(PATIENCE).expect("verified");
                 assert!(bytes(&out) == data, "{len} bytes");
-                let released = reader.release(operation).expect("release");
+                let released = reader.release(operation, Then::Wait).expect("release");
                 released.wait_for(PATIENCE).expect("released");
             }
         }

@@ -99,6 +99,18 @@ impl Worker {
         seen.clone()
     }
 
+    /// Waits until the agent has handled what UCX had received: bytes can be here before the agent knows of them.
+    pub fn settle(&self) {
+        let buffer = Buffer::from_vec(vec![0; BLOCK]);
+        let registering = self
+            .agent
+            .register("settle", buffer, BLOCK as u64, BLOCK as u64);
+        let region = registering.expect("register").wait_for(PATIENCE);
+        let region = region.expect("registered");
+        let closing = self.agent.close_region(&region, None).expect("close");
+        closing.wait_for(PATIENCE).expect("closed");
+    }
+
     /// How the load ended, which it did once.
     pub fn ended(&self) -> Event {
         let is_end = |event: &Event| !matches!(event, Event::BlocksVerified(_));

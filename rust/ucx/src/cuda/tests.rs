@@ -1,9 +1,16 @@
-//! With stand-ins for the driver's functions, which write down what they are called with. None of it runs on a GPU.
+//! With stand-ins for the driver's functions, which write down what they are called with; and, marked `on_a_gpu`, with the
+//! driver itself.
 
 #![allow(clippy::print_stderr, reason = "says why a test is skipped")]
+#![allow(
+    clippy::multiple_unsafe_ops_per_block,
+    reason = "buffers of a test, and the driver's functions for them"
+)]
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::sync::{Arc, Mutex};
 
+use super::copies::{Chunk, Copier};
 use super::*;
 
 thread_local! {
@@ -12,6 +19,8 @@ thread_local! {
 
 const CONTEXT: usize = 0xc0;
 const STREAM: usize = 0x50;
+const BUSY: usize = 0x51;
+const CAPTURING: usize = 0x52;
 const REFUSED: CUresult = 1;
 
 fn note(call: impl Into<String>) -> CUresult {
@@ -65,6 +74,20 @@ unsafe extern "C" fn create_stream(stream: *mut CUstream, flags: c_uint) -> CUre
     note(format!("stream flags={flags}"))
 }
 
+unsafe extern "C" fn is_capturing(stream: CUstream, status: *mut c_int) -> CUresult {
+    // SAFETY: the caller's place.
+    unsafe { *status = c_int::from(stream.addr() == CAPTURING) };
+    CUDA_SUCCESS
+}
+
+unsafe extern "C" fn query(stream: CUstream) -> CUresult {
+    match stream.addr() {
+        STREAM => CUDA_SUCCESS,
+        BUSY => CUDA_ERROR_NOT_READY,
+        _ => REFUSED,
+    }
+}
+
 unsafe extern "C" fn synchronize(stream: CUstream) -> CUresult {
     note(format!("synchronize {:#x}", stream.addr()))
 }
@@ -77,6 +100,15 @@ unsafe extern "C" fn copy_to(
 ) -> CUresult {
     note(format!("copy {len} to {to:#x} on {:#x}", stream.addr()));
     if to == 0 { REFUSED } else { CUDA_SUCCESS }
+}
+
+unsafe extern "C" fn copy_from(
+    _: *mut c_void,
+    from: CUdeviceptr,
+    len: usize,
+    stream: CUstream,
+) -> CUresult {
+    note(format!("copy {len} from {from:#x} on {:#x}", stream.addr()))
 }
 
 unsafe extern "C" fn attribute(_: *mut c_void, _: c_int, _: CUdeviceptr) -> CUresult {
@@ -95,7 +127,77 @@ unsafe extern "C" fn event(_: CUevent) -> CUresult {
     REFUSED
 }
 
-fn stand_in() -> Driver {
+thread_local! {
+    static LAUNCHED: Cell<CUresult> = const { Cell::new(CUDA_SUCCESS) };
+    static CALLED_BACK: Cell<CUresult> = const { Cell::new(CUDA_SUCCESS) };
+    static ENDED: Cell<CUresult> = const { Cell::new(CUDA_SUCCESS) };
+    /// A callback that the driver has refused, and calls nevertheless.
+    static REFUSED_CALLBACK: Cell<Option<(CUstreamCallback, usize)>> = const { Cell::new(None) };
+}
+
+unsafe extern "C" fn load(_: *mut CUmodule, _: *const c_void) -> CUresult {
+    note("load")
+}
+
+unsafe extern "C" fn find(_: *mut CUfunction, _: CUmodule, name: *const c_char) -> CUresult {
+    // SAFETY: the caller's string.
+    let name = unsafe { CStr::from_ptr(name) };
+    note(format!("find {}", name.to_str().unwrap()))
+}
+
+unsafe extern "C" fn host_alloc(memory: *mut *mut c_void, len: usize, _: c_uint) -> CUresult {
+    let bytes = vec![0_u64; len / 8].leak();
+    // SAFETY: the caller's place.
+    unsafe { *memory = bytes.as_mut_ptr().cast() };
+    note("host alloc")
+}
+
+/// Copies as the kernel does, in the host's memory.
+unsafe extern "C" fn launch_kernel(
+    _: CUfunction,
+    blocks: c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: CUstream,
+    parameters: *mut *mut c_void,
+    _: *mut *mut c_void,
+) -> CUresult {
+    if LAUNCHED.get() != CUDA_SUCCESS {
+        return LAUNCHED.get();
+    }
+    // SAFETY: the kernel's two parameters, and as many chunks as the second says; all addresses are the test's buffers.
+    let num = unsafe {
+        let chunks = *(*parameters).cast::<*const Chunk>();
+        let num = **parameters.add(1).cast::<*const u32>();
+        for chunk in std::slice::from_raw_parts(chunks, num as usize) {
+            let (from, to) = (chunk.from as *const u8, chunk.to as *mut u8);
+            std::ptr::copy_nonoverlapping(from, to, chunk.num_bytes as usize);
+        }
+        num
+    };
+    note(format!("launch {num} chunks by {blocks} blocks"))
+}
+
+unsafe extern "C" fn add_callback(
+    stream: CUstream,
+    callback: CUstreamCallback,
+    data: *mut c_void,
+    _: c_uint,
+) -> CUresult {
+    if CALLED_BACK.get() == CUDA_SUCCESS {
+        // SAFETY: the driver calls back with the caller's data.
+        unsafe { callback(stream, ENDED.get(), data) };
+    } else {
+        REFUSED_CALLBACK.set(Some((callback, data.expose_provenance())));
+    }
+    CALLED_BACK.get()
+}
+
+pub(super) fn stand_in() -> Driver {
     let calls = Calls {
         cuInit: init,
         cuGetErrorName: error_name,
@@ -105,13 +207,22 @@ fn stand_in() -> Driver {
         cuCtxPushCurrent_v2: push,
         cuCtxPopCurrent_v2: pop,
         cuStreamCreate: create_stream,
+        cuStreamIsCapturing: is_capturing,
+        cuStreamQuery: query,
         cuStreamSynchronize: synchronize,
         cuMemcpyHtoDAsync_v2: copy_to,
+        cuMemcpyDtoHAsync_v2: copy_from,
         cuPointerGetAttribute: attribute,
         cuEventCreate: create_event,
         cuEventRecord: record,
+        cuEventQuery: event,
         cuEventSynchronize: event,
         cuEventDestroy_v2: event,
+        cuModuleLoadData: load,
+        cuModuleGetFunction: find,
+        cuMemHostAlloc: host_alloc,
+        cuLaunchKernel: launch_kernel,
+        cuStreamAddCallback: add_callback,
     };
     Driver::new(calls).unwrap()
 }
@@ -145,6 +256,23 @@ fn a_copy_runs_on_a_stream_of_its_own_and_is_waited_for() {
 }
 
 #[test]
+fn bytes_are_read_on_the_same_stream_which_is_waited_for() {
+    let driver = stand_in();
+    // SAFETY: the stand-in touches no memory.
+    assert_eq!(unsafe { driver.read(1, 0x1000, 2) }, Ok(vec![0; 2]));
+    let last = &called()[6..];
+    assert_eq!(
+        last,
+        [
+            "push 0xc0",
+            "copy 2 from 0x1000 on 0x50",
+            "synchronize 0x50",
+            "pop"
+        ]
+    );
+}
+
+#[test]
 fn a_copy_that_is_refused_names_the_call_and_leaves_no_context_current() {
     let driver = stand_in();
     let error = copy_with(&driver, 0, 0).unwrap_err();
@@ -159,6 +287,147 @@ fn a_copy_that_is_refused_names_the_call_and_leaves_no_context_current() {
 fn a_gpu_that_is_not_there_is_an_error_that_counts_those_that_are() {
     let error = copy_with(&stand_in(), 2, 0x1000).unwrap_err();
     assert!(error.to_string().contains("no cuda:2; this process sees 2"));
+}
+
+#[test]
+fn a_stream_is_idle_when_it_has_done_everything_and_is_not_asked_while_a_graph_is_captured() {
+    let driver = stand_in();
+    // SAFETY: the stand-in only compares them.
+    let is_idle =
+        |stream: usize| unsafe { driver.is_idle(std::ptr::without_provenance_mut(stream)) };
+    assert_eq!(is_idle(STREAM), Ok(true));
+    assert_eq!(is_idle(BUSY), Ok(false));
+    let captured = is_idle(CAPTURING).unwrap_err().to_string();
+    assert!(captured.contains("captured"), "{captured}");
+    assert!(
+        is_idle(0x99)
+            .unwrap_err()
+            .to_string()
+            .contains("cuStreamQuery")
+    );
+}
+
+/// A driver with its copier, and how its copies have ended.
+struct Copies {
+    driver: Driver,
+    copier: &'static Copier,
+    ended: Arc<Mutex<Vec<bool>>>,
+}
+
+impl Copies {
+    fn new() -> Self {
+        let driver = stand_in();
+        let current = driver.push(null_mut()).unwrap();
+        let copier = Copier::new(&driver.calls, &current).unwrap();
+        drop(current);
+        called();
+        Self {
+            driver,
+            copier: Box::leak(Box::new(copier)),
+            ended: Arc::default(),
+        }
+    }
+
+    fn copy(&self, pieces: &[DevicePiece]) -> Result<(), CudaError> {
+        let ended = Arc::clone(&self.ended);
+        let on_copied = Box::new(move |is_copied| ended.lock().unwrap().push(is_copied));
+        let current = self.driver.push(null_mut()).unwrap();
+        // SAFETY: the pieces are the test's buffers.
+        unsafe {
+            self.copier
+                .launch(&self.driver.calls, &current, pieces, on_copied)
+        }
+    }
+
+    fn ended(&self) -> Vec<bool> {
+        std::mem::take(&mut self.ended.lock().unwrap())
+    }
+}
+
+#[test]
+fn pieces_of_any_size_are_copied_by_one_launch() {
+    let copies = Copies::new();
+    let source: Vec<u8> = (0..200_000u32).map(|at| (at % 251) as u8).collect();
+    let mut target = vec![0; source.len()];
+    let (from, to) = (source.as_ptr() as u64, target.as_mut_ptr() as u64);
+    let pieces = [(to + 70_001, from, 70_000), (to, from + 100_000, 13)];
+    copies.copy(&pieces).unwrap();
+    assert_eq!(copies.ended(), [true]);
+    assert_eq!(target[70_001..140_001], source[..70_000]);
+    assert_eq!(target[..13], source[100_000..100_013]);
+    assert!(target[13..70_001].iter().all(|byte| *byte == 0));
+    assert!(called().contains(&"launch 4 chunks by 4 blocks".to_owned()));
+}
+
+#[test]
+fn a_copy_that_is_not_launched_is_an_error_and_ends_never() {
+    let copies = Copies::new();
+    LAUNCHED.set(REFUSED);
+    let error = copies.copy(&[]).unwrap_err();
+    LAUNCHED.set(CUDA_SUCCESS);
+    assert!(error.to_string().contains("cuLaunchKernel"));
+    assert!(copies.ended().is_empty());
+    let called = called();
+    let num = |name: &str| called.iter().filter(|call| call.starts_with(name)).count();
+    assert_eq!(num("push"), num("pop"));
+}
+
+#[test]
+fn a_copy_of_which_the_driver_does_not_report_the_end_is_waited_for() {
+    let copies = Copies::new();
+    CALLED_BACK.set(REFUSED);
+    copies.copy(&[]).unwrap();
+    CALLED_BACK.set(CUDA_SUCCESS);
+    assert_eq!(copies.ended(), [true]);
+    assert!(called().contains(&"synchronize 0x50".to_owned()));
+}
+
+#[test]
+fn a_copy_ends_once_even_if_the_driver_calls_back_what_it_has_refused() {
+    let copies = Copies::new();
+    CALLED_BACK.set(REFUSED);
+    copies.copy(&[]).unwrap();
+    CALLED_BACK.set(CUDA_SUCCESS);
+    let (callback, data) = REFUSED_CALLBACK.take().unwrap();
+    // SAFETY: as the driver would.
+    unsafe {
+        callback(
+            null_mut(),
+            CUDA_SUCCESS,
+            std::ptr::with_exposed_provenance_mut(data),
+        );
+    }
+    assert_eq!(copies.ended(), [true]);
+}
+
+#[test]
+fn a_copy_that_the_device_fails_has_not_gone_well() {
+    let copies = Copies::new();
+    ENDED.set(REFUSED);
+    copies.copy(&[]).unwrap();
+    ENDED.set(CUDA_SUCCESS);
+    assert_eq!(copies.ended(), [false]);
+}
+
+#[test]
+fn the_lists_of_copies_that_have_ended_or_were_refused_are_used_again() {
+    let copies = Copies::new();
+    copies.copy(&[]).unwrap();
+    LAUNCHED.set(REFUSED);
+    copies.copy(&[]).unwrap_err();
+    LAUNCHED.set(CUDA_SUCCESS);
+    copies.copy(&[]).unwrap();
+    let allocated = called().into_iter().filter(|call| call == "host alloc");
+    assert_eq!(allocated.count(), 0, "there are lists from the start on");
+}
+
+#[test]
+fn a_launch_takes_no_more_pieces_than_its_list_has_room_for() {
+    let small = std::iter::repeat_n(1, 10_000);
+    assert_eq!(num_pieces_of_launch(small), 8192);
+    let large = std::iter::repeat_n(1 << 20, 10_000);
+    assert_eq!(num_pieces_of_launch(large), 256);
+    assert_eq!(num_pieces_of_launch([5, 7].into_iter()), 2);
 }
 
 /// Memory on a GPU, for as long as the process lives.
@@ -176,11 +445,9 @@ fn on_gpu(len: usize) -> Result<(Library, CUdeviceptr), CudaError> {
     Ok((library, address))
 }
 
-/// Has not run: no machine with a GPU was there.
 #[test]
 fn on_a_gpu_bytes_are_where_they_belong_when_the_copy_returns() {
-    type Read = unsafe extern "C" fn(*mut c_void, CUdeviceptr, usize) -> CUresult;
-    let (library, address) = match on_gpu(4096) {
+    let (_library, address) = match on_gpu(4096) {
         Ok(allocated) => allocated,
         Err(error) => return eprintln!("skipped: {error}"),
     };
@@ -189,17 +456,56 @@ fn on_a_gpu_bytes_are_where_they_belong_when_the_copy_returns() {
     let bytes: Vec<u8> = (0..4096u32).map(|at| at as u8).collect();
     // SAFETY: allocated above with this length, and never freed.
     unsafe { copy(0, address, bytes[..].into()) }.unwrap();
-    let (_current, _) = driver().unwrap().enter(0).unwrap();
-    let mut back = vec![0; 4096];
-    let to = back.as_mut_ptr().cast();
-    // SAFETY: the prototype in cuda.h.
-    let read = unsafe { library.get::<Read>(b"cuMemcpyDtoH_v2\0") }.unwrap();
-    // SAFETY: both ranges have this length.
-    let code = unsafe { read(to, address, 4096) };
-    assert_eq!((code, back), (CUDA_SUCCESS, bytes));
+    // SAFETY: as above.
+    assert_eq!(unsafe { read(0, address, 4096) }, Ok(bytes));
 }
 
-/// Has not run, as above.
+#[test]
+fn on_a_gpu_pieces_of_any_size_and_alignment_are_copied() {
+    const LEN: usize = 1 << 20;
+    let (_library, from) = match on_gpu(LEN) {
+        Ok(allocated) => allocated,
+        Err(error) => return eprintln!("skipped: {error}"),
+    };
+    let (_library, to) = on_gpu(LEN).unwrap();
+    let bytes: Vec<u8> = (0..LEN).map(|at| (at % 251) as u8).collect();
+    // SAFETY: allocated above with this length, and never freed.
+    unsafe {
+        copy(0, from, bytes[..].into()).unwrap();
+        copy(0, to, vec![0; LEN][..].into()).unwrap();
+    }
+    // (offset in the destination, offset in the source, length)
+    let pieces: Vec<(usize, usize, usize)> = vec![
+        (0, 512 << 10, 300_000),
+        (400_000, 7, 4096),
+        (500_003, 16, 1),
+        (600_000, 600_000, 65_536),
+    ];
+    let copied = Arc::new((Mutex::new(None), std::sync::Condvar::new()));
+    let ended = Arc::clone(&copied);
+    let on_copied = Box::new(move |is_copied| {
+        *ended.0.lock().unwrap() = Some(is_copied);
+        ended.1.notify_all();
+    });
+    let address =
+        |&(into, at, len): &(usize, usize, usize)| (to + into as u64, from + at as u64, len);
+    let on_device: Vec<DevicePiece> = pieces.iter().map(address).collect();
+    // SAFETY: all in what was allocated above; the destinations are apart.
+    unsafe { copy_pieces(0, &on_device, on_copied) }.unwrap();
+    let mut is_copied = copied.0.lock().unwrap();
+    while is_copied.is_none() {
+        is_copied = copied.1.wait(is_copied).unwrap();
+    }
+    assert_eq!(*is_copied, Some(true));
+    let mut expected = vec![0; LEN];
+    for (into, at, len) in pieces {
+        expected[into..into + len].copy_from_slice(&bytes[at..at + len]);
+    }
+    // SAFETY: allocated above with this length.
+    let back = unsafe { read(0, to, LEN) }.unwrap();
+    assert!(back == expected);
+}
+
 #[test]
 fn on_a_gpu_an_event_is_over_when_its_stream_is() {
     // SAFETY: the legacy default stream is always there.
@@ -218,4 +524,67 @@ fn without_a_driver_its_absence_is_the_error() {
     assert!(device_of(4096).unwrap_err().to_string().contains("CUDA"));
     assert!(!is_exportable(4096));
     assert!(enter_or_log(0).is_none());
+}
+
+thread_local! {
+    /// What the stand-in answers: whether network cards reach it, its order of their writes, its ways to flush.
+    static RDMA: Cell<(c_int, c_int, c_int)> = const { Cell::new((1, 0, 1)) };
+}
+
+unsafe extern "C" fn device_attribute(
+    value: *mut c_int,
+    attribute: c_int,
+    _: CUdevice,
+) -> CUresult {
+    let (is_reachable, ordering, options) = RDMA.get();
+    let answer = match attribute {
+        CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED => is_reachable,
+        CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING => ordering,
+        CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS => options,
+        other => panic!("attribute {other}"),
+    };
+    // SAFETY: the caller's place.
+    unsafe { *value = answer };
+    CUDA_SUCCESS
+}
+
+unsafe extern "C" fn flush(target: c_int, scope: c_int) -> CUresult {
+    note(format!("flush {target} to {scope}"))
+}
+
+/// What a flush of a GPU with these answers calls, and how it ends.
+fn flushed(answers: (c_int, c_int, c_int)) -> (bool, Result<(), CudaError>) {
+    let calls = RdmaCalls {
+        cuDeviceGetAttribute: device_attribute,
+        cuFlushGPUDirectRDMAWrites: flush,
+    };
+    RDMA.set(answers);
+    let flushed = calls.flush(&stand_in(), 0);
+    let called = called();
+    assert_eq!(called.last().map(String::as_str), Some("pop"));
+    (called.contains(&"flush 0 to 100".to_owned()), flushed)
+}
+
+#[test]
+fn remote_writes_are_flushed_where_the_gpu_does_not_order_them_and_nowhere_else() {
+    assert_eq!(flushed((1, 0, 1)), (true, Ok(())));
+    for ordered in [(1, 100, 1), (1, 200, 0), (0, 0, 0)] {
+        assert_eq!(flushed(ordered), (false, Ok(())));
+    }
+}
+
+#[test]
+fn a_gpu_without_order_and_without_a_flush_is_an_error() {
+    let (is_flushed, ended) = flushed((1, 0, 0));
+    assert!(!is_flushed);
+    assert!(ended.unwrap_err().to_string().contains("cannot flush"));
+}
+
+#[test]
+fn on_a_gpu_remote_writes_can_be_flushed() {
+    if let Err(error) = driver() {
+        eprintln!("skipped: {error}");
+        return;
+    }
+    flush_remote_writes(0).unwrap();
 }

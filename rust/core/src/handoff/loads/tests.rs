@@ -87,6 +87,10 @@ impl Side {
         self.memories.push(memory);
     }
 
+    pub(in crate::handoff) fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
     fn block_ids(&self) -> Vec<u32> {
         (0..self.num_blocks as u32).collect()
     }

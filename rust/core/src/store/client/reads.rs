@@ -1,26 +1,25 @@
-//! Reads of open values into memory of callers. The reader hashes what came, and compares: that covers the way and the rest
-//! of the value in the store.
+//! Reads of open values into memory of callers. The reader compares the checksum of what came: that covers the way and the
+//! rest of the value in the store.
 
 use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
 
-use super::super::hashing::ValueHasher;
 use super::super::messages::{Carried, StoreMessage};
 use super::super::values::OpenedValue;
-use super::{Client, HashTask, Pending};
+use super::{Client, Pending};
+use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
 use crate::session::ReactorContext;
 use crate::transfer::exposed::BufferDescription;
-use crate::transfer::{Completion, TransferRequest};
+use crate::transfer::region::Pieces;
+use crate::transfer::{Checksums, Completion, TransferRequest};
 use crate::work::Completer;
 
 /// A read under way.
 #[derive(Debug)]
 pub(super) struct Reading {
     value: Arc<OpenedValue>,
-    buffer: Buffer,
-    hasher: ValueHasher,
     pub(super) completer: Completer<()>,
 }
 
@@ -28,12 +27,15 @@ impl Client {
     /// A value is offered to a caller.
     pub(super) fn open(
         &mut self,
-        value: OpenedValue,
+        cx: &ReactorContext,
+        mut value: OpenedValue,
         completer: Completer<Option<Arc<OpenedValue>>>,
     ) {
         if let (Carried::Offered(buffer), Some(session)) = (&value.bytes, self.session) {
             let engine = &mut self.exchange.engine;
             engine.add_source(session, value.operation, buffer.source());
+            let process = cx.process(session);
+            value.process = process.map(|process| (process, buffer.address()));
         }
         self.opened.insert(value.operation, false);
         completer.complete(Ok(Some(Arc::new(value))));
@@ -50,26 +52,26 @@ impl Client {
             drop(buffer); // before the read completes
             return completer.complete(Err(error));
         }
-        let owner = cx.token();
         let reading = Reading {
             value: Arc::clone(value),
-            buffer: buffer.clone(),
-            hasher: ValueHasher::default(),
             completer,
         };
         match &value.bytes {
             Carried::Inline(bytes) => {
                 buffer.write(0, bytes);
-                self.reads.insert(owner, reading);
-                self.hash_queue.push_back(HashTask::Read(owner));
+                drop(buffer);
+                let mut checksum = RunningChecksum::default();
+                checksum.add(bytes[..].into());
+                self.compare(cx, reading, checksum);
             }
             Carried::Offered(offered) => {
+                let owner = cx.token();
                 match self.begin_read(cx, owner, (value.operation, offered), buffer) {
                     Ok(transfer) => {
                         self.reads.insert(owner, reading);
                         self.exchange.engine.enqueue(cx, transfer);
                     }
-                    Err(error) => reading.fail(error),
+                    Err(error) => reading.completer.complete(Err(error)),
                 }
             }
         }
@@ -94,6 +96,8 @@ impl Client {
         let session = self.usable()?;
         let request = TransferRequest {
             owner,
+            pieces: Arc::new(Pieces::at(0, offered.len as u64)),
+            checksums: Checksums::OfOwner(RunningChecksum::default()),
             ..offered.transfer(session, source, cx.register(buffer)?)
         };
         Ok(self.exchange.engine.add(request))
@@ -103,40 +107,33 @@ impl Client {
         let Some(reading) = self.reads.remove(&completion.owner) else {
             return;
         };
+        // The caller's memory is released before its read completes.
+        let (session, checksum) = (completion.session, completion.checksum);
+        drop(completion.memory);
         let outcome = completion.outcome;
-        let outcome = outcome.map_err(|error| error.into_error(|_| "a read differs".to_owned()));
-        match outcome {
-            Ok(()) => {
-                self.reads.insert(completion.owner, reading);
-                self.hash_queue.push_back(HashTask::Read(completion.owner));
-            }
+        match outcome.map_err(|error| error.into_error(|_| "a read differs".to_owned())) {
+            Ok(()) => self.compare(cx, reading, checksum.unwrap_or_default()),
             Err(error) => {
                 if matches!(error, Error::Protocol(_) | Error::PeerLost { .. }) {
-                    cx.fail(completion.session, error.clone());
+                    cx.fail(session, error.clone());
                 }
                 let has_ended = self.opened.get(&reading.value.operation) == Some(&true);
-                reading.fail(if has_ended { lease_ended() } else { error });
+                let error = if has_ended { lease_ended() } else { error };
+                reading.completer.complete(Err(error));
             }
         }
     }
 
-    pub(super) fn hash_read(&mut self, cx: &mut ReactorContext, owner: u64) {
-        let Some(mut reading) = self.reads.remove(&owner) else {
-            return;
-        };
-        let len = reading.buffer.len();
-        if !reading.hasher.run_slice(&reading.buffer, 0, len) {
-            self.reads.insert(owner, reading);
-            return self.hash_queue.push_back(HashTask::Read(owner));
-        }
-        let Reading {
-            value,
-            buffer,
-            hasher,
-            completer,
-        } = reading;
-        drop(buffer);
-        if hasher.finish(&value.record) == value.checksum {
+    /// Ends a read whose bytes have this checksum.
+    fn compare(
+        &mut self,
+        cx: &mut ReactorContext,
+        reading: Reading,
+        mut checksum: RunningChecksum,
+    ) {
+        let Reading { value, completer } = reading;
+        checksum.add(value.record[..].into());
+        if checksum.get() == value.checksum {
             return completer.complete(Ok(()));
         }
         // The server knows whether the value has changed, or whether this operation did not hold it any more.
@@ -144,14 +141,6 @@ impl Client {
         let select = value.operation;
         let question = StoreMessage::Corrupt { select };
         self.ask(cx, operation, question, (Pending::Done(completer), None));
-    }
-}
-
-impl Reading {
-    /// Ends the read; its caller's memory is released before.
-    fn fail(self, error: Error) {
-        drop(self.buffer);
-        self.completer.complete(Err(error));
     }
 }
 

@@ -6,9 +6,9 @@ use std::time::Duration;
 use kvpipe_ucx::Buffer;
 
 use super::super::INLINE_CAP;
-use super::super::hashing::ValueHasher;
 use super::super::messages::{Carried, StoreMessage};
-use super::{Client, HashTask, Pending};
+use super::hashing::ValueHasher;
+use super::{Client, Pending};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
@@ -157,7 +157,7 @@ impl Client {
                 };
                 message.send(cx, session, operation);
                 self.uploads.insert(operation, upload);
-                self.hash_queue.push_back(HashTask::Upload(operation));
+                self.hash_queue.push_back(operation);
             }
             Err(error) => upload.fail(error),
         }
@@ -191,7 +191,7 @@ impl Client {
                     upload.write = Some(write);
                 }
                 self.writes.insert(operation, reservation);
-                self.hash_queue.push_back(HashTask::Upload(reservation));
+                self.hash_queue.push_back(reservation);
             }
             Err(error) => write.fail(error),
         }
@@ -207,7 +207,7 @@ impl Client {
         };
         let (buffer, len) = (&write.buffer, write.buffer.len());
         if !upload.hasher.run_slice(buffer, upload.num_written, len) {
-            return self.hash_queue.push_back(HashTask::Upload(operation));
+            return self.hash_queue.push_back(operation);
         }
         write.is_hashed = true;
         if let Uploader::Put(_, record) = &write.uploader {

@@ -119,7 +119,7 @@ fn of_servers() -> impl Strategy<Value = StoreMessage<'static>> {
                 let next = next.map(u64::from).filter(|next| *next > 0);
                 StoreMessage::Page(Page { values, next })
             }),
-        any::<[u64; 13]>().prop_map(|values| {
+        any::<[u64; 18]>().prop_map(|values| {
             let mut info = StoreInfo::default();
             for (field, value) in info.fields().into_iter().zip(values) {
                 *field = value;

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use super::super::content::Content;
 use super::super::messages::{Carried, StoreMessage};
 use super::super::state::{Holder, StoreAction};
-use super::{Content, Server};
+use super::Server;
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::integrity::Integrity;
@@ -43,6 +44,17 @@ impl Server {
                 }
                 StoreMessage::Ended.send(cx, holder.0, holder.1);
             }
+            StoreAction::Save(id, key, content) => {
+                if let Some(jobs) = &self.disk {
+                    jobs.disk.save(id, key, content);
+                }
+            }
+            StoreAction::Erase(id) => {
+                if let Some(jobs) = &self.disk {
+                    jobs.disk.erase(id);
+                }
+            }
+            StoreAction::Load(id, num_bytes) => self.begin_load(cx, id, num_bytes),
         }
     }
 

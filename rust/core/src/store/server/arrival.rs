@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use kvpipe_ucx::Buffer;
 
-use super::super::hashing::ValueHasher;
 use super::super::messages::Carried;
 use super::super::state::Holder;
+use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
 use crate::transport::Memory;
 
@@ -16,7 +16,7 @@ use crate::transport::Memory;
 #[derive(Debug)]
 pub(super) struct Allocated {
     pub(super) buffer: Buffer,
-    /// As of [`Content`].
+    /// As of [`Content`](super::super::content::Content).
     pub(super) memory: Option<Arc<Memory>>,
 }
 
@@ -42,8 +42,8 @@ pub(super) struct Arrival {
     pub(super) num_written: usize,
     /// The transfer of a write.
     pub(super) transfer: Option<u64>,
-    pub(super) hasher: ValueHasher,
-    pub(super) is_in_hash_queue: bool,
+    /// Of what was written.
+    pub(super) checksum: RunningChecksum,
     pub(super) commit: Option<PendingCommit>,
 }
 
@@ -65,8 +65,7 @@ impl Arrival {
             put: None,
             num_written: 0,
             transfer: None,
-            hasher: ValueHasher::default(),
-            is_in_hash_queue: false,
+            checksum: RunningChecksum::default(),
             commit: None,
         }
     }
@@ -99,7 +98,7 @@ impl Arrival {
     pub(super) fn is_complete(&self) -> bool {
         let commit = self.commit.as_ref();
         self.allocated.is_some()
-            && self.hasher.num_hashed() as u64 == self.num_bytes
+            && self.num_written as u64 == self.num_bytes
             && commit.is_some_and(|commit| commit.checksum.is_some())
     }
 

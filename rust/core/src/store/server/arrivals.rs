@@ -1,5 +1,5 @@
 //! Bytes on their way into reservations: allocated when the space is granted, read from the client or copied from its
-//! messages, hashed by slices, and committed when all of it is here and matches.
+//! messages, and committed when all of it is here and matches.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -7,17 +7,20 @@ use std::time::Instant;
 
 use kvpipe_ucx::Buffer;
 
+use super::super::content::Content;
 use super::super::messages::{Carried, StoreMessage};
 use super::super::state::Holder;
 use super::super::{INLINE_CAP, footprint};
+use super::Server;
 use super::arrival::{Allocated, Arrival, PendingCommit, PendingWrite};
-use super::{Content, Server};
+use crate::checksum::RunningChecksum;
 use crate::clock;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::session::ReactorContext;
 use crate::transfer::exposed::BufferDescription;
 use crate::transfer::region::Pieces;
-use crate::transfer::{Completion, TransferRequest};
+use crate::transfer::{Checksums, Completion, TransferRequest};
 
 /// Operations of clients.
 impl Server {
@@ -57,7 +60,7 @@ impl Server {
         }
     }
 
-    fn allocate(&self, cx: &ReactorContext, num_bytes: u64) -> Result<Allocated> {
+    pub(super) fn allocate(&self, cx: &ReactorContext, num_bytes: u64) -> Result<Allocated> {
         let len = usize::try_from(num_bytes).unwrap_or(usize::MAX);
         if len <= INLINE_CAP {
             let buffer = Buffer::zeroed(len);
@@ -104,7 +107,7 @@ impl Server {
     ) -> Result<()> {
         let arrival = self.arrivals.get(&holder);
         let Some(arrival) = arrival.filter(|arrival| arrival.allocated.is_some()) else {
-            StoreMessage::Refused(ended()).send(cx, holder.0, operation);
+            self.refuse_late(cx, holder.0, operation);
             return Ok(());
         };
         match arrival.check_write(&bytes) {
@@ -126,13 +129,16 @@ impl Server {
     ) {
         match bytes {
             Carried::Inline(bytes) => {
-                if let Some(arrival) = self.arrivals.get(&holder)
-                    && let Some(allocated) = &arrival.allocated
-                {
+                let Some(arrival) = self.arrivals.get(&holder) else {
+                    return;
+                };
+                let mut checksum = arrival.checksum;
+                checksum.add(bytes[..].into());
+                if let Some(allocated) = &arrival.allocated {
                     allocated.buffer.write(arrival.num_written, &bytes);
                 }
                 self.state.end_write(holder, clock::now());
-                self.written(cx, holder, operation, bytes.len());
+                self.written(cx, holder, operation, (bytes.len(), checksum));
             }
             Carried::Offered(buffer) => self.begin_read(cx, holder, operation, &buffer),
         }
@@ -161,6 +167,7 @@ impl Server {
         let transfer = engine.add(TransferRequest {
             owner,
             pieces: Arc::new(Pieces::at(at, offered.len as u64)),
+            checksums: Checksums::OfOwner(arrival.checksum),
             ..offered.transfer(holder.0, operation, Arc::clone(memory))
         });
         let write = PendingWrite {
@@ -190,7 +197,7 @@ impl Server {
         let Some(arrival) = self.arrivals.get_mut(&holder) else {
             // The reservation has ended, and a put has its answer.
             if operation != holder.1 {
-                StoreMessage::Refused(ended()).send(cx, holder.0, operation);
+                self.refuse_late(cx, holder.0, operation);
             }
             return;
         };
@@ -199,7 +206,8 @@ impl Server {
         match outcome {
             Ok(()) => {
                 let num_bytes = completion.pieces.num_bytes as usize;
-                self.written(cx, holder, operation, num_bytes);
+                let checksum = completion.checksum.unwrap_or_default();
+                self.written(cx, holder, operation, (num_bytes, checksum));
             }
             Err(error) if operation == holder.1 => {
                 self.refuse_reservation(cx, holder, operation, error);
@@ -208,45 +216,23 @@ impl Server {
         }
     }
 
-    /// Bytes of a write are here.
+    /// Bytes of a write are here; the checksum is that of all that was written.
     fn written(
         &mut self,
         cx: &mut ReactorContext,
         holder: Holder,
         operation: u64,
-        num_bytes: usize,
+        (num_bytes, checksum): (usize, RunningChecksum),
     ) {
         let Some(arrival) = self.arrivals.get_mut(&holder) else {
             return;
         };
         arrival.num_written += num_bytes;
+        arrival.checksum = checksum;
         if !arrival.is_put(holder) {
             StoreMessage::Done.send(cx, holder.0, operation);
         }
-        if !arrival.is_in_hash_queue {
-            arrival.is_in_hash_queue = true;
-            self.hash_queue.push_back(holder);
-        }
-    }
-
-    /// Hashes a slice of the reservation whose turn it is; whether there was any.
-    pub(super) fn run_hash_slice(&mut self, cx: &mut ReactorContext) -> bool {
-        let Some(holder) = self.hash_queue.pop_front() else {
-            return false;
-        };
-        if let Some(arrival) = self.arrivals.get_mut(&holder)
-            && let Some(allocated) = &arrival.allocated
-        {
-            let (buffer, end) = (&allocated.buffer, arrival.num_written);
-            arrival.is_in_hash_queue = !arrival.hasher.run_slice(buffer, 0, end);
-            if arrival.is_in_hash_queue {
-                self.hash_queue.push_back(holder);
-            } else {
-                self.finish(cx, holder);
-                self.advance(cx);
-            }
-        }
-        true
+        self.finish(cx, holder);
     }
 
     pub(super) fn begin_commit(
@@ -257,7 +243,7 @@ impl Server {
     ) -> Result<()> {
         let arrival = self.arrivals.get_mut(&holder);
         let Some(arrival) = arrival.filter(|arrival| arrival.allocated.is_some()) else {
-            StoreMessage::Refused(ended()).send(cx, holder.0, operation);
+            self.refuse_late(cx, holder.0, operation);
             return Ok(());
         };
         if arrival.transfer.is_some() || arrival.commit.is_some() {
@@ -300,7 +286,7 @@ impl Server {
             num_bytes,
             ttl,
             allocated: Some(Allocated { buffer, memory }),
-            hasher,
+            checksum: mut running,
             commit:
                 Some(PendingCommit {
                     operation,
@@ -312,7 +298,8 @@ impl Server {
         else {
             return;
         };
-        let (num_record, checksum) = (record.len() as u64, hasher.finish(&record));
+        running.add(record[..].into());
+        let (num_record, checksum) = (record.len() as u64, running.get());
         if checksum != expected {
             let text = "the bytes that came differ from the checksum of those that were written; nothing was committed";
             let corrupt = Error::Corrupt(text.to_owned());
@@ -327,8 +314,17 @@ impl Server {
         let now = clock::now();
         let sized = (content, num_bytes, num_record);
         let is_committed = self.state.commit(holder, sized, ttl, now);
-        let outcome = if is_committed { Ok(()) } else { Err(ended()) };
-        super::answer(cx, (holder.0, operation), outcome);
+        if is_committed {
+            StoreMessage::Done.send(cx, holder.0, operation);
+        } else {
+            self.refuse_late(cx, holder.0, operation);
+        }
+    }
+
+    /// Refuses a write or commit whose reservation has ended.
+    fn refuse_late(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
+        self.state.count_fenced();
+        StoreMessage::Refused(ended()).send(cx, session, operation);
     }
 }
 

@@ -1,7 +1,7 @@
 //! What the operations of clients hold or wait for.
 
 use std::collections::{BTreeMap, HashMap};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::super::{HOLDS_CAP, StoreInfo};
 use super::{Holder, Key, Tick, ValueId};
@@ -24,6 +24,8 @@ pub(super) enum Hold {
         tick: Tick,
         key: Key,
         lease: Option<Duration>,
+        /// The caller's own deadline; a load may have moved the one that counts.
+        until: Option<Instant>,
     },
     Open(ValueId),
     Leased(ValueId),

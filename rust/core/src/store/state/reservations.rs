@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::disk::{DiskCopy, disk_footprint};
 use super::holds::Hold;
-use super::{Deadline, Holder, Slot, State, StoreAction, StoredValue};
-use crate::error::Error;
+use super::waiting::Claim;
+use super::{Deadline, Holder, Place, Slot, State, StoreAction, StoredValue, ValueId};
 
 impl<C: Clone> State<C> {
     /// Requests space for a value. [`Reserved`](StoreAction::Reserved), [`Occupied`](StoreAction::Occupied) or
@@ -18,20 +19,18 @@ impl<C: Clone> State<C> {
         deadline: Option<Instant>,
         now: Instant,
     ) {
-        if footprint > self.info.capacity_bytes {
-            let too_large = Error::Config(format!(
-                "a value that occupies {footprint} bytes can never be stored: the store's capacity is {} bytes",
-                self.info.capacity_bytes
-            ));
-            return self
-                .actions
-                .push_back(StoreAction::Refused(holder, too_large));
+        if let Err(too_large) = self.memory.check_size(footprint) {
+            let refused = StoreAction::Refused(holder, too_large);
+            return self.actions.push_back(refused);
         }
         if self.keys.contains_key(key) {
             return self.actions.push_back(StoreAction::Occupied(holder));
         }
+        if self.is_over_quota(holder, key, footprint) {
+            return;
+        }
         let tick = self.tick();
-        self.waiting.add_reserve(tick, holder);
+        self.waiting.add_claim(tick, Claim::Reservation(holder));
         let key = key.into();
         let hold = Hold::AwaitsSpace {
             tick,
@@ -41,13 +40,35 @@ impl<C: Clone> State<C> {
         self.set_hold(holder, hold, deadline);
         self.grant(now);
         self.expire(now);
+        if matches!(self.holds.get(holder), Some(Hold::AwaitsSpace { .. })) {
+            self.info.num_waits += 1;
+        }
     }
 
-    /// Gives space to reservations that wait, in order: a small one never overtakes a large one.
+    /// Refuses a reservation that its namespace has no room for, at once: it would hold up those of other namespaces.
+    fn is_over_quota(&mut self, holder: Holder, key: &[u8], footprint: u64) -> bool {
+        let Err(over_quota) = self.memory.check_quota(key, footprint) else {
+            return false;
+        };
+        self.info.num_over_quota += 1;
+        let refused = StoreAction::Refused(holder, over_quota);
+        self.actions.push_back(refused);
+        true
+    }
+
+    /// Gives space to reservations and loads that wait, in order: a small one never overtakes a large one.
     pub(super) fn grant(&mut self, now: Instant) {
-        while let Some((tick, holder)) = self.waiting.first_reserve() {
+        while let Some((tick, claim)) = self.waiting.first_claim() {
+            let holder = match claim {
+                Claim::Reservation(holder) => holder,
+                Claim::Load(id) if self.begin_load(id, now) => {
+                    self.waiting.remove_claim(tick);
+                    continue;
+                }
+                Claim::Load(_) => return,
+            };
             let Some(Hold::AwaitsSpace { key, footprint, .. }) = self.holds.get(holder) else {
-                self.waiting.remove_reserve(tick);
+                self.waiting.remove_claim(tick);
                 continue;
             };
             let (key, footprint) = (Arc::clone(key), *footprint);
@@ -56,12 +77,15 @@ impl<C: Clone> State<C> {
                 self.actions.push_back(StoreAction::Occupied(holder));
                 continue;
             }
-            if !self.make_space(footprint) {
+            if self.is_over_quota(holder, &key, footprint) {
+                self.remove_hold(holder);
+                continue;
+            }
+            if !self.make_space(&key, footprint) {
                 return;
             }
             self.remove_hold(holder);
-            self.info.num_bytes += footprint;
-            self.reserved_bytes += footprint;
+            self.memory.add_reservation(&key, footprint);
             self.keys.insert(Arc::clone(&key), Slot::Reserved);
             let hold = Hold::Reserved { key, footprint };
             self.set_hold(holder, hold, Some(now + self.reservation));
@@ -69,20 +93,35 @@ impl<C: Clone> State<C> {
         }
     }
 
-    /// Evicts values, the longest unused first, until so many bytes are free; false, and evicts none, if they never are.
-    fn make_space(&mut self, num_bytes: u64) -> bool {
-        let capacity = self.info.capacity_bytes;
-        let held = self.info.num_bytes - self.evictable_bytes;
-        if held.saturating_add(num_bytes) > capacity {
-            return false;
+    /// Evicts values until so many bytes are free; false, and evicts none, if they never are.
+    pub(super) fn make_space(&mut self, key: &[u8], num_bytes: u64) -> bool {
+        let can_free = self.memory.can_free(num_bytes);
+        if can_free {
+            self.evict_for(key, num_bytes);
         }
-        while self.info.num_bytes + num_bytes > capacity
-            && let Some((_, &oldest)) = self.unused.first_key_value()
-        {
-            self.info.num_evicted += 1;
-            self.drop_value(oldest);
+        can_free
+    }
+
+    /// Evicts values, the longest unused first, while so many bytes more exceed the quota of a namespace or the capacity.
+    /// Those on disk stay there.
+    pub(super) fn evict_for(&mut self, key: &[u8], more_bytes: u64) {
+        while let Some(oldest) = self.memory.next_eviction(key, more_bytes) {
+            self.evict(oldest);
         }
-        true
+    }
+
+    pub(super) fn evict(&mut self, id: ValueId) {
+        match self.values.get_mut(&id) {
+            Some(value) if value.disk != DiskCopy::None => {
+                value.place = Place::OnDisk;
+                self.memory.remove(&value.key, value.footprint);
+                self.forget_in_memory(id);
+            }
+            _ => {
+                self.info.num_evicted += 1;
+                self.drop_value(id);
+            }
+        }
     }
 
     /// Whether this reservation is under way.
@@ -118,18 +157,22 @@ impl<C: Clone> State<C> {
         let Some(Hold::Reserved { key, footprint }) = self.remove_hold(holder) else {
             return false;
         };
-        self.reserved_bytes -= footprint;
+        self.memory.remove_reservation(&key, footprint);
         // Where everything is held, the records of new values are beyond the capacity.
-        self.make_space(more_bytes);
-        self.info.num_bytes += more_bytes;
+        let footprint = footprint + more_bytes;
+        self.evict_for(&key, footprint);
+        self.memory.add(&key, footprint);
         self.info.num_committed += 1;
+        self.info.committed_bytes += num_bytes;
         let id = self.tick();
         self.keys.insert(Arc::clone(&key), Slot::Value(id));
         let value = StoredValue {
             key,
             num_bytes,
-            footprint: footprint + more_bytes,
-            content,
+            footprint,
+            disk_footprint: disk_footprint(num_bytes + more_bytes),
+            place: Place::InMemory(content),
+            disk: DiskCopy::None,
             num_open: 0,
             is_leased: false,
             last_use: None,
@@ -137,21 +180,11 @@ impl<C: Clone> State<C> {
         };
         self.info.num_values += 1;
         self.values.insert(id, value);
-        if let Some(at) = ttl.and_then(|ttl| now.checked_add(ttl)) {
-            self.deadlines.set(Deadline::Value(id), at);
+        match ttl.and_then(|ttl| now.checked_add(ttl)) {
+            Some(at) => self.deadlines.set(Deadline::Value(id), at),
+            None => self.save(id),
         }
         self.serve_waiting(id, now);
         true
-    }
-
-    /// Why a reservation is refused that got no space in time.
-    pub(super) fn full(&self, footprint: u64) -> Error {
-        let info = &self.info;
-        let held = info.num_bytes - self.evictable_bytes - self.reserved_bytes;
-        Error::Exhausted(format!(
-            "no space for {footprint} bytes in time: of {} bytes, {} reservations hold {}, and open and leased values \
-             hold {held}; close values, or give the store a larger capacity",
-            info.capacity_bytes, info.num_reserved, self.reserved_bytes
-        ))
     }
 }

@@ -1,4 +1,6 @@
+mod disk;
 mod model;
+mod quota;
 
 use super::super::{HOLDS_CAP, PAGE_VALUES};
 use super::*;
@@ -16,7 +18,11 @@ struct Store {
 
 impl Store {
     fn new() -> Self {
-        let mut state = State::new(90, RESERVATION);
+        Self::with_quota(None)
+    }
+
+    fn with_quota(quota_bytes: Option<u64>) -> Self {
+        let mut state = State::new(90, quota_bytes, RESERVATION);
         state.session_up(1);
         state.session_up(2);
         Self {
@@ -173,7 +179,7 @@ fn a_commit_serves_all_waiting_selects_and_then_one_take() {
     assert_eq!(store.actions(), []);
     store.release(selects[1]);
     assert_eq!(store.actions(), [StoreAction::Offered(first_take, "a")]);
-    assert_eq!(store.state.acknowledge(first_take, store.now), Ok(()));
+    assert_eq!(store.state.acknowledge(first_take, store.now), Ok(false));
     store.pass(SECOND);
     assert_eq!(store.actions(), [StoreAction::Nothing(second_take)]);
     assert_eq!(store.state.info().num_bytes, 0);
@@ -193,13 +199,13 @@ fn a_lease_that_ends_returns_the_value_and_cannot_be_acknowledged() {
     ];
     assert_eq!(store.actions(), returned);
     for refused in [
-        store.state.acknowledge(late, store.now),
+        store.state.acknowledge(late, store.now).map(drop),
         store.state.renew(late, SECOND, store.now),
         store.state.corrupt(late),
     ] {
         assert!(matches!(refused, Err(Error::Timeout(_))), "{refused:?}");
     }
-    assert_eq!(store.state.acknowledge(waiting, store.now), Ok(()));
+    assert_eq!(store.state.acknowledge(waiting, store.now), Ok(false));
 }
 
 #[test]
@@ -210,7 +216,7 @@ fn a_renewed_lease_goes_on() {
     store.pass(SECOND * 9);
     assert_eq!(store.state.renew(leased, SECOND * 5, store.now), Ok(()));
     store.pass(SECOND * 4);
-    assert_eq!(store.state.acknowledge(leased, store.now), Ok(()));
+    assert_eq!(store.state.acknowledge(leased, store.now), Ok(false));
 }
 
 #[test]
@@ -252,9 +258,11 @@ fn a_lost_client_holds_nothing_and_others_go_on() {
         (0, 0, 0)
     );
     assert_eq!((info.num_bytes, info.num_clients), (60, 1));
-    assert_eq!(store.state.delete([&b"b"[..]].into_iter(), now), 0);
+    // A reservation, an open value and a lease; a call that waited held nothing.
+    assert_eq!((info.num_lost, info.num_expired), (3, 0));
+    assert_eq!(store.state.delete([&b"b"[..]].into_iter(), now), (0, false));
     store.release(others);
-    assert_eq!(store.state.delete([&b"b"[..]].into_iter(), now), 1);
+    assert_eq!(store.state.delete([&b"b"[..]].into_iter(), now), (1, false));
 }
 
 #[test]
@@ -270,6 +278,34 @@ fn a_value_whose_time_has_passed_is_gone_for_all_but_those_that_hold_it() {
     store.release(opened);
     assert_eq!(store.state.info().num_bytes, 0);
     assert_eq!(store.state.info().num_expired, 1);
+}
+
+#[test]
+fn waits_bytes_and_calls_after_the_end_of_a_lease_are_counted() {
+    let mut store = Store::new();
+    store.select(1, "missing", Duration::ZERO);
+    let taken = store.take(1, "a", SECOND);
+    assert_eq!(store.state.info().num_waits, 1);
+    store.actions();
+    store.put("a");
+    store.pass(SECOND * 10);
+    let now = store.now;
+    assert!(store.state.renew(taken, SECOND, now).is_err());
+    assert!(store.state.acknowledge(taken, now).is_err());
+    for content in ["b", "c"] {
+        store.actions();
+        store.put(content);
+        store.take(1, content, Duration::ZERO);
+    }
+    store.take(1, "a", Duration::ZERO);
+    store.actions();
+    store.reserve("d", 30, Duration::ZERO);
+    assert_eq!(store.state.info().num_waits, 1);
+    store.reserve("d", 30, SECOND);
+    let info = store.state.info();
+    assert_eq!((info.num_waits, info.num_fenced), (2, 2));
+    // Values of one byte.
+    assert_eq!((info.committed_bytes, info.hit_bytes), (3, 4));
 }
 
 #[test]
@@ -309,7 +345,7 @@ fn a_client_cannot_hold_without_limit_or_begin_an_operation_twice() {
 
 #[test]
 fn a_list_goes_through_all_values_by_pages() {
-    let mut state = State::new(u64::MAX, RESERVATION);
+    let mut state = State::new(u64::MAX, None, RESERVATION);
     state.session_up(1);
     let now = Instant::now();
     let num_values = PAGE_VALUES as u64 * 2 + 5;

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::super::PAGE_VALUES;
+use super::disk::DiskCopy;
 use super::holds::Hold;
-use super::{Deadline, Holder, Key, Listed, Slot, State, StoreAction, StoredValue, ValueId};
+use super::{Deadline, Holder, Key, Listed, Place, Slot, State, StoreAction, StoredValue, ValueId};
 
 impl<C: Clone> State<C> {
     pub(super) fn selectable(&self, key: &[u8]) -> Option<(ValueId, &StoredValue<C>)> {
@@ -33,14 +34,22 @@ impl<C: Clone> State<C> {
         let found = self
             .selectable(key)
             .filter(|(_, value)| lease.is_none() || value.num_open == 0)
-            .map(|(id, _)| id);
+            .map(|(id, value)| (id, matches!(value.place, Place::InMemory(_))));
         match found {
-            Some(id) => self.offer(holder, id, lease, now),
+            Some((id, true)) => self.offer(holder, id, lease, now),
+            Some((id, false)) => self.await_load(holder, id, lease, deadline, now),
             None if deadline.is_some_and(|at| at <= now) => self.miss(holder),
             None => {
+                self.info.num_waits += 1;
                 let (tick, key): (_, Key) = (self.tick(), key.into());
                 self.waiting.add_select(&key, tick, (holder, lease));
-                self.set_hold(holder, Hold::AwaitsValue { tick, key, lease }, deadline);
+                let hold = Hold::AwaitsValue {
+                    tick,
+                    key,
+                    lease,
+                    until: deadline,
+                };
+                self.set_hold(holder, hold, deadline);
             }
         }
     }
@@ -55,7 +64,10 @@ impl<C: Clone> State<C> {
         let Some(value) = self.values.get_mut(&id) else {
             return;
         };
-        let content = value.content.clone();
+        let Place::InMemory(content) = &value.place else {
+            return;
+        };
+        let content = content.clone();
         let (hold, deadline) = match lease {
             None => {
                 value.num_open += 1;
@@ -67,6 +79,7 @@ impl<C: Clone> State<C> {
             }
         };
         self.info.num_hits += 1;
+        self.info.hit_bytes += value.num_bytes;
         self.set_hold(holder, hold, deadline);
         self.actions
             .push_back(StoreAction::Offered(holder, content));
@@ -91,29 +104,60 @@ impl<C: Clone> State<C> {
         };
         if value.is_doomed {
             self.drop_value(id);
-        } else if let Some((holder, lease)) = self.waiting.first_take(&value.key) {
+        } else if let Some((holder, lease)) = self.waiting.first_take(&value.key)
+            && matches!(value.place, Place::InMemory(_))
+        {
             self.remove_hold(holder);
             self.offer(holder, id, Some(lease), now);
         } else {
-            let tick = self.tick();
-            if let Some(value) = self.values.get_mut(&id)
-                && value.last_use.is_none()
-            {
-                value.last_use = Some(tick);
-                self.evictable_bytes += value.footprint;
-                self.unused.insert(tick, id);
+            let key = Key::clone(&value.key);
+            // Its record may go beyond the quota. This value stays: it was just used.
+            while let Some(oldest) = self.memory.next_eviction_of_namespace(&key, 0) {
+                self.evict(oldest);
             }
+            self.make_unused(id);
         }
         self.grant(now);
     }
 
+    /// A value may be evicted from now on, from memory and from the disk.
+    pub(super) fn make_unused(&mut self, id: ValueId) {
+        let tick = self.tick();
+        let Some(value) = self.values.get_mut(&id) else {
+            return;
+        };
+        if value.last_use.is_some() {
+            return;
+        }
+        value.last_use = Some(tick);
+        if matches!(value.place, Place::InMemory(_)) {
+            let (key, unused) = (&value.key, (tick, id));
+            self.memory.add_unused(key, unused, value.footprint);
+        }
+        if let Some(disk) = &mut self.disk
+            && value.disk == DiskCopy::Kept
+        {
+            disk.unused.insert(tick, id);
+        }
+    }
+
     /// A value is not among those that may be evicted any more.
     pub(super) fn make_used(&mut self, id: ValueId) {
+        self.forget_in_memory(id);
         if let Some(value) = self.values.get_mut(&id)
             && let Some(tick) = value.last_use.take()
+            && let Some(disk) = &mut self.disk
         {
-            self.evictable_bytes -= value.footprint;
-            self.unused.remove(&tick);
+            disk.unused.remove(&tick);
+        }
+    }
+
+    /// A value is not among those that may be evicted from memory any more.
+    pub(super) fn forget_in_memory(&mut self, id: ValueId) {
+        if let Some(value) = self.values.get(&id)
+            && let Some(tick) = value.last_use
+        {
+            self.memory.remove_unused(&value.key, tick, value.footprint);
         }
     }
 
@@ -125,33 +169,37 @@ impl<C: Clone> State<C> {
             self.info.num_values -= 1;
             self.keys.remove(&value.key);
             self.deadlines.cancel(Deadline::Value(id));
+            self.erase(id);
         }
     }
 
     pub(super) fn drop_value(&mut self, id: ValueId) {
         self.hide(id);
         self.make_used(id);
-        if let Some(value) = self.values.remove(&id) {
-            self.info.num_bytes -= value.footprint;
+        if let Some(value) = self.values.remove(&id)
+            && value.place.counts_in_memory()
+        {
+            self.memory.remove(&value.key, value.footprint);
         }
     }
 
-    /// Deletes values that nobody holds; returns how many there were.
+    /// Deletes values that nobody holds; returns how many there were, and whether any is to be erased from the disk first.
     pub(in super::super) fn delete<'a>(
         &mut self,
         keys: impl Iterator<Item = &'a [u8]>,
         now: Instant,
-    ) -> u64 {
-        let mut num_deleted = 0;
+    ) -> (u64, bool) {
+        let (mut num_deleted, mut is_on_disk) = (0, false);
         for key in keys {
             let found = self.selectable(key).filter(|(_, value)| value.is_free());
             if let Some((id, _)) = found {
+                is_on_disk |= self.erase(id);
                 self.drop_value(id);
                 num_deleted += 1;
             }
         }
         self.grant(now);
-        num_deleted
+        (num_deleted, is_on_disk)
     }
 
     /// The next values after `after` whose keys begin so, and where to go on.

@@ -1,9 +1,17 @@
-//! Operations that wait: reservations for space, selects and takes for a key, each in the order of their calls.
+//! What waits: reservations and loads for space, selects and takes for a key, each in the order of their calls.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use super::{Holder, Key, Tick};
+use super::{Holder, Key, Tick, ValueId};
+
+/// Who waits for space in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Claim {
+    Reservation(Holder),
+    /// Of a value that is on disk.
+    Load(ValueId),
+}
 
 #[derive(Debug, Default)]
 struct WaitingForKey {
@@ -13,7 +21,7 @@ struct WaitingForKey {
 
 #[derive(Debug, Default)]
 pub(super) struct Waiting {
-    reserves: BTreeMap<Tick, Holder>,
+    claims: BTreeMap<Tick, Claim>,
     of_keys: HashMap<Key, WaitingForKey>,
 }
 
@@ -22,24 +30,24 @@ impl Waiting {
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let of_keys = |size: fn(&WaitingForKey) -> usize| self.of_keys.values().map(size).sum();
         vec![
-            ("waiting reservations", self.reserves.len()),
+            ("claims on space", self.claims.len()),
             ("awaited keys", self.of_keys.len()),
             ("waiting selects of keys", of_keys(|it| it.selects.len())),
             ("waiting takes of keys", of_keys(|it| it.takes.len())),
         ]
     }
 
-    pub(super) fn add_reserve(&mut self, tick: Tick, holder: Holder) {
-        self.reserves.insert(tick, holder);
+    pub(super) fn add_claim(&mut self, tick: Tick, claim: Claim) {
+        self.claims.insert(tick, claim);
     }
 
-    pub(super) fn first_reserve(&self) -> Option<(Tick, Holder)> {
-        let (tick, holder) = self.reserves.first_key_value()?;
-        Some((*tick, *holder))
+    pub(super) fn first_claim(&self) -> Option<(Tick, Claim)> {
+        let (tick, claim) = self.claims.first_key_value()?;
+        Some((*tick, *claim))
     }
 
-    pub(super) fn remove_reserve(&mut self, tick: Tick) {
-        self.reserves.remove(&tick);
+    pub(super) fn remove_claim(&mut self, tick: Tick) {
+        self.claims.remove(&tick);
     }
 
     pub(super) fn add_select(
@@ -63,6 +71,19 @@ impl Waiting {
     pub(super) fn first_take(&self, key: &[u8]) -> Option<(Holder, Duration)> {
         let (_, take) = self.of_keys.get(key)?.takes.first_key_value()?;
         Some(*take)
+    }
+
+    pub(super) fn is_awaited(&self, key: &[u8]) -> bool {
+        self.of_keys.contains_key(key)
+    }
+
+    /// All selects and takes of a key.
+    pub(super) fn of_key(&self, key: &[u8]) -> Vec<Holder> {
+        let Some(waiting) = self.of_keys.get(key) else {
+            return Vec::new();
+        };
+        let takes = waiting.takes.values().map(|(holder, _)| *holder);
+        waiting.selects.values().copied().chain(takes).collect()
     }
 
     pub(super) fn remove_select(&mut self, key: &[u8], tick: Tick, is_take: bool) {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvpipe_ucx::Buffer;
+use kvpipe_ucx::{Buffer, MemoryKind};
 
 use super::INVALID_PARAM;
 use crate::sync::lock;
@@ -23,7 +23,10 @@ pub(crate) struct TwinMemory {
 impl TwinMemory {
     pub(in crate::transport) fn new(buffer: Buffer) -> UcxResult<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        if buffer.is_empty() || buffer.bytes(0, 0).is_none() {
+        // What is on a GPU is copied by its driver.
+        let is_reached =
+            buffer.kind() == MemoryKind::Host || kvpipe_ucx::device_of(buffer.address()).is_ok();
+        if buffer.is_empty() || !is_reached {
             return Err(INVALID_PARAM);
         }
         let key = NEXT.fetch_add(1, Ordering::Relaxed);

@@ -31,6 +31,8 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Within this, the loss of a peer is known.
 pub const PROMPT: Duration = Duration::from_secs(2);
 
+/// The first message of a session.
+pub const HELLO: u8 = 0;
 /// The frame by which a peer reports how it gets our bytes.
 const DATA_PATH: u8 = 36;
 
@@ -287,17 +289,37 @@ impl Raw {
     /// Establishes a session.
     pub fn connect(search: &Search, address: SocketAddr, kind: SessionKind) -> Self {
         let mut raw = Self::begin(search, address, kind);
-        let ready = std::mem::take(&mut raw.ready);
-        send_frame(&mut raw.stream, &ready);
-        raw.send(&[0], &[]);
-        raw.message(0);
+        raw.send_ready();
+        raw.send(&[HELLO], &[]);
+        raw.message(HELLO);
         while raw.worker.outstanding() > 0 {
             raw.worker.progress();
         }
         let data_path = Writer::new(DATA_PATH).u8((!is_tcp()).into());
         let data_path = data_path.str("any").finish();
         send_frame(&mut raw.stream, &data_path);
+        raw.receive_data_path();
         raw
+    }
+
+    /// Sends the last frame of the handshake.
+    pub fn send_ready(&mut self) {
+        let ready = std::mem::take(&mut self.ready);
+        send_frame(&mut self.stream, &ready);
+    }
+
+    /// Works until the other side has reported its data path: only then may a peer send more.
+    fn receive_data_path(&mut self) {
+        let deadline = Instant::now() + PATIENCE;
+        self.stream.set_nonblocking(true).expect("nonblocking");
+        while self.stream.peek(&mut [0]).is_err() {
+            assert!(Instant::now() < deadline, "no data path");
+            self.worker.progress();
+            std::thread::yield_now();
+        }
+        self.stream.set_nonblocking(false).expect("blocking");
+        let frame = receive_frame(&mut self.stream).expect("frame");
+        assert_eq!(frame[0], DATA_PATH);
     }
 
     /// Shakes hands but for the last frame.

@@ -110,7 +110,7 @@ fn store_messages() -> impl Iterator<Item = (&'static str, Vec<u8>)> {
         message(&[store::LIST], &list.finish()),
         message(&[store::PRESENT], &present.finish()),
         message(&[store::PAGE], &page.finish()),
-        message(&[store::STATISTICS], &[0; 13 * 8]),
+        message(&[store::STATISTICS], &[0; 24 * 8]),
         message(&renew.finish(), &[]),
         message(&[store::REFUSED], &Writer::new(4).str("late").finish()),
         sealed(store::WRITE, inline),

@@ -23,7 +23,9 @@ impl Cable {
         let (leads_to, ends) = (Arc::clone(&cable.leads_to), Arc::clone(&cable.ends));
         std::thread::spawn(move || {
             for near in listener.incoming().flatten() {
-                let far = TcpStream::connect(*leads_to.lock().expect("lock")).expect("connect");
+                // Nobody cuts the cable before both ends are known.
+                let (leads_to, mut ends) = (leads_to.lock(), ends.lock().expect("lock"));
+                let far = TcpStream::connect(*leads_to.expect("lock")).expect("connect");
                 for (from, to) in [(&near, &far), (&far, &near)] {
                     let (mut from, mut to) = (clone(from), clone(to));
                     std::thread::spawn(move || {
@@ -31,7 +33,7 @@ impl Cable {
                         let _ = to.shutdown(Shutdown::Both);
                     });
                 }
-                ends.lock().expect("lock").extend([near, far]);
+                ends.extend([near, far]);
             }
         });
         cable

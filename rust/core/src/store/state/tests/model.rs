@@ -1,14 +1,28 @@
-//! Random operations on a store and on a naive model of it. The model is told what the store does, and says whether it may.
+//! Random operations on a store with a disk, with or without a quota, and on a naive model of it. The model receives what the store does, and says
+//! whether it may.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use proptest::prelude::*;
 
+use super::super::super::NAMESPACE_BYTES;
+use super::super::KeptValue;
 use super::*;
 
 const KEYS: u8 = 4;
 const CAPACITY: u64 = 100;
+/// Of each of the two namespaces.
+const QUOTA: u64 = 60;
 const CLIENTS: u64 = 3;
+/// Two of all values.
+const DISK_CAPACITY: u64 = 16 << 10;
+
+/// Even numbers are of one namespace, odd ones of another.
+fn key(number: u8) -> [u8; NAMESPACE_BYTES + 1] {
+    let mut key = [number % 2; NAMESPACE_BYTES + 1];
+    key[NAMESPACE_BYTES] = number;
+    key
+}
 
 #[derive(Debug, Clone, Copy)]
 enum Op {
@@ -49,26 +63,54 @@ enum Op {
     Lose {
         client: u64,
     },
+    /// The disk ends its oldest save.
+    Save(Save),
+    /// The disk ends its oldest load.
+    Load(Load),
+    /// The server is killed, and another starts with its disk.
+    Restart,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Save {
+    Kept,
+    Failed,
+    /// It failed at its very end.
+    FailedButKept,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Load {
+    Good,
+    Changed,
+    Failed,
 }
 
 fn op() -> impl Strategy<Value = Op> {
     let (client, key, index) = (1..=CLIENTS, 0..KEYS, any::<usize>());
     prop_oneof![
-        4 => (client.clone(), key.clone(), 1..60u64, 0..9u64).prop_map(
+        8 => (client.clone(), key.clone(), 1..60u64, 0..9u64).prop_map(
             |(client, key, num_bytes, timeout)| Op::Reserve { client, key, num_bytes, timeout }
         ),
-        6 => (index, proptest::option::weighted(0.2, 1..20u64))
+        12 => (index, proptest::option::weighted(0.2, 1..20u64))
             .prop_map(|(index, ttl)| Op::Commit { index, ttl }),
-        6 => (client.clone(), key.clone(), proptest::option::of(1..9u64), 0..9u64).prop_map(
+        12 => (client.clone(), key.clone(), proptest::option::of(1..9u64), 0..9u64).prop_map(
             |(client, key, lease, timeout)| Op::Select { client, key, lease, timeout }
         ),
-        6 => index.prop_map(|index| Op::Release { index }),
-        2 => index.prop_map(|index| Op::Acknowledge { index }),
-        1 => index.prop_map(|index| Op::Renew { index }),
-        1 => index.prop_map(|index| Op::Corrupt { index }),
-        1 => key.prop_map(|key| Op::Delete { key }),
-        3 => (0..12u64).prop_map(|seconds| Op::Pass { seconds }),
-        1 => client.prop_map(|client| Op::Lose { client }),
+        12 => index.prop_map(|index| Op::Release { index }),
+        4 => index.prop_map(|index| Op::Acknowledge { index }),
+        2 => index.prop_map(|index| Op::Renew { index }),
+        2 => index.prop_map(|index| Op::Corrupt { index }),
+        3 => key.prop_map(|key| Op::Delete { key }),
+        6 => (0..12u64).prop_map(|seconds| Op::Pass { seconds }),
+        2 => client.prop_map(|client| Op::Lose { client }),
+        10 => Just(Op::Save(Save::Kept)),
+        1 => Just(Op::Save(Save::Failed)),
+        1 => Just(Op::Save(Save::FailedButKept)),
+        10 => Just(Op::Load(Load::Good)),
+        1 => Just(Op::Load(Load::Changed)),
+        1 => Just(Op::Load(Load::Failed)),
+        2 => Just(Op::Restart),
     ]
 }
 
@@ -82,14 +124,33 @@ enum Held {
     Leased(u64),
 }
 
+/// A disk that carries out its jobs in order, and late.
+#[derive(Default)]
+struct ModelDisk {
+    writes: VecDeque<Write>,
+    loads: VecDeque<ValueId>,
+    /// Keys and values by their numbers.
+    kept: BTreeMap<ValueId, (Key, u64)>,
+}
+
+#[derive(Clone)]
+enum Write {
+    Save(ValueId, Key, u64),
+    Erase(ValueId),
+}
+
 /// What is known from the store's actions alone.
 #[derive(Default)]
 struct Model {
     held: HashMap<Holder, (u8, Held)>,
-    /// Sizes of values that were committed, by their number; the keys of those that were acknowledged are gone.
+    /// Keys and sizes of values that were committed, by their number.
     committed: HashMap<u64, (u8, u64)>,
     acknowledged: Vec<u64>,
+    /// Keys whose value was acknowledged or deleted, and not committed anew.
+    absent: BTreeSet<u8>,
+    disk: ModelDisk,
     asked_bytes: HashMap<Holder, u64>,
+    quota: Option<u64>,
 }
 
 impl Model {
@@ -111,6 +172,9 @@ impl Model {
                 assert!(!is_reserved, "two reservations of a key");
                 self.held
                     .insert(*holder, (key, Held::Reserved(self.asked_bytes[holder])));
+                if let Some(quota) = self.quota {
+                    assert!(self.held_bytes(|other| other % 2 == key % 2) <= quota);
+                }
             }
             StoreAction::Occupied(holder)
             | StoreAction::Refused(holder, _)
@@ -144,14 +208,21 @@ impl Model {
                 let (_, held) = self.held.remove(holder).expect("known");
                 assert!(matches!(held, Held::Reserved(_) | Held::Leased(_)));
             }
+            StoreAction::Save(id, key, value) => {
+                let save = Write::Save(*id, Key::clone(key), *value);
+                self.disk.writes.push_back(save);
+            }
+            StoreAction::Erase(id) => self.disk.writes.push_back(Write::Erase(*id)),
+            StoreAction::Load(id, _) => self.disk.loads.push_back(*id),
         }
     }
 
     /// Bytes that nothing can free.
-    fn held_bytes(&self) -> u64 {
+    fn held_bytes(&self, is_of: impl Fn(u8) -> bool) -> u64 {
         let mut values = HashMap::new();
         let mut num_bytes = 0;
-        for (_, held) in self.held.values() {
+        let held = self.held.values().filter(|(key, _)| is_of(*key));
+        for (_, held) in held {
             match held {
                 Held::Reserved(reserved) => num_bytes += reserved,
                 Held::Open(value) | Held::Leased(value) => {
@@ -173,12 +244,16 @@ struct Run {
 }
 
 impl Run {
-    fn new() -> Self {
-        let mut state = State::new(CAPACITY, RESERVATION);
+    fn new(quota: Option<u64>) -> Self {
+        let mut state = State::new(CAPACITY, quota, RESERVATION);
+        state.add_disk(DISK_CAPACITY, Vec::new(), Instant::now());
         (1..=CLIENTS).for_each(|client| state.session_up(client));
         Self {
             state,
-            model: Model::default(),
+            model: Model {
+                quota,
+                ..Model::default()
+            },
             is_take: HashMap::new(),
             now: Instant::now(),
             last_number: 0,
@@ -218,7 +293,7 @@ impl Run {
                 self.model.asked_bytes.insert(holder, num_bytes);
                 let deadline = Some(self.seconds(timeout));
                 self.state
-                    .reserve(holder, &[key], num_bytes, deadline, self.now);
+                    .reserve(holder, &self::key(key), num_bytes, deadline, self.now);
             }
             Op::Commit { index, ttl } => {
                 let Some(holder) = self.pick(index) else {
@@ -229,6 +304,7 @@ impl Run {
                 let held = self.model.held[&holder];
                 if let (key, Held::Reserved(num_bytes)) = held {
                     self.model.committed.insert(value, (key, num_bytes));
+                    self.model.absent.remove(&key);
                     self.model.held.remove(&holder);
                     assert!(self.state.commit(holder, (value, 1, 0), ttl, self.now));
                 } else {
@@ -247,7 +323,8 @@ impl Run {
                     lease.map(|it| SECOND * it as u32),
                     Some(self.seconds(timeout)),
                 );
-                self.state.select(holder, &[key], lease, deadline, self.now);
+                self.state
+                    .select(holder, &self::key(key), lease, deadline, self.now);
             }
             Op::Release { index } => {
                 let Some(holder) = self.pick(index) else {
@@ -256,18 +333,7 @@ impl Run {
                 self.model.held.remove(&holder);
                 self.state.release(holder, self.now);
             }
-            Op::Acknowledge { index } => {
-                let Some(holder) = self.pick(index) else {
-                    return;
-                };
-                let acknowledged = self.state.acknowledge(holder, self.now);
-                let held = self.model.held[&holder].1;
-                assert_eq!(acknowledged.is_ok(), matches!(held, Held::Leased(_)));
-                if let Held::Leased(value) = held {
-                    self.model.held.remove(&holder);
-                    self.model.acknowledged.push(value);
-                }
-            }
+            Op::Acknowledge { index } => self.acknowledge(index),
             Op::Renew { index } => {
                 let Some(holder) = self.pick(index) else {
                     return;
@@ -285,7 +351,12 @@ impl Run {
                 assert_eq!(self.state.corrupt(holder).is_ok(), holds);
             }
             Op::Delete { key } => {
-                self.state.delete([&[key][..]].into_iter(), self.now);
+                let keys = [self::key(key)];
+                let keys = keys.iter().map(|key| &key[..]);
+                let (num_deleted, is_on_disk) = self.state.delete(keys, self.now);
+                if num_deleted == 1 {
+                    self.answer_erased(key, is_on_disk);
+                }
             }
             Op::Pass { seconds } => {
                 self.now += SECOND * seconds as u32;
@@ -296,7 +367,99 @@ impl Run {
                 self.state.session_down(client, self.now);
                 self.state.session_up(client);
             }
+            Op::Save(outcome) => self.end_save(outcome),
+            Op::Load(outcome) => self.end_load(outcome),
+            Op::Restart => self.restart(),
         }
+    }
+
+    fn acknowledge(&mut self, index: usize) {
+        let Some(holder) = self.pick(index) else {
+            return;
+        };
+        let acknowledged = self.state.acknowledge(holder, self.now);
+        let held = self.model.held[&holder].1;
+        assert_eq!(acknowledged.is_ok(), matches!(held, Held::Leased(_)));
+        if let Held::Leased(value) = held {
+            self.model.held.remove(&holder);
+            self.model.acknowledged.push(value);
+            let key = self.model.committed[&value].0;
+            self.answer_erased(key, acknowledged == Ok(true));
+            let mut committed = self.model.committed.iter();
+            if committed.any(|(number, (of, _))| *number > value && *of == key) {
+                // It was found to be corrupt, and has a successor.
+                self.model.absent.remove(&key);
+            }
+        }
+    }
+
+    /// What the server does before it answers that a value is deleted.
+    fn answer_erased(&mut self, key: u8, is_on_disk: bool) {
+        self.check();
+        while is_on_disk && !self.model.disk.writes.is_empty() {
+            self.run(Op::Save(Save::Kept));
+        }
+        self.model.absent.insert(key);
+    }
+
+    /// The disk does what it was told up to the end of a save.
+    fn end_save(&mut self, outcome: Save) {
+        let disk = &mut self.model.disk;
+        while let Some(write) = disk.writes.pop_front() {
+            match write {
+                Write::Erase(id) => {
+                    disk.kept.remove(&id);
+                    self.state.erased(id);
+                }
+                Write::Save(id, key, value) => {
+                    if outcome != Save::Failed {
+                        disk.kept.insert(id, (key, value));
+                    }
+                    if outcome != Save::Kept {
+                        disk.writes.push_front(Write::Erase(id));
+                    }
+                    self.state.saved(id, outcome == Save::Kept, self.now);
+                    return self.check();
+                }
+            }
+        }
+    }
+
+    fn end_load(&mut self, outcome: Load) {
+        let Some(id) = self.model.disk.loads.pop_front() else {
+            return;
+        };
+        let (key, value) = self.model.disk.kept.get(&id).expect("not on disk").clone();
+        let outcome = match outcome {
+            Load::Good => Ok(value),
+            Load::Changed => Err(Error::Corrupt(String::new())),
+            Load::Failed => Err(Error::Unavailable(String::new())),
+        };
+        let is_changed = matches!(outcome, Err(Error::Corrupt(_)));
+        let is_good = outcome.is_ok();
+        self.state.loaded(id, outcome, self.now);
+        assert!(is_good || self.state.exists(&key) != is_changed);
+    }
+
+    fn restart(&mut self) {
+        let disk = &mut self.model.disk;
+        disk.writes.clear();
+        disk.loads.clear();
+        let kept = disk.kept.iter().map(|(id, (key, value))| KeptValue {
+            id: *id,
+            key: Key::clone(key),
+            num_bytes: 1,
+            num_record: 0,
+            footprint: self.model.committed[value].1,
+        });
+        let kept = kept.collect();
+        self.model.held.clear();
+        self.state = State::new(CAPACITY, self.model.quota, RESERVATION);
+        self.state.add_disk(DISK_CAPACITY, kept, self.now);
+        for key in &self.model.absent {
+            assert!(!self.state.exists(&self::key(*key)), "it has come back");
+        }
+        (1..=CLIENTS).for_each(|client| self.state.session_up(client));
     }
 
     fn check(&mut self) {
@@ -305,7 +468,12 @@ impl Run {
         }
         let info = self.state.info();
         assert!(info.num_bytes <= CAPACITY, "{info:?}");
-        assert!(self.model.held_bytes() <= info.num_bytes, "{info:?}");
+        assert!(info.num_disk_bytes <= DISK_CAPACITY, "{info:?}");
+        assert!(
+            self.model.held_bytes(|_| true) <= info.num_bytes,
+            "{info:?}"
+        );
+        self.check_quota(info.num_bytes);
         let count = |is: fn(&Held) -> bool| {
             let held = self.model.held.values().filter(|(_, held)| is(held));
             held.count() as u64
@@ -322,29 +490,67 @@ impl Run {
         let num_listed = self.state.list(b"", 0).0.len();
         assert_eq!(info.num_values, num_listed as u64);
     }
+
+    /// Only what somebody holds goes beyond a quota, and one value that was held.
+    fn check_quota(&self, num_bytes: u64) {
+        let Some(quota) = self.model.quota else {
+            return;
+        };
+        let mut sum = 0;
+        for number in 0..2 {
+            let (bytes, held, newest) = self.state.memory.of_namespace(&key(number));
+            let newest = newest.map_or(0, |id| self.state.values[&id].footprint);
+            assert!(
+                bytes <= quota.max(held + newest),
+                "{bytes} bytes, {held} held"
+            );
+            assert!(self.model.held_bytes(|key| key % 2 == number) <= held);
+            sum += bytes;
+        }
+        assert_eq!(sum, num_bytes);
+    }
 }
 
 proptest! {
     #[test]
-    fn a_store_keeps_its_promises_whatever_its_clients_do(ops in proptest::collection::vec(op(), 1..120)) {
-        let mut run = Run::new();
+    fn a_store_keeps_its_promises_whatever_its_clients_do(
+        quota in proptest::option::of(Just(QUOTA)), ops in proptest::collection::vec(op(), 1..120)
+    ) {
+        let mut run = Run::new(quota);
         for op in ops {
             run.run(op);
             run.check();
         }
-        // When all clients have gone, what is left is evictable.
+        // When all clients have ended, and the disk is done, what is left is evictable.
         for client in 1..=CLIENTS {
             run.run(Op::Lose { client });
             run.check();
         }
-        let holder = run.begin(1, KEYS);
-        run.model.asked_bytes.insert(holder, CAPACITY);
-        run.state.reserve(holder, &[KEYS], CAPACITY, Some(run.now), run.now);
-        run.check();
-        prop_assert_eq!(run.model.held[&holder].1, Held::Reserved(CAPACITY));
-        run.run(Op::Release { index: 0 });
+        while !run.model.disk.writes.is_empty() || !run.model.disk.loads.is_empty() {
+            run.run(Op::Save(Save::Kept));
+            run.run(Op::Load(Load::Good));
+            run.check();
+        }
+        // One for each namespace.
+        for key in KEYS..KEYS + 2 {
+            run.run(Op::Reserve { client: 1, key, num_bytes: CAPACITY / 2, timeout: 0 });
+            run.check();
+        }
+        let held: Vec<_> = run.model.held.values().map(|(_, held)| *held).collect();
+        prop_assert_eq!(held, [Held::Reserved(CAPACITY / 2); 2]);
+        for _ in 0..2 {
+            run.run(Op::Release { index: 0 });
+        }
         let info = run.state.info();
-        prop_assert_eq!((info.num_bytes, info.num_values), (0, 0));
-        prop_assert!(run.state.sizes().iter().all(|(name, size)| *size == 0 || matches!(*name, "clients that may hold" | "deadlines of the store's state")));
+        prop_assert_eq!((info.num_bytes, info.num_values), (0, info.num_disk_values));
+        prop_assert_eq!(info.num_disk_values, run.model.disk.kept.len() as u64);
+        let keys: Vec<_> = run.model.disk.kept.values().map(|(key, _)| Key::clone(key)).collect();
+        run.state.delete(keys.iter().map(|key| &key[..]), run.now);
+        run.check();
+        run.run(Op::Save(Save::Kept));
+        prop_assert_eq!(run.model.disk.kept.len(), 0);
+        let info = run.state.info();
+        prop_assert_eq!((info.num_values, info.num_disk_values, info.num_disk_bytes), (0, 0, 0));
+        prop_assert!(run.state.sizes().iter().all(|(name, size)| *size == 0 || matches!(*name, "clients that may hold" | "deadlines of the store's state" | "values to be saved")));
     }
 }
