@@ -18,6 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvpipe.connector.load import LoadOutcome
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
 from kvpipe.connector.sampling import Sampling
 
@@ -161,18 +162,8 @@ def is_unreported(output: SchedulerOutput, words: KVConnectorOutput) -> bool:
 
 def outcome(request: Request | Load, *, is_loaded: bool = True, **facts: Any) -> WorkerOutcomes:
     """The worker's word on one load. `facts`: what it is to say beside that."""
-    known = {
-        "is_loaded": is_loaded,
-        "num_bytes": 1,
-        "transport": "cma",
-        "elapsed_s": 0.1,
-        "backlog_s": 0.0,
-        "reason": "",
-        "cause": "" if is_loaded else "other",
-    }
-    names = ("num_received", "num_missing", "num_retried", "num_validated", "num_compared", "num_corrupt")
-    counts = dict.fromkeys(names, 0)
-    return WorkerOutcomes({request.request_id: known | {"backlog_s": 0.0} | counts | facts})
+    known = {"num_bytes": 1, "transport": "cma", "elapsed_s": 0.1, "cause": "" if is_loaded else "other"}
+    return WorkerOutcomes({request.request_id: LoadOutcome(is_loaded, **known | facts)})
 
 
 def new_id() -> str:

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpipe.connector.commits import Commits
-from kvpipe.connector.metadata import StepMetadata, WorkerOutcomes
-from kvpipe.connector.requests import prompt_hash
+from kvpipe.connector.metadata import Cancel, StepMetadata, WorkerOutcomes
+from kvpipe.connector.requests import Consumed, prompt_hash
+from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import consume
 from tests.connector.engine import NUM_BLOCKS, SAMPLING, Engine, new_id, outcome
 from tests.connector.wire import Wire
@@ -26,7 +26,7 @@ class Scene:
         engine.role._out.control.close()
         self.engine, self.wire = engine, Wire()
         engine.role._out.control = self.wire
-        engine.role._consuming._commits = Commits(num_ranks)
+        engine.role._consuming._num_ranks = num_ranks
         handoff = new_id()
         self.handoff = bytes.fromhex(handoff)
         self.request: Request = engine.add(TOKENS, params=consume(handoff, "127.0.0.1:1"))
@@ -50,6 +50,10 @@ class Scene:
         facts = outcome(self.request, num_received=4).outcomes[self.request.request_id]
         verified = WorkerOutcomes(verified={self.request.request_id: [facts] * num_ranks})
         return self.step(kv_connector_worker_meta=verified)
+
+    def broken(self) -> WorkerOutcomes:
+        """The report of a rank that has lost blocks that it had verified."""
+        return WorkerOutcomes(broken={self.request.request_id})
 
     def send_finished(self) -> None:
         self.wire.send_finished(self.handoff, [7], SAMPLING.hash(self.request))
@@ -76,6 +80,28 @@ def test_a_state_that_comes_between_steps_has_the_step_after_the_next_compute(sc
     assert scene.step()[1].committed == [scene.handoff]
     assert scene.step()[0] == 1
     assert scene.wire.watched[scene.handoff].is_over
+
+
+def test_a_commit_is_acknowledged_to_the_producer_if_its_request_was_aborted_meanwhile(scene: Scene) -> None:
+    scene.blocks_verified()
+    output = scene.engine.scheduler.schedule()
+    scene.send_finished()
+    scene.end(output)
+    scene.engine.abort(scene.request)
+    scene.step()
+    assert scene.wire.watched[scene.handoff].is_acknowledged
+
+
+def test_a_handoff_whose_commit_the_workers_do_not_know_of_belongs_to_its_request_still(scene: Scene) -> None:
+    scene.blocks_verified()
+    output = scene.engine.scheduler.schedule()
+    scene.send_finished()
+    scene.end(output)
+    scene.engine.abort(scene.request)
+    with pytest.raises(ConfigError, match=f"belongs to request {scene.request.request_id}"):
+        scene.engine.role._consuming.add(scene.request, Consumed(scene.handoff, "127.0.0.1:1", 4, scene.request))
+    scene.step()
+    assert scene.wire.watched[scene.handoff].is_acknowledged
 
 
 def test_nothing_is_committed_before_the_last_rank_has_all_blocks(engine: Engine) -> None:
@@ -114,23 +140,46 @@ def test_a_handoff_that_has_ended_is_cancelled_and_not_committed(scene: Scene) -
     scene.wire.send_ended(scene.handoff)
     num_tokens, metadata = scene.step()
     assert (num_tokens, metadata.committed) == (0, [])
-    assert metadata.cancels[0][0] == scene.handoff
+    assert metadata.cancels[0].handoff == scene.handoff
 
 
 @pytest.mark.parametrize("is_withdrawn", [True, False])
 def test_the_workers_learn_whether_the_producer_has_withdrawn_its_blocks(scene: Scene, *, is_withdrawn: bool) -> None:
     scene.blocks_verified()
     scene.wire.send_ended(scene.handoff, is_withdrawn=is_withdrawn)
-    assert scene.step()[1].cancels == [(scene.handoff, "it has ended", is_withdrawn)]
+    assert scene.step()[1].cancels == [Cancel(scene.handoff, "it has ended", is_withdrawn)]
 
 
 def test_a_rank_that_fails_after_it_had_all_blocks_is_not_committed(engine: Engine) -> None:
     scene = Scene(engine, num_ranks=2)
     scene.blocks_verified(2)
-    scene.step(kv_connector_worker_meta=outcome(scene.request, is_loaded=False))
+    scene.step(kv_connector_worker_meta=scene.broken())
     scene.send_finished()
     num_tokens, metadata = scene.step()
     assert (num_tokens, metadata.committed, metadata.commits) == (0, [], [scene.handoff])
+
+
+def test_a_rank_whose_blocks_are_lost_after_it_had_them_ends_the_load_when_no_commit_can_come(engine: Engine) -> None:
+    scene = Scene(engine, num_ranks=2)
+    scene.blocks_verified(1)
+    scene.step(kv_connector_worker_meta=scene.broken())
+    (cancel,) = scene.step()[1].cancels
+    assert (cancel.handoff, cancel.is_withdrawn) == (scene.handoff, False)
+
+
+def test_a_rank_that_is_broken_after_the_commit_changes_nothing(scene: Scene) -> None:
+    scene.blocks_verified()
+    output = scene.engine.scheduler.schedule()
+    scene.send_finished()
+    scene.end(output)
+    output = scene.engine.scheduler.schedule()
+    assert (output.num_scheduled_tokens, output.kv_connector_metadata.committed) == (
+        {scene.request.request_id: 1},
+        [scene.handoff],
+    )
+    scene.end(output, kv_connector_worker_meta=scene.broken())
+    assert scene.step()[1].cancels == []
+    assert scene.request.num_output_tokens == 2
 
 
 def test_a_rank_that_has_failed_no_longer_counts_as_verified(engine: Engine) -> None:
@@ -204,8 +253,7 @@ def test_a_load_that_fails_in_the_step_in_which_its_state_comes_is_not_committed
     scene.blocks_verified()
     output = scene.engine.scheduler.schedule()
     scene.send_finished()
-    failed = outcome(scene.request, is_loaded=False)
-    scene.engine.end(output, finished_recving={scene.request.request_id}, kv_connector_worker_meta=failed)
+    scene.end(output, kv_connector_worker_meta=scene.broken())
     assert scene.step()[1].committed == []
 
 

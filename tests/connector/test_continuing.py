@@ -39,7 +39,7 @@ def engine(tiny_model: str) -> Iterator[Engine]:
 
 
 def assert_nothing_is_left() -> None:
-    assert (continuing._CONTINUED.tokens, continuing._CONTINUED.unsent) == ({}, set())
+    assert all((each.tokens, each.unsent) == ({}, set()) for each in continuing._CONTINUED.values())
 
 
 def asked(
@@ -177,7 +177,7 @@ def test_a_prompt_that_ends_with_its_block_continues_into_a_free_one(
 ) -> None:
     engine = Engine(engine_config(tiny_model, {"scheduler_cls": CLASS}), num_blocks=1 + 2 + num_free)
     request, handoff = asked(engine, producer, 2 * BLOCK, max_tokens=2)
-    assert bool(continuing._CONTINUED.tokens) is is_continued
+    assert bool(engine.scheduler._continued.tokens) is is_continued
     if not is_continued:
         assert next_step(engine, request).kv_connector_metadata.first_tokens == {handoff: OTHER}
     engine.finish_all()
@@ -202,9 +202,22 @@ def test_a_request_that_is_aborted_before_its_first_step_leaves_nothing(
     engine: Engine, producer: _kvpipe.Control
 ) -> None:
     request, _ = asked(engine, producer)
-    assert continuing._CONTINUED.tokens == {request.request_id: OTHER}
+    assert engine.scheduler._continued.tokens == {request.request_id: OTHER}
     engine.abort(request)
     assert_nothing_is_left()
+
+
+def test_an_engine_leaves_a_request_alone_whose_id_continues_on_another_engine_of_its_process(
+    engine: Engine, producer: _kvpipe.Control, tiny_model: str
+) -> None:
+    request, _ = asked(engine, producer)
+    other = Engine(engine_config(tiny_model, {"scheduler_cls": CLASS}))
+    alike = other.add(list(range(40)), request_id=request.request_id)
+    (new,) = other.scheduler.schedule().scheduled_new_reqs
+    assert new.prompt_token_ids == alike.prompt_token_ids == list(range(40))
+    other.finish_all()
+    other.close()
+    assert engine.scheduler._continued.tokens == {request.request_id: OTHER}
 
 
 def test_a_request_that_ends_with_its_second_token_sends_both(engine: Engine, producer: _kvpipe.Control) -> None:
@@ -243,10 +256,12 @@ def test_an_engine_in_which_no_request_can_continue_says_why(
         structured_outputs_config=SimpleNamespace(reasoning_parser=""),
         model_config=SimpleNamespace(logits_processors=None, max_model_len=2048),
         cache_config=SimpleNamespace(block_size=BLOCK),
+        kv_transfer_config=SimpleNamespace(engine_id="engine"),
     )
     request = Request("request", prompt(100), SamplingParams(max_tokens=4, ignore_eos=True), None)
-    assert continuing.Continuations(config).begin(request, OTHER)
-    continuing.Continuations.forget(request)
+    continuations = continuing.Continuations(config)
+    assert continuations.begin(request, OTHER)
+    continuations.forget(request)
     setattr(getattr(config, part) if part else config, field, value)
     request = Request("request", prompt(100), SamplingParams(max_tokens=4, ignore_eos=True), None)
     with log.at_level(logging.WARNING):

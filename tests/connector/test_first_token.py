@@ -1,5 +1,7 @@
-"""The first token: vLLM's own loaders take the processor, and it forces the first output and nothing else."""
+"""Forced outputs: vLLM's own loaders take the processor, and it forces the first outputs and nothing else."""
 
+import copy
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,9 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor.loader import build_custom_logits_processors
 
-from kvpipe.connector.first_token import PENDING_FIRST_TOKENS, FirstToken, consumed_handoff
-from kvpipe.transfer_params import consume, produce
+from kvpipe.connector.first_token import FirstToken, ForcedOutputs
+from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
+from kvpipe.transfer_params import consume, produce, resume
 from tests.connector.engine import new_id
 
 pytestmark = pytest.mark.vllm
@@ -27,11 +30,15 @@ VOCAB = 16
 @pytest.fixture(autouse=True)
 def _nothing_due() -> Any:
     yield
-    PENDING_FIRST_TOKENS.tokens = {}
+    PENDING_FIRST_TOKENS._by_engine = {}
 
 
 def consuming(handoff: str) -> SamplingParams:
     return SamplingParams(extra_args={"kv_transfer_params": consume(handoff, "127.0.0.1:1")})
+
+
+def resuming(handoff: str, *tokens: int) -> SamplingParams:
+    return SamplingParams(extra_args={"kv_transfer_params": resume(handoff, tokens)})
 
 
 def v1(config: VllmConfig) -> FirstToken:
@@ -63,8 +70,9 @@ def forced(processor: FirstToken, *context: LogitsContext) -> dict[int, int]:
     return {row: tokens[0] for row, tokens in enumerate(allowed) if len(tokens) == 1}
 
 
-def due(**tokens: int) -> None:
-    PENDING_FIRST_TOKENS.tokens = {bytes.fromhex(handoff): token for handoff, token in tokens.items()}
+def due(config: VllmConfig, **tokens: int) -> None:
+    by_handoff = {bytes.fromhex(handoff): token for handoff, token in tokens.items()}
+    PENDING_FIRST_TOKENS.set(str(config.kv_transfer_config.engine_id), "KVPipeConnector", by_handoff)
 
 
 def test_both_model_runners_load_the_processor_of_the_entry_point(config: VllmConfig) -> None:
@@ -77,7 +85,7 @@ def test_both_model_runners_load_the_processor_of_the_entry_point(config: VllmCo
 def test_v1_forces_the_first_output_and_no_other(config: VllmConfig) -> None:
     processor, handoff, output_ids = v1(config), new_id(), []
     processor.update_state(added((2, consuming(handoff), output_ids), (3, SamplingParams(), [])))
-    due(**{handoff: 9})
+    due(config, **{handoff: 9})
     assert forced(processor) == {2: 9}
     # The step was preempted or thrown away: there is still no output.
     processor.update_state(None)
@@ -87,10 +95,73 @@ def test_v1_forces_the_first_output_and_no_other(config: VllmConfig) -> None:
     assert forced(processor) == {}
 
 
+def test_v1_forces_the_tokens_that_a_request_brings_and_no_other(config: VllmConfig) -> None:
+    processor, handoff, output_ids = v1(config), new_id(), []
+    processor.update_state(added((1, resuming(handoff, 9, 4, 9), output_ids), (2, SamplingParams(), [])))
+    due(config, **{handoff: 9})
+    for token in (9, 4, 9):
+        # The step may be thrown away.
+        for _ in range(2):
+            processor.update_state(None)
+            assert forced(processor) == {1: token}
+        # With asynchronous scheduling vLLM does not know the output yet.
+        output_ids.append(-1)
+    processor.update_state(None)
+    assert forced(processor) == {}
+
+
+def test_v1_goes_on_where_a_preempted_request_was(config: VllmConfig) -> None:
+    processor, handoff = v1(config), new_id()
+    params = resuming(handoff, 9, 4, 5)
+    processor.update_state(added((1, params, [9, 4, 5])))
+    due(config, **{handoff: 9})
+    assert forced(processor) == {}
+    processor.update_state(added(removed=[1]))
+    assert forced(processor) == {}
+    processor.update_state(added((3, params, [9, 4])))
+    assert forced(processor) == {3: 5}
+
+
+def test_outputs_that_vllm_throws_away_are_forced_again(config: VllmConfig) -> None:
+    """It cuts its own list of them after a failed load of another connector."""
+    processor, handoff, output_ids = v1(config), new_id(), []
+    processor.update_state(added((0, resuming(handoff, 9, 4), output_ids)))
+    due(config, **{handoff: 9})
+    output_ids += [-1, -1]
+    processor.update_state(None)
+    assert forced(processor) == {}
+    del output_ids[1:]
+    assert forced(processor) == {0: 4}
+
+
+def test_further_tokens_are_forced_only_where_the_first_one_is(config: VllmConfig) -> None:
+    processor, handoff = v1(config), new_id()
+    processor.update_state(added((0, resuming(handoff, 9, 4), [9])))
+    due(config, **{new_id(): 9})
+    assert forced(processor) == {}
+    due(config, **{handoff: 9})
+    assert forced(processor) == {0: 4}
+
+
+def test_engines_of_one_process_force_what_is_pending_in_their_own_step(config: VllmConfig) -> None:
+    other = copy.copy(config)
+    other.kv_transfer_config = dataclasses.replace(config.kv_transfer_config, engine_id="other")
+    handoffs = new_id(), new_id()
+    processors = v1(config), v1(other)
+    for processor in processors:
+        requests = [(row, resuming(handoff, 9, 4), [9]) for row, handoff in enumerate(handoffs)]
+        processor.update_state(added(*requests))
+    due(config, **{handoffs[0]: 9})
+    due(other, **{handoffs[1]: 9})
+    assert [forced(processor) for processor in processors] == [{0: 4}, {1: 4}]
+    due(config)
+    assert [forced(processor) for processor in processors] == [{}, {1: 4}]
+
+
 def test_v1_follows_requests_that_move_in_the_batch(config: VllmConfig) -> None:
     processor, one, other = v1(config), new_id(), new_id()
     processor.update_state(added((0, consuming(one), []), (1, consuming(other), [])))
-    due(**{one: 5, other: 6})
+    due(config, **{one: 5, other: 6})
     processor.update_state(added(moved=[(0, 1, MoveDirectionality.SWAP)]))
     assert forced(processor) == {1: 5, 0: 6}
     processor.update_state(added(removed=[1], moved=[(0, 3, MoveDirectionality.UNIDIRECTIONAL)]))
@@ -117,12 +188,27 @@ def test_v2_forces_the_first_output_and_no_other(config: VllmConfig) -> None:
     processor._requests.prompt_len.np[:] = [20, 10, 0, 0]
     processor.add_request(1, consuming(handoff))
     processor.add_request(0, SamplingParams())
-    due(**{handoff: 7})
+    due(config, **{handoff: 7})
     assert forced(processor, context([0, 1], [20, 6])) == {}  # a chunk of the prompt
     assert forced(processor, context([0, 1], [21, 10])) == {1: 7}
     assert forced(processor, context([1, 0], [11, 22])) == {}  # its second output
     processor.add_request(1, SamplingParams())  # the slot's next request
     assert forced(processor, context([1], [10])) == {}
+
+
+def test_v2_forces_the_tokens_that_a_request_brings_and_no_other(config: VllmConfig) -> None:
+    processor, handoff = v2(config), new_id()
+    processor._requests.prompt_len.np[:] = [20, 10, 0, 0]
+    processor.add_request(1, resuming(handoff, 7, 3))
+    processor.add_request(0, SamplingParams())
+    due(config, **{handoff: 7})
+    assert forced(processor, context([0, 1], [22, 8])) == {}  # a chunk of the prompt
+    assert forced(processor, context([0, 1], [22, 10])) == {1: 7}
+    assert forced(processor, context([1, 0], [11, 23])) == {0: 3}
+    assert forced(processor, context([1, 0], [12, 24])) == {}
+    processor.add_request(2, resuming(handoff, 7, 3))  # preempted after its first output, in another slot
+    processor._requests.prompt_len.np[2] = 10
+    assert forced(processor, context([2], [11])) == {0: 3}
 
 
 @pytest.mark.parametrize(
@@ -132,14 +218,14 @@ def test_v2_forces_the_first_output_and_no_other(config: VllmConfig) -> None:
     + [{"kv_transfer_params": produce("0" * 32)}],
 )
 def test_parameters_of_others_are_ignored(extra: Any) -> None:
-    assert consumed_handoff(SamplingParams(extra_args=extra)) is None
+    assert ForcedOutputs.of(SamplingParams(extra_args=extra)) is None
 
 
-def sampled(config: VllmConfig, params: SamplingParams) -> int:
-    """What vLLM's sampler makes of even logits for one request with one token of prompt and no output."""
+def sampled(config: VllmConfig, params: SamplingParams, *output_ids: int) -> int:
+    """What vLLM's sampler makes of even logits for one request with one token of prompt and these outputs."""
     made = build_logitsprocs(config, torch.device("cpu"), is_pin_memory=False, is_pooling_model=False)
     for processor in made.all:
-        processor.update_state(BatchUpdate(1, removed=[], added=[(0, params, [1], [])], moved=[]))
+        processor.update_state(BatchUpdate(1, removed=[], added=[(0, params, [1], list(output_ids))], moved=[]))
     is_greedy = params.temperature == 0
     metadata = SamplingMetadata(
         temperature=None if is_greedy else torch.tensor([params.temperature]),
@@ -154,7 +240,7 @@ def sampled(config: VllmConfig, params: SamplingParams) -> int:
         frequency_penalties=torch.tensor([params.frequency_penalty]),
         presence_penalties=torch.tensor([params.presence_penalty]),
         repetition_penalties=torch.tensor([params.repetition_penalty]),
-        output_token_ids=[[]],
+        output_token_ids=[list(output_ids)],
         allowed_token_ids_mask=None,
         bad_words_token_ids={},
         logitsprocs=made,
@@ -169,15 +255,18 @@ def test_vllms_sampler_gives_the_forced_token_under_penalties_and_bias(
     config: VllmConfig, sampling: dict[str, Any]
 ) -> None:
     handoff = new_id()
+    given = resuming(handoff, 11, 11, 5)
     params = SamplingParams(
         repetition_penalty=1.3,
         presence_penalty=0.5,
         frequency_penalty=0.7,
         logit_bias={3: 50.0},
-        extra_args=consuming(handoff).extra_args,
+        extra_args=given.extra_args,
         **sampling,
     )
-    due(**{handoff: 11})
+    due(config, **{handoff: 11})
     assert sampled(config, params) == 11
-    due()
+    assert sampled(config, params, 11) == 11
+    assert sampled(config, params, 11, 11) == 5
+    due(config)
     assert sampled(config, params) == 3

@@ -10,11 +10,13 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request, RequestStatus
 
 from kvpipe import _kvpipe
+from kvpipe.connector.first_token import ForcedOutputs
+from kvpipe.connector.load import Phase
 from kvpipe.connector.metadata import HandshakeMetadata
 from kvpipe.connector.requests import prompt_hash
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, parse, produce, resume
-from tests.connector.engine import BLOCK, SAMPLING, Engine, new_id, outcome, sampling
+from tests.connector.engine import BLOCK, SAMPLING, Engine, engine_config, new_id, outcome, sampling
 from tests.connector.test_scheduler import RANKS, consuming, loading, opened, prompt, reported, until
 
 pytestmark = pytest.mark.vllm
@@ -34,7 +36,7 @@ def forced(engine: Engine, request: Request, handoff: bytes) -> int | None:
 
 def finish_received(engine: Engine, handoff: bytes) -> None:
     """The producer's message on the sequence state may arrive after the one that opens the handoff."""
-    until(lambda: engine.step() and engine.role._consuming._consumed.of(handoff).has_state)
+    until(lambda: engine.step() and engine.role._consuming._consumed.of(handoff).load.phase is Phase.FINISHING)
 
 
 def loaded(engine: Engine, request: Request, handoff: bytes) -> None:
@@ -98,7 +100,7 @@ def test_a_request_whose_kv_is_all_cached_waits_for_the_producers_token(
     until(lambda: engine.step() and first.is_finished())
     request, handoff = consuming(engine, producer, tokens)
     producer.open(handoff, prompt_hash(request), request.num_prompt_tokens, [("127.0.0.1:1", bytes(16))])
-    until(lambda: engine.step() and engine.role._consuming._consumed.of(handoff).phase == "opened")
+    until(lambda: engine.step() and engine.role._consuming._consumed.of(handoff).load.phase is Phase.OPENED)
     for _ in range(20):
         assert not engine.step()[0].num_scheduled_tokens
     producer.finish(handoff, [THEIRS], "length", 0, SAMPLING.hash(request))
@@ -120,9 +122,79 @@ def test_a_token_given_with_a_producer_is_not_forced_for_another_prompt(
 
 def test_a_token_without_a_producer_is_forced_and_nobody_is_waited_for(engine: Engine) -> None:
     handoff = "0b" * 16
-    request = engine.add(prompt(40), params=resume(handoff, 9))
+    request = engine.add(prompt(40), params=resume(handoff, [9]))
     assert engine.step()[1].first_tokens == {bytes.fromhex(handoff): 9}
     assert request.num_output_tokens == 1
+    assert engine.step()[1].first_tokens == {}
+
+
+def pending(engine: Engine, request: Request) -> list[int]:
+    """The outputs of a request in whose steps tokens are forced, until it ends."""
+    outputs = []
+    handoff = ForcedOutputs.of(request.sampling_params).handoff
+
+    def ended() -> bool:
+        position = request.num_output_tokens
+        if handoff in engine.step()[1].first_tokens and request.num_output_tokens > position:
+            outputs.append(position)
+        return request.is_finished()
+
+    until(ended)
+    return outputs
+
+
+@pytest.mark.parametrize("length", [1, 40, 600])  # the last one in three chunks
+def test_the_tokens_that_a_request_brings_are_forced_in_as_many_steps(engine: Engine, length: int) -> None:
+    request = engine.add(prompt(length), max_tokens=6, params=resume(handoff := new_id(), [9, 8, 7]))
+    assert pending(engine, request) == [0, 1, 2]
+    assert (request.num_output_tokens, request.num_preemptions) == (6, 0)
+    assert reported(engine, handoff)["first_token"] == "exact"
+
+
+def test_a_resumed_request_that_is_preempted_is_forced_from_where_it_was(engine: Engine) -> None:
+    request = engine.add(prompt(400), max_tokens=6, params=resume(new_id(), [9, 8, 7, 6]))
+    until(lambda: engine.step() and request.num_output_tokens == 2)
+    engine.scheduler._preempt_request(request, 0.0)
+    engine.scheduler.running.remove(request)
+    assert pending(engine, request) == [2, 3]
+
+
+def test_with_asynchronous_scheduling_tokens_are_forced_in_the_steps_of_their_outputs(
+    tiny_model: str,
+) -> None:
+    """vLLM schedules a step before it knows the output of the one before. Its CPU build has that switched off."""
+    scheduler = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+    engine = Engine(engine_config(tiny_model, {"scheduler_cls": scheduler}))
+    try:
+        request = engine.add(prompt(100), max_tokens=6, params=resume(handoff := new_id(), [9, 8]))
+        steps, is_forced = [], []
+        while not request.is_finished():
+            steps.append(output := engine.scheduler.schedule())
+            is_forced.append(bytes.fromhex(handoff) in output.kv_connector_metadata.first_tokens)
+            if len(steps) > 1:
+                engine.end(steps.pop(0))
+        assert is_forced == [True, True] + [False] * (len(is_forced) - 2)
+    finally:
+        engine.close()
+
+
+def test_a_limit_that_the_given_tokens_reach_ends_the_request(engine: Engine) -> None:
+    request = engine.add(prompt(40), max_tokens=2, params=resume(new_id(), [9, 8, 7, 6]))
+    assert pending(engine, request) == [0, 1]
+    assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+
+
+def test_one_of_several_choices_is_not_resumed(engine: Engine) -> None:
+    request = engine.add(prompt(40), params=resume(handoff := new_id(), [9, 8]), request_id="0_cmpl-1")
+    assert pending(engine, request) == []
+    assert "one of several choices" in reported(engine, handoff)["first_token_reason"]
+
+
+def test_more_tokens_than_the_engine_can_hold_are_not_forced(engine: Engine, log: pytest.LogCaptureFixture) -> None:
+    request = engine.add(prompt(40), params=resume(new_id(), [9] * 2049))
+    assert ForcedOutputs.of(request.sampling_params) is None
+    assert engine.step()[1].first_tokens == {}
+    assert "tokens of length 2049: expected 2048 at most" in log.text
 
 
 def test_the_producers_answer_names_the_token_unless_the_handoff_was_withdrawn(engine: Engine) -> None:
@@ -155,11 +227,13 @@ def test_an_engine_reports_whether_it_forces_tokens(engine: Engine) -> None:
         client.close()
 
 
-@pytest.mark.parametrize("token", [-1, 1 << 31])
-def test_a_token_outside_the_vocabulary_never_reaches_the_sampler(engine: Engine, token: int) -> None:
+@pytest.mark.parametrize("tokens", [[-1], [1 << 31], [9, 8, 1 << 31], [9, -1, 8]])
+def test_a_token_outside_the_vocabulary_never_reaches_the_sampler_nor_do_those_beside_it(
+    engine: Engine, tokens: list[int]
+) -> None:
     handoff = new_id()
-    request = engine.add(prompt(40), params=resume(handoff, token))
-    assert forced(engine, request, bytes.fromhex(handoff)) is None
+    request = engine.add(prompt(40), params=resume(handoff, tokens))
+    assert pending(engine, request) == []
     result = reported(engine, handoff)
     assert result["first_token"] == "sampled"
     assert "outside the vocabulary" in result["first_token_reason"]

@@ -24,14 +24,16 @@ from vllm.v1.request import Request
 
 from kvpipe.connector import KVPipeConnector, integrity
 from kvpipe.connector.config import ConnectorConfig
-from kvpipe.connector.integrity import choose_integrity, objection_to_validate
-from kvpipe.connector.metadata import Load, StepMetadata
+from kvpipe.connector.engine_checks import objection_to_validate
+from kvpipe.connector.integrity import choose_integrity
+from kvpipe.connector.load import LoadOutcome
+from kvpipe.connector.metadata import Cancel, HandoffEnd, Load, StepMetadata
 from kvpipe.connector.worker import WorkerRole
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import produce
 from tests.connector.engine import Engine, cache_config, engine_config, new_id
-from tests.connector.test_worker import BLOCKS, Pair, caches, received, sent, until
+from tests.connector.test_worker import BLOCKS, Pair, caches, received, role, sent, until
 
 pytestmark = pytest.mark.vllm
 
@@ -126,21 +128,14 @@ class Validated(Pair):
 
     def role(self, side: str, trace: str = "") -> WorkerRole:
         setting = self.consumer_setting if side == "consumer" else "validate"
-        config = SimpleNamespace(
-            parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, use_ubatching=False),
-            kv_transfer_config=SimpleNamespace(engine_id="engine", kv_role="kv_both"),
-            compilation_config=SimpleNamespace(static_forward_context={}),
-            speculative_config=None,
-        )
-        settings = ConnectorConfig(silence_s=5, trace=trace, integrity=setting)
-        return WorkerRole(config, settings, objection_to_validate=self.objection)
+        return role(trace=trace, integrity=setting, objection_to_validate=self.objection)
 
     def close(self) -> None:
         self.producer.close()
         self.consumer.close()
 
 
-def outcome(pair: Validated) -> dict[str, Any]:
+def outcome(pair: Validated) -> LoadOutcome:
     assert received(pair.consumer) == {"consuming"}
     reports = pair.consumer.take_outcomes()
     assert reports is not None
@@ -152,7 +147,7 @@ def test_a_workers_load_is_validated_where_the_producer_validates() -> None:
     pair.announce([2, 3])
     pair.load([5, 4])
     facts = outcome(pair)
-    assert (facts["is_loaded"], facts["num_validated"], facts["num_compared"]) == (True, 6, 0)
+    assert (facts.is_loaded, facts.num_validated, facts.num_compared) == (True, 6, 0)
     assert pair.arrived([2, 3], [5, 4])
     pair.close()
 
@@ -162,7 +157,7 @@ def test_a_producer_that_may_not_validate_announces_checksums() -> None:
     pair.announce([2, 3])
     pair.load([5, 4])
     facts = outcome(pair)
-    assert (facts["is_loaded"], facts["num_validated"], facts["num_compared"]) == (True, 0, 6)
+    assert (facts.is_loaded, facts.num_validated, facts.num_compared) == (True, 0, 6)
     pair.close()
 
 
@@ -171,10 +166,10 @@ def test_a_consumer_that_wants_checksums_names_both_values_and_the_remedy() -> N
     pair.announce([2, 3])
     pair.load([5, 4])
     facts = outcome(pair)
-    assert not facts["is_loaded"]
+    assert not facts.is_loaded
     assert pair.consumer.take_invalid_block_ids() == {5, 4}
     for part in ("integrity=validate", "integrity=checksum", "set auto or validate here, or checksum there"):
-        assert part in facts["reason"]
+        assert part in facts.reason
     pair.close()
 
 
@@ -202,8 +197,8 @@ class Producing(Validated):
         """Adds a request of a new handoff and computes its first step; the blocks that are announced then."""
         self.handoff = bytes.fromhex(new_id())
         request = self.add(length)
-        [(_, _, block_ids)] = self.run(self.schedule()).ready
-        return request, block_ids
+        [ready] = self.run(self.schedule()).ready
+        return request, ready.block_ids
 
     def schedule(self) -> SchedulerOutput:
         return self.engine.scheduler.schedule()
@@ -294,7 +289,7 @@ def test_a_handoff_is_marked_as_ended_before_the_step_writes_into_its_blocks(
         announced = {name: layer[block_ids].clone() for name, layer in pair.source.items()}
         end(pair, request, block_ids)
         output = pair.schedule_end()
-        assert output.kv_connector_metadata.ended == [(pair.handoff, reason)]
+        assert output.kv_connector_metadata.ended == [HandoffEnd(pair.handoff, reason)]
         target = list(range(len(block_ids)))
         pair.load(target)
         spin(delay_s)
@@ -302,12 +297,12 @@ def test_a_handoff_is_marked_as_ended_before_the_step_writes_into_its_blocks(
         for layer in pair.source.values():
             layer[block_ids] = torch.rand(())
         facts = outcome(pair)
-        if facts["is_loaded"]:
+        if facts.is_loaded:
             num_loaded, delay_s = num_loaded + 1, delay_s * 0.9
             assert all(torch.equal(announced[name], pair.target[name][target]) for name in announced)
         else:
             num_ended, delay_s = num_ended + 1, delay_s + 50e-6
-            assert (facts["num_received"], facts["num_validated"]) == (0, 0)
+            assert (facts.num_received, facts.num_validated) == (0, 0)
             assert pair.consumer.take_invalid_block_ids() == set(target)
         pair.run(output)
         pair.settle()
@@ -326,14 +321,14 @@ def test_a_block_that_is_freed_after_another_consumers_load_is_invalid_to_a_slow
     slow.begin_step(StepMetadata(loads=[load]))
     until(lambda: all(torch.equal(target[name][: len(block_ids)], pair.source[name][block_ids]) for name in target))
     pair.load(list(range(len(block_ids))))
-    assert outcome(pair)["is_loaded"]
+    assert outcome(pair).is_loaded
     until(lambda: pair.run(pair.schedule()) and pair.engine.num_free_blocks == BLOCKS - 1)
     # Any step may write into them now, and the slow consumer knows of nothing.
-    slow.begin_step(StepMetadata(cancels=[(pair.handoff, "late", False)]))
+    slow.begin_step(StepMetadata(cancels=[Cancel(pair.handoff, "late", is_withdrawn=False)]))
     assert received(slow) == {"slow"}
     assert slow.take_invalid_block_ids() == set(load.block_ids)
     facts = slow.take_outcomes().outcomes["slow"]
-    assert (facts["num_received"], facts["num_validated"]) == (0, 0)
+    assert (facts.num_received, facts.num_validated) == (0, 0)
     slow.close()
     pair.close()
 
@@ -353,7 +348,7 @@ def test_of_the_children_of_one_request_the_first_has_the_handoff(tiny_model: st
     until(lambda: pair.arrived(block_ids, target))
     released(pair, first, block_ids)
     pair.run(pair.schedule_end())
-    assert outcome(pair)["reason"] == "it was released"
+    assert outcome(pair).reason == "it was released"
     assert pair.consumer.take_invalid_block_ids() == {*target, len(block_ids)}
     pair.close()
 
@@ -363,13 +358,13 @@ def test_a_handoff_id_that_is_used_again_grants_nothing(tiny_model: str) -> None
     _, block_ids = pair.produce(100)
     target = list(range(len(block_ids)))
     pair.load(target)
-    assert outcome(pair)["is_loaded"]
+    assert outcome(pair).is_loaded
     until(lambda: pair.run(pair.schedule()) and pair.engine.num_free_blocks == BLOCKS - 1)
     pair.add(100)
     pair.run(pair.schedule())
     pair.load(target)
     facts = outcome(pair)
-    assert (facts["is_loaded"], facts["reason"]) == (False, "its consumer acknowledged it")
+    assert (facts.is_loaded, facts.reason) == (False, "its consumer acknowledged it")
     assert pair.consumer.take_invalid_block_ids() == set(target)
     pair.settle()
     pair.close()
@@ -387,10 +382,10 @@ def test_leased_blocks_are_sent_after_their_handoff_has_ended() -> None:
     pair.hold()
     pair.announce([2, 3])
     pair.load([5, 4])
-    assert outcome(pair)["is_loaded"]
+    assert outcome(pair).is_loaded
     # vLLM frees the blocks now; the consumer's acknowledgement has ended the grant.
     assert sent(pair.producer) == {"producing"}
     again = pair.load([7, 8])
     assert again.block_ids == [7, 8]
-    assert not outcome(pair)["is_loaded"]
+    assert not outcome(pair).is_loaded
     pair.close()

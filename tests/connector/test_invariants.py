@@ -18,7 +18,8 @@ from vllm.v1.request import Request
 from kvpipe.connector.requests import prompt_hash
 from kvpipe.transfer_params import consume, produce, resume
 from tests.connector.engine import BLOCK, SAMPLING, engine_config
-from tests.connector.world import THEIRS, Transfer, World
+from tests.connector.simulated_rank import Rank, Transfer
+from tests.connector.world import THEIRS, Mode, World
 
 pytestmark = pytest.mark.vllm
 
@@ -38,6 +39,7 @@ MUST_BE_SEEN = (
     "load cancelled",
     "load withdrawn by its producer",
     "load verified before its sequence state",
+    "load withdrawn after it was verified",
     "load committed by the scheduler",
     "lease",
     "abort while a load runs",
@@ -51,9 +53,13 @@ MUST_BE_SEEN = (
     "consumer validated its blocks",
     "consumer read changed blocks",
     "last block restored",
-    "request continued",
+    "further token forced",
+    "resumed request preempted between its tokens",
     "restored block announced for another request",
 )
+# vLLM's scheduler that a request continues with is a synchronous one.
+MUST_BE_SEEN_IN_TURN = ("request continued",)
+MUST_BE_SEEN_AT_ONCE = ("two steps under way", "ranks apart", "acknowledged before the worker knows of the lease")
 
 lengths = st.builds(
     lambda blocks, more: max(1, blocks * BLOCK + more), st.integers(0, 5), st.sampled_from([-1, 0, 1, 2, 7])
@@ -92,6 +98,7 @@ class Engines(RuleBasedStateMachine):
     """One engine that produces for others, consumes from others and serves plain requests."""
 
     model: ClassVar[str]
+    is_async: ClassVar[bool]
     seen: ClassVar[Counter[str]] = Counter()
 
     @initialize(
@@ -99,16 +106,24 @@ class Engines(RuleBasedStateMachine):
         is_cached=st.booleans(),
         is_continuing=st.booleans(),
         on_load_failure=st.sampled_from(["recompute", "fail"]),
+        num_ranks=st.sampled_from([1, 2]),
+        is_uniproc=st.booleans(),
+        uses_v2=st.booleans(),
+        is_late=st.booleans(),
     )
-    def start(self, *, is_chunked: bool, is_cached: bool, is_continuing: bool, on_load_failure: str) -> None:
+    def start(
+        self, *, is_chunked: bool, is_cached: bool, is_continuing: bool, on_load_failure: str, **modes: Any
+    ) -> None:
+        mode = Mode(is_async=self.is_async, **modes)
         self.world = World(
             config(
                 self.model,
                 is_chunked=is_chunked,
                 is_cached=is_cached,
-                is_continuing=is_continuing,
+                is_continuing=is_continuing and not (mode.is_async or mode.uses_v2),
                 on_load_failure=on_load_failure,
-            )
+            ),
+            mode,
         )
         self.num_handoffs = 0
 
@@ -129,13 +144,13 @@ class Engines(RuleBasedStateMachine):
     @rule(
         tokens=prompts,
         max_tokens=st.sampled_from([1, 4, 40]),
-        first_token=st.sampled_from([None, None, 9]),
+        given=st.sampled_from([(), (), (), (), (9,), tuple(range(9, 29))]),
         told=st.sampled_from(["nothing", "opened", "finished"]),
     )
-    def a_consuming_request_comes(self, tokens: list[int], max_tokens: int, first_token: int | None, told: str) -> None:
+    def a_consuming_request_comes(self, tokens: list[int], max_tokens: int, given: tuple[int, ...], told: str) -> None:
         handoff = self._handoff()
-        if first_token is not None:
-            self.world.add(tokens, max_tokens, params=resume(handoff, first_token))
+        if given:
+            self.world.add(tokens, max_tokens, params=resume(handoff, given))
             return
         request = self.world.add(tokens, max_tokens, params=consume(handoff, "127.0.0.1:1"))
         if told != "nothing":
@@ -149,13 +164,20 @@ class Engines(RuleBasedStateMachine):
         if not is_meant:
             return
         tokens = prompt(family, num_blocks * BLOCK, num_blocks * BLOCK)
-        self.a_consuming_request_comes(tokens, 4, None, "finished")
-        self.world.step()
-        transfer = self.world.transfers.get(self.world.requests[-1].request_id)
-        if transfer is not None and transfer.ending is None:
-            transfer.ending = (True, [])
-            self.world.step()
+        self.a_consuming_request_comes(tokens, 4, (), "finished")
+        self._steps_until_known()
+        request = self.world.requests[-1]
+        transfers = [transfer for _, transfer in self.world.transfers if transfer.request is request]
+        if transfers and all(transfer.ending is None for transfer in transfers):
+            for transfer in transfers:
+                transfer.ending = (True, [])
+            self._steps_until_known()
             self.a_producing_request_comes([*tokens, 99])
+            self.world.step()
+
+    def _steps_until_known(self) -> None:
+        """Steps until the workers know what the scheduler role knows, and it what they know."""
+        for _ in range(2 if self.world.mode.is_async else 1):
             self.world.step()
 
     @precondition(lambda self: self.world.unfinished())
@@ -187,7 +209,7 @@ class Engines(RuleBasedStateMachine):
 
     def _count_abort(self, request: Request) -> None:
         handoff = self.world.handoffs.get(request.request_id)
-        if request.request_id in self.world.transfers:
+        if request.request_id in self.world.loads:
             self.world.seen["abort while a load runs"] += 1
         elif handoff in self._waiting():
             self.world.seen["abort while it waits for its producer"] += 1
@@ -241,7 +263,7 @@ class Engines(RuleBasedStateMachine):
         if not is_meant:
             return
         watched = self.world.wire.watched
-        loading = [transfer.load.handoff for transfer in self.world.transfers.values()]
+        loading = [sent.load.handoff for sent in self.world.loads.values() if not sent.load.refusal]
         if handoffs := [it for it in loading if not (watched[it].is_over or watched[it].is_finished)]:
             self.world.wire.send_ended(handoffs[pick % len(handoffs)], is_withdrawn=is_withdrawn)
             return
@@ -255,24 +277,37 @@ class Engines(RuleBasedStateMachine):
         self.world.wire.release(handoffs[pick % len(handoffs)])
 
     @precondition(lambda self: self.world.exposed)
-    @rule(pick=picks)
-    def a_consumer_reads_without_checksums(self, pick: int) -> None:
-        handoffs = sorted(self.world.exposed)
-        self.world.read_exposed(handoffs[pick % len(handoffs)])
+    @rule(pick=picks, num_pauses=st.sampled_from([0, 8]))
+    def a_consumer_reads_without_checksums(self, pick: int, num_pauses: int) -> None:
+        handoffs = [(rank, handoff) for rank in self.world.ranks for handoff in sorted(rank.exposed)]
+        rank, handoff = handoffs[pick % len(handoffs)]
+        rank.read_exposed(handoff, num_pauses)
 
-    @precondition(lambda self: self.world.leased)
+    @precondition(lambda self: self._acknowledgeable())
     @rule(pick=picks)
     def a_consumers_worker_acknowledges(self, pick: int) -> None:
-        handoffs = sorted(self.world.leased)
-        self.world.released.add(handoffs[pick % len(handoffs)])
+        handoffs = self._acknowledgeable()
+        rank, handoff = handoffs[pick % len(handoffs)]
+        self.world.seen["acknowledged before the worker knows of the lease"] += handoff not in rank.leased
+        rank.acknowledge(handoff)
+
+    def _acknowledgeable(self) -> list[tuple[Rank, bytes]]:
+        """Handoffs whose consumer has the sequence state, and may have all blocks."""
+        produced = self.world.wire.produced
+        return [
+            (rank, handoff)
+            for rank in self.world.ranks
+            for handoff in sorted(rank.exposed)
+            if produced[handoff].state == "finished"
+        ]
 
     # --- this engine's workers
 
-    @precondition(lambda self: any(transfer.ending is None for transfer in self.world.transfers.values()))
+    @precondition(lambda self: self._running())
     @rule(pick=picks, missing=st.sets(st.integers(0, 5)), is_verified=st.booleans())
     def a_load_ends(self, pick: int, missing: set[int], *, is_verified: bool) -> None:
-        transfers = [transfer for transfer in self.world.transfers.values() if transfer.ending is None]
-        transfer = transfers[pick % len(transfers)]
+        transfers = self._running()
+        _, transfer = transfers[pick % len(transfers)]
         num_blocks = len(transfer.load.block_ids)
         if transfer.is_withdrawn:
             transfer.ending = (False, list(range(num_blocks)))
@@ -281,45 +316,65 @@ class Engines(RuleBasedStateMachine):
             transfer.ending = (True, [])
             self.world.seen["load verified"] += 1
             return
-        if transfer.is_verified and not transfer.is_cancelled:
-            return
         if transfer.is_verified:
-            missing = set()
+            missing = set() if transfer.is_cancelled else set(range(num_blocks))
+            self.world.seen["load withdrawn after it was verified"] += not transfer.is_cancelled
         kept = sorted(index for index in missing if index < num_blocks)
         transfer.ending = (False, kept)
         self.world.seen["load cancelled"] += transfer.is_cancelled
         self.world.seen["load without some blocks"] += 0 < len(kept) < num_blocks
         self.world.seen["load without any block"] += len(kept) == num_blocks
 
+    def _running(self) -> list[tuple[Rank, Transfer]]:
+        return [(rank, transfer) for rank, transfer in self.world.transfers if transfer.ending is None]
+
     @precondition(lambda self: self._incomplete())
     @rule(pick=picks)
     def all_blocks_of_a_load_arrive(self, pick: int) -> None:
         transfers = self._incomplete()
-        self.world.blocks_verified(transfers[pick % len(transfers)])
+        rank, transfer = transfers[pick % len(transfers)]
+        rank.blocks_verified(transfer)
 
     @precondition(lambda self: self._incomplete())
     @rule(pick=picks, is_at_once=st.booleans())
     def a_producer_finishes_after_its_blocks(self, pick: int, *, is_at_once: bool) -> None:
         transfers = self._incomplete()
-        transfer = transfers[pick % len(transfers)]
-        self.world.blocks_verified(transfer)
+        _, picked = transfers[pick % len(transfers)]
+        for rank, transfer in transfers:
+            if transfer.load is picked.load:
+                rank.blocks_verified(transfer)
         if not is_at_once:
-            self.world.step()
-        if transfer.load.handoff in self._opened():
-            self._send_finished(transfer.load.handoff)
+            self._steps_until_known()
+        if picked.load.handoff in self._opened():
+            self._send_finished(picked.load.handoff)
 
     def _send_finished(self, handoff: bytes) -> None:
         self.world.wire.send_finished(handoff, [THEIRS], SAMPLING.hash(self._request_of(handoff)))
 
-    def _incomplete(self) -> list[Transfer]:
-        transfers = self.world.transfers.values()
-        return [it for it in transfers if it.ending is None and not (it.is_verified or it.is_cancelled)]
+    def _incomplete(self) -> list[tuple[Rank, Transfer]]:
+        running = self._running()
+        return [(rank, it) for rank, it in running if not (it.is_verified or it.is_cancelled)]
+
+    @precondition(lambda self: any(rank.can_go_on() or rank.passes for rank in self.world.ranks))
+    @rule(pick=picks, is_device=st.booleans())
+    def a_rank_goes_on(self, pick: int, *, is_device: bool) -> None:
+        """The host of a rank begins a step or reports on it, or its device runs a forward pass."""
+        ranks = [rank for rank in self.world.ranks if (rank.passes if is_device else rank.can_go_on())]
+        if ranks:
+            rank = ranks[pick % len(ranks)]
+            rank.run_pass() if is_device else rank.go_on()
+            self.world.seen["ranks apart"] += len({len(rank.passes) for rank in self.world.ranks}) > 1
 
     # --- steps
 
     @rule(is_prompt=rarely)
     def a_step(self, *, is_prompt: bool) -> None:
         self.world.step(is_prompt=is_prompt)
+
+    @rule()
+    def a_step_begins(self) -> None:
+        """The next rules come while the engine waits for the workers."""
+        self.world.begin_step()
 
     @rule(count=st.integers(2, 12))
     def some_steps(self, count: int) -> None:
@@ -342,8 +397,10 @@ class Engines(RuleBasedStateMachine):
         world = self.world
         for _ in range(5000):
             self._everybody_else_ends()
-            if not world.engine.scheduler.requests and not world.transfers and not world.exposed:
-                break
+            if world.is_at_rest():
+                world.drain()
+                if world.is_at_rest():
+                    break
             world.step()
         type(self).seen += world.seen
         world.check_rest()
@@ -356,15 +413,17 @@ class Engines(RuleBasedStateMachine):
         for handoff, produced in wire.produced.items():
             if produced.state == "finished":
                 wire.release(handoff)
-        for transfer in self.world.transfers.values():
+        for _, transfer in self.world.transfers:
             is_kept = transfer.is_verified and not transfer.is_withdrawn
             missing = range(len(transfer.load.block_ids)) if transfer.is_withdrawn else [0]
             transfer.ending = transfer.ending or (False, [] if is_kept else list(missing))
 
 
-def test_vllms_invariants_hold_in_any_order_of_events(tiny_model: str) -> None:
-    Engines.model, Engines.seen = tiny_model, Counter()
-    unseen = list(MUST_BE_SEEN)
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "two steps at once"])
+def test_vllms_invariants_hold_in_any_order_of_events(tiny_model: str, *, is_async: bool) -> None:
+    Engines.model, Engines.is_async, Engines.seen = tiny_model, is_async, Counter()
+    wanted = (*MUST_BE_SEEN, *(MUST_BE_SEEN_AT_ONCE if is_async else MUST_BE_SEEN_IN_TURN))
+    unseen = list(wanted)
     for number in range(SEED, SEED + MOST_SEEDS):
         run_state_machine_as_test(
             seed(number)(Engines),
@@ -377,7 +436,7 @@ def test_vllms_invariants_hold_in_any_order_of_events(tiny_model: str) -> None:
                 phases=(Phase.generate, Phase.shrink),
             ),
         )
-        unseen = [what for what in MUST_BE_SEEN if not Engines.seen[what]]
+        unseen = [what for what in wanted if not Engines.seen[what]]
         if not unseen:
             return
     assert not unseen, Engines.seen

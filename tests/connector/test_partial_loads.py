@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvpipe import _kvpipe, transfer_params
+from kvpipe import _kvpipe
+from kvpipe.connector.load import Phase
 from kvpipe.connector.metadata import Load, WorkerOutcomes
 from kvpipe.transfer_params import consume, resume
 from tests.connector.engine import BLOCK, STEP_TOKENS, Engine, new_id, outcome
@@ -224,8 +226,35 @@ def test_a_request_that_needs_no_kv_does_not_fail(strict: Engine, producer: _kvp
     assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
 
 
+def test_a_request_that_is_preempted_after_its_prompt_was_computed_does_not_fail(
+    strict: Engine, producer: _kvpipe.Control
+) -> None:
+    """Its result has been reported."""
+    tokens = prompt(2 * BLOCK + 1)
+    first = strict.add(tokens)
+    until(lambda: strict.step() and first.is_finished())
+    request, handoff = consuming(strict, producer, tokens)
+    producer.withdraw(handoff, "aborted")
+
+    def computing() -> SchedulerOutput | None:
+        output = strict.scheduler.schedule()
+        if not output.num_scheduled_tokens:
+            strict.end(output)
+            return None
+        return output
+
+    output = until(computing)  # its first step, whose token is lost with it
+    strict.scheduler._preempt_request(request, 0.0)
+    strict.scheduler.running.remove(request)
+    strict.end(output)
+    assert strict.scheduler.reset_prefix_cache()
+    assert scheduled(strict, request) == len(tokens)
+    until(lambda: strict.step() and request.is_finished())
+    assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+
+
 def test_a_request_that_names_no_producer_is_computed(strict: Engine) -> None:
-    request = strict.add(prompt(100), params=resume(new_id(), 7))
+    request = strict.add(prompt(100), params=resume(new_id(), [7]))
     assert scheduled(strict, request) == 100
 
 
@@ -243,7 +272,11 @@ def test_a_preempted_request_is_loaded_again_while_its_producer_holds_the_blocks
     load = loading(engine, request)
     assert (load.first, len(load.block_ids), load.ranks) == (0, 19, RANKS)
     # No worker ends a load before the sequence state is known here.
-    until(lambda: engine.role._drain_events() or engine.role._consuming._consumed.of(handoff).has_state)
+    until(
+        lambda: (
+            engine.role._drain_events() or engine.role._consuming._consumed.of(handoff).load.phase is Phase.FINISHING
+        )
+    )
     engine.step(**loaded(request))
     assert scheduled(engine, request) == 1
     result = reported(engine, handoff.hex())
@@ -269,7 +302,7 @@ def test_a_preempted_request_whose_producer_is_lost_is_computed(engine: Engine, 
     engine.step(**lost(loading(engine, request), [1]))
     assert scheduled(engine, request) == STEP_TOKENS
     producer.withdraw(handoff, "its lease ended")
-    until(lambda: engine.role._drain_events() or not engine.role._consuming._consumed.of(handoff).is_leased)
+    until(lambda: engine.role._drain_events() or engine.role._consuming._consumed.of(handoff).load.phase is Phase.LOCAL)
     preempt_all(engine)
     output, metadata = engine.step()
     assert (output.num_scheduled_tokens, metadata.loads) == ({request.request_id: STEP_TOKENS}, [])
@@ -312,72 +345,3 @@ def test_an_abort_after_a_failed_load_lets_the_producer_go(engine: Engine, produ
     assert reported(engine, handoff.hex())["result"] == "aborted"
     engine.step()
     assert engine.num_free_blocks == FREE
-
-
-# --- what the producer has in its own cache
-
-
-def produce(engine: Engine, tokens: list[int]) -> bytes:
-    handoff = new_id()
-    engine.add(tokens, max_tokens=1, params=transfer_params.produce(handoff))
-    return bytes.fromhex(handoff)
-
-
-def announced(finals: list[tuple[bytes, int, list[int]]], handoff: bytes) -> list[tuple[int, int]]:
-    """First position and number of the blocks announced of a handoff."""
-    return [(first, len(block_ids)) for of, first, block_ids in finals if of == handoff]
-
-
-def test_blocks_of_an_earlier_step_are_announced_before_the_forward_pass(engine: Engine) -> None:
-    first = engine.add(prompt(100), max_tokens=1)
-    until(lambda: engine.step() and first.is_finished())
-    handoff = produce(engine, prompt(100) + prompt(40, seed=2))
-    _, metadata = engine.step()
-    assert announced(metadata.cached, handoff) == [(0, 3)]
-    assert announced(metadata.ready, handoff) == [(3, 2)]
-
-
-def test_blocks_that_another_request_computes_in_this_step_are_announced_after_it(engine: Engine) -> None:
-    engine.add(prompt(100), max_tokens=1)
-    handoff = produce(engine, prompt(100))
-    output, metadata = engine.step()
-    # Both are in one step, and the second has the blocks of the first.
-    assert list(output.num_scheduled_tokens.values()) == [100, 4]
-    assert announced(metadata.cached, handoff) == []
-    assert announced(metadata.ready, handoff) == [(0, 4)]
-
-
-def test_a_block_that_a_step_fills_in_part_is_announced_by_the_step_that_completes_it(engine: Engine) -> None:
-    engine.add(prompt(100), max_tokens=1)
-    handoff = produce(engine, prompt(300, seed=2))
-    output, metadata = engine.step()
-    assert list(output.num_scheduled_tokens.values()) == [100, STEP_TOKENS - 100]
-    assert announced(metadata.ready, handoff) == [(0, (STEP_TOKENS - 100) // BLOCK)]
-    _, metadata = engine.step()
-    assert announced(metadata.ready, handoff) == [(4, 6)]
-
-
-def test_of_shared_blocks_those_before_the_step_are_announced_first(engine: Engine) -> None:
-    engine.add(prompt(400), max_tokens=1)
-    engine.step()
-    handoff = produce(engine, prompt(400))
-    output, metadata = engine.step()
-    assert next(iter(output.num_scheduled_tokens.values())) == 400 - STEP_TOKENS
-    assert announced(metadata.cached, handoff) == [(0, STEP_TOKENS // BLOCK)]
-    assert announced(metadata.ready, handoff)[0][0] == STEP_TOKENS // BLOCK
-
-
-def test_what_another_connector_loads_within_the_step_is_announced_after_it(engine: Engine) -> None:
-    first = engine.add(prompt(100), max_tokens=1)
-    until(lambda: engine.step() and first.is_finished())
-    handoff = produce(engine, prompt(100))
-    match = engine.role.match
-
-    def none_local(request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """As if nothing were in the own cache, and MultiConnector had another one bring it."""
-        return match(request, 0 * num_local_tokens)
-
-    engine.role.match = none_local
-    _, metadata = engine.step()
-    assert announced(metadata.cached, handoff) == []
-    assert announced(metadata.ready, handoff) == [(0, 4)]

@@ -10,7 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpipe import _kvpipe
-from kvpipe.connector.first_token import consumed_handoff
+from kvpipe.connector.first_token import ForcedOutputs
+from kvpipe.connector.metadata import HandoffEnd
 from kvpipe.connector.policy import load_failure_policy
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
@@ -47,7 +48,7 @@ def test_a_pure_producer_ignores_a_consuming_request_and_says_so_and_its_produce
     producer.finish(bytes.fromhex(handoff), [7], "length", 0, bytes(32))
     request = engine.add(prompt(100), params=consume(handoff, str(producer.address)))
     assert scheduled(engine, request) == 100
-    assert consumed_handoff(request.sampling_params) is None
+    assert ForcedOutputs.of(request.sampling_params) is None
     assert "kv_role=kv_producer: this instance consumes no handoffs; start it with kv_role=kv_both" in log.text
     released = until(lambda: [event for event in producer.drain() if event["event"] == "released"])
     assert released[0]["handoff"].hex() == handoff
@@ -57,9 +58,9 @@ def test_a_pure_producer_ignores_a_consuming_request_and_says_so_and_its_produce
 
 def test_a_pure_producer_ignores_a_token_to_go_on_from(engine_of: Callable[..., Engine]) -> None:
     engine = engine_of({"kv_role": "kv_producer"})
-    request = engine.add(prompt(40), params=resume(new_id(), 9))
+    request = engine.add(prompt(40), params=resume(new_id(), [9]))
     assert scheduled(engine, request) == 40
-    assert (consumed_handoff(request.sampling_params), len(engine.role._consuming)) == (None, 0)
+    assert (ForcedOutputs.of(request.sampling_params), len(engine.role._consuming)) == (None, 0)
 
 
 def test_a_pure_consumer_ignores_a_producing_request_and_says_so(
@@ -178,7 +179,7 @@ def test_a_reset_withdraws_what_is_leased_and_what_is_computed(engine: Engine) -
     assert engine.scheduler.connector.reset_cache() is True
     _, metadata = engine.step()
     reason = "the producer's cache was reset"
-    assert metadata.ended == [(leased, reason), (half, reason)]
+    assert metadata.ended == [HandoffEnd(leased, reason), HandoffEnd(half, reason)]
     ended = until(lambda: [event for event in consumer.drain() if event["event"] == "ended"])
     assert all(event["is_withdrawn"] and event["reason"] == reason for event in ended)
     until(lambda: engine.step() and running.is_finished() and last.is_finished())
@@ -229,6 +230,18 @@ def test_under_multi_connector_the_parents_policy_has_to_agree(tiny_model: str, 
 def test_vllms_default_policy_under_multi_connector_is_refused_with_the_line_to_write(tiny_model: str) -> None:
     with pytest.raises(ConfigError, match='write "kv_load_failure_policy": "recompute" beside'):
         worker(multi(tiny_model, KVPIPE, OTHER))
+
+
+def test_a_consumer_under_a_pure_producer_is_refused_with_the_line_to_write(tiny_model: str) -> None:
+    """VLLM frees a producer's blocks at once: a step that is under way would write into what is loaded."""
+    config = multi(tiny_model, KVPIPE, OTHER, kv_load_failure_policy="recompute")
+    config.kv_transfer_config.kv_role = "kv_producer"
+    with pytest.raises(ConfigError, match='write "kv_role": "kv_both" beside "kv_connector": "MultiConnector"'):
+        worker(config)
+    producer = KVPIPE | {"kv_role": "kv_producer"}
+    config = multi(tiny_model, producer, OTHER, kv_load_failure_policy="recompute")
+    config.kv_transfer_config.kv_role = "kv_producer"
+    worker(config)
 
 
 @pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector", "NixlPushConnector"])

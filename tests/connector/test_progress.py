@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpipe import _kvpipe
-from kvpipe.connector.metadata import StepMetadata
+from kvpipe.connector.metadata import PrefillRest, StepMetadata
 from kvpipe.connector.progress import Progress, StepPace
 from kvpipe.control import ControlClient
 from tests.connector import test_worker
@@ -64,7 +64,7 @@ class Scene:
         return work
 
     def step(self, beyond_s: float = 0.0) -> StepMetadata:
-        return StepMetadata(progress=[(self.handoff, beyond_s)], control=str(self.port.address))
+        return StepMetadata(progress=[PrefillRest(self.handoff, beyond_s)], control=str(self.port.address))
 
     def close(self) -> None:
         self.client.close()

@@ -1,6 +1,7 @@
 """Which blocks the scheduler role has its workers restore, under vLLM's real scheduler, and how they do it."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,12 +9,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
-from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata
+from kvpipe.connector.metadata import HandshakeMetadata, ReadyRange, StepMetadata
 from kvpipe.connector.restore import KeptBlocks
 from kvpipe.transfer_params import resume
 from tests.connector.engine import BLOCK, Engine, engine_config, new_id
+from tests.connector.test_cached_blocks import announced, produce
 from tests.connector.test_commits import Scene
-from tests.connector.test_partial_loads import announced, loaded, loads, lost, preempt_all, produce, together
+from tests.connector.test_partial_loads import loaded, loads, lost, preempt_all, together
 from tests.connector.test_scheduler import consuming, loading, opened, prompt, until
 from tests.connector.test_worker import Pair, Recorded, caches, received, role
 
@@ -181,7 +183,7 @@ def test_a_request_that_is_loaded_again_after_a_preemption_is_restored(
 
 
 def test_requests_that_load_nothing_are_not_restored(engine: Engine) -> None:
-    for seed, params in enumerate((None, resume(new_id(), 9))):
+    for seed, params in enumerate((None, resume(new_id(), [9]))):
         request = engine.add(prompt(2 * BLOCK, seed), params=params)
         assert first_step(engine, request) == (2 * BLOCK, [])
         until(lambda request=request: engine.step() and request.is_finished())
@@ -217,7 +219,8 @@ def test_a_step_that_computes_more_than_the_last_token_restores_nothing(
     opened(producer, request, handoff)
     loading(engine, request)
     engine.step(**loaded(request))
-    engine.role._consuming.scheduled(request.request_id, 98, 2)  # vLLM 0.32 schedules one token
+    request.num_computed_tokens = 98  # vLLM 0.32 schedules one token
+    engine.role._consuming.scheduled(SimpleNamespace(num_scheduled_tokens={request.request_id: 2}), 0.0)
     assert engine.role._out.step.restores == []
 
 
@@ -234,7 +237,7 @@ def test_a_restored_block_that_another_request_shares_is_announced_after_the_for
     assert metadata.restores == [load.block_ids[-1]]
     assert announced(metadata.cached, other) == [(0, 1)]
     assert announced(metadata.ready, other) == [(1, 2)]
-    assert metadata.ready[0][2][0] == metadata.restores[0]
+    assert metadata.ready[0].block_ids[0] == metadata.restores[0]
 
 
 # --- how
@@ -288,7 +291,7 @@ def test_a_restored_block_is_announced_to_others_with_its_restored_bytes(pair: P
     recorded = Recorded(pair.producer)
     before = pair.source["layer.0"][2].clone()
     pair.load([7, 8])
-    pair.producer.begin_step(StepMetadata(ready=[(pair.handoff, 0, [2, 3])], restores=[2]))
+    pair.producer.begin_step(StepMetadata(ready=[ReadyRange(pair.handoff, 0, [2, 3])], restores=[2]))
     for name, cache in pair.source.items():
         computed({name: cache}, [2, 3])
         pair.producer.save_layer(name)
@@ -302,7 +305,7 @@ def test_a_restored_block_is_announced_to_others_with_its_restored_bytes(pair: P
 
 def test_other_blocks_of_a_step_that_restores_are_announced_by_layer(pair: Pair) -> None:
     recorded = Recorded(pair.producer)
-    pair.producer.begin_step(StepMetadata(ready=[(pair.handoff, 0, [2, 3])], restores=[4]))
+    pair.producer.begin_step(StepMetadata(ready=[ReadyRange(pair.handoff, 0, [2, 3])], restores=[4]))
     pair.producer.save_layer("layer.0")
     assert recorded.num_layers == [1]
     pair.producer.end_forward()

@@ -9,7 +9,8 @@ import pytest
 from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
-from kvpipe.connector.first_token import consumed_handoff
+from kvpipe.connector.first_token import ForcedOutputs
+from kvpipe.connector.metadata import Cancel, HandoffEnd, Lease
 from kvpipe.connector.requests import prompt_hash
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, produce
@@ -221,7 +222,7 @@ def test_an_abort_during_a_load_frees_its_blocks_only_when_the_worker_has_ended_
     loading(engine, request)
     engine.abort(request)
     _, metadata = engine.step()
-    assert metadata.cancels == [(handoff, "the request was aborted", True)]
+    assert metadata.cancels == [Cancel(handoff, "the request was aborted", is_withdrawn=True)]
     assert engine.num_free_blocks == FREE - 4
     engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request, is_loaded=False))
     assert engine.num_free_blocks == FREE
@@ -306,8 +307,8 @@ def test_a_request_that_is_ignored_gets_no_token_of_the_handoffs_own_request(
     """As do the prompts of one request, which share one handoff's parameters."""
     first, handoff = consuming(engine, producer, prompt(100))
     second = engine.add(prompt(40), params=consume(handoff.hex(), producer.address))
-    assert consumed_handoff(first.sampling_params) == handoff
-    assert consumed_handoff(second.sampling_params) is None
+    assert ForcedOutputs.of(first.sampling_params).handoff == handoff
+    assert ForcedOutputs.of(second.sampling_params) is None
 
 
 def test_a_request_that_the_api_server_refused_releases_its_handoff_at_a_producer_never_met(
@@ -382,12 +383,11 @@ def test_blocks_are_announced_in_the_step_that_completes_them(engine: Engine) ->
     request, handoff = produced(engine, prompt(300))
     _, first = engine.step()
     _, second = engine.step()
-    table = first.ready[0][2] + second.ready[0][2]
-    assert [(final[0], final[1], len(final[2])) for final in first.ready + second.ready] == [
+    assert [(final.handoff, final.first, len(final.block_ids)) for final in first.ready + second.ready] == [
         (handoff, 0, 8),
         (handoff, 8, 2),
     ]
-    assert len(set(table)) == 10
+    assert len({*first.ready[0].block_ids, *second.ready[0].block_ids}) == 10
     assert request.is_finished()
 
 
@@ -397,7 +397,7 @@ def test_blocks_are_leased_until_the_worker_has_sent_them(engine: Engine) -> Non
     assert request.is_finished()
     assert engine.num_free_blocks == FREE - 4
     _, metadata = engine.step()
-    assert metadata.leased == [(handoff, request.request_id)]
+    assert metadata.leased == [Lease(handoff, request.request_id)]
     engine.step(finished_sending={request.request_id})
     assert engine.num_free_blocks == FREE
     assert len(engine.role._producing) == 0
@@ -410,7 +410,7 @@ def test_a_release_ends_the_loan(engine: Engine) -> None:
     assert client.release(engine.role.address, handoff.hex()).wait(5) is True
     client.close()
     ended = until(lambda: engine.step()[1].ended)
-    assert ended == [(handoff, "it was released")]
+    assert ended == [HandoffEnd(handoff, "it was released")]
 
 
 def test_a_release_before_the_request_is_remembered(engine: Engine) -> None:
@@ -420,14 +420,14 @@ def test_a_release_before_the_request_is_remembered(engine: Engine) -> None:
     client.close()
     engine.add(prompt(300), max_tokens=1, params=produce(handoff))
     ended = until(lambda: engine.step()[1].ended)
-    assert ended == [(bytes.fromhex(handoff), "it was released")]
+    assert ended == [HandoffEnd(bytes.fromhex(handoff), "it was released")]
 
 
 def test_a_lease_ends_without_a_consumer(new_engine: Callable[..., Engine]) -> None:
     engine = new_engine(lease_s=0.2)
     _, handoff = produced(engine, prompt(100))
     engine.step()
-    assert until(lambda: engine.step()[1].ended)[0][0] == handoff
+    assert until(lambda: engine.step()[1].ended)[0].handoff == handoff
 
 
 def test_an_aborted_prefill_leases_nothing_and_its_consumer_is_notified(engine: Engine) -> None:
@@ -438,7 +438,7 @@ def test_an_aborted_prefill_leases_nothing_and_its_consumer_is_notified(engine: 
     until(lambda: [event for event in consumer.drain() if event["event"] == "opened"])
     engine.abort(request)
     _, metadata = engine.step()
-    assert [ended[0] for ended in metadata.ended] == [handoff]
+    assert [ended.handoff for ended in metadata.ended] == [handoff]
     assert engine.num_free_blocks == FREE
     gone = until(lambda: [event for event in consumer.drain() if event["event"] == "ended"])
     assert "FINISHED_ABORTED" in gone[0]["reason"]
@@ -451,7 +451,7 @@ def test_a_preempted_prefill_is_withdrawn_before_its_blocks_change(engine: Engin
     engine.step()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     _, metadata = engine.step()
-    assert [ended[0] for ended in metadata.ended] == [handoff]
+    assert [ended.handoff for ended in metadata.ended] == [handoff]
     until(lambda: engine.step() and request.is_finished())
     assert engine.num_free_blocks == FREE
 

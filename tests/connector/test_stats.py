@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def of_another_prompt(engine: Engine, producer: _kvpipe.Control) -> Request:
 
 
 def without_producer(engine: Engine, producer: _kvpipe.Control) -> Request:
-    return engine.add(prompt(LENGTH), params=resume(new_id(), 7))
+    return engine.add(prompt(LENGTH), params=resume(new_id(), [7]))
 
 
 def lost(engine: Engine, producer: _kvpipe.Control) -> Request:
@@ -161,6 +162,41 @@ def test_a_handoff_that_brought_nothing_is_counted_with_its_reason_and_no_text_o
     assert value("handoffs_total", result="missing", reason=reason) == 1
     assert value("handoff_missing_tokens_total") == value("handoff_recomputed_tokens_total") == LENGTH - 1
     assert value("handoff_received_tokens_total") == 0
+
+
+def test_a_request_that_fails_is_counted_with_the_reason_for_which_its_kv_cannot_arrive(
+    new_engine: Callable[..., Engine], producer: _kvpipe.Control
+) -> None:
+    engine = new_engine(on_load_failure="fail")
+    request = withdrawn(engine, producer)
+    load = loading(engine, request)
+    word = outcome(request, is_loaded=False, num_missing=4, reason=load.refusal, cause="")
+    engine.step(
+        finished_recving={request.request_id},
+        invalid_block_ids=set(load.block_ids),
+        kv_connector_worker_meta=word,
+    )
+    engine.step()
+    assert [(handoff["result"], handoff["reason"]) for handoff in handoffs(engine)] == [("failed", "ended")]
+
+
+def test_a_handoff_that_ends_after_its_request_was_aborted_is_counted_as_aborted(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    request, handoff = consuming(engine, producer, prompt(LENGTH))
+    opened(producer, request, handoff)
+    load = loading(engine, request)
+    engine.abort(request)
+    producer.withdraw(handoff, "preempted")
+    time.sleep(0.1)
+    engine.step()
+    engine.step(
+        finished_recving={request.request_id},
+        invalid_block_ids=set(load.block_ids),
+        kv_connector_worker_meta=outcome(request, is_loaded=False, num_missing=4, cause="cancelled"),
+    )
+    engine.step()
+    assert [(handoff["result"], handoff["reason"]) for handoff in handoffs(engine)] == [("aborted", "aborted")]
 
 
 def test_a_handoff_that_is_late_is_counted_as_timed_out(
@@ -220,9 +256,10 @@ def test_leased_blocks_are_shown_until_they_are_free(engine: Engine, prom: KVCon
 
 def test_sessions_are_shown_by_data_path_when_they_come_and_go(pair: Pair, prom: KVConnectorProm) -> None:
     def changed() -> dict[str, int] | None:
-        stats = pair.consumer.take_stats()
-        if stats is None:
+        num_sessions = pair.consumer.take_num_sessions()
+        if num_sessions is None:
             return None
+        stats = KVPipeStats.of_sessions(0, *num_sessions)
         prom.observe(carried(stats.to_dict()))
         return stats.data["sessions"]["0"]
 

@@ -1,5 +1,6 @@
 """`KVPIPE_TRACE`: the life of each handoff, as schedulers and workers write it."""
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -25,7 +26,11 @@ def order(events: list[Event], *names: str) -> list[str]:
 
 def threads() -> list[str]:
     """Names of this process's threads."""
-    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            names.append(path.read_text().strip())
+    return names
 
 
 def test_schedulers_trace_the_life_of_a_handoff(new_engine: Callable[..., Engine], tmp_path: Path) -> None:

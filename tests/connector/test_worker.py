@@ -9,8 +9,18 @@ import pytest
 import torch
 
 from kvpipe.connector.config import ConnectorConfig
-from kvpipe.connector.metadata import Load, StepMetadata, WorkerOutcomes
-from kvpipe.connector.worker import WorkerRole
+from kvpipe.connector.engine_checks import calls_each_layer_once
+from kvpipe.connector.metadata import (
+    Cancel,
+    HandoffEnd,
+    Lease,
+    Load,
+    ReadyRange,
+    StepMetadata,
+    WorkerOutcomes,
+)
+from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
+from kvpipe.connector.worker import WorkerEngine, WorkerRole
 from kvpipe.exceptions import ConfigError
 from tests.connector.engine import new_id
 
@@ -19,15 +29,27 @@ pytestmark = pytest.mark.vllm
 LAYERS, BLOCKS, SHAPE = 3, 16, (4, 32, 64)
 
 
-def role(*, speculative: object = None, use_ubatching: bool = False, **settings: Any) -> WorkerRole:
-    """A worker role; of vLLM's configuration it reads no more than this. `settings` are the connector's."""
+def role(
+    *,
+    speculative: object = None,
+    use_ubatching: bool = False,
+    objection_to_validate: str = "",
+    num_blocks: int = BLOCKS,
+    **settings: Any,
+) -> WorkerRole:
+    """A worker role. `settings` are the connector's."""
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, use_ubatching=use_ubatching),
-        kv_transfer_config=SimpleNamespace(engine_id="engine", kv_role="kv_both"),
-        compilation_config=SimpleNamespace(static_forward_context={}),
-        speculative_config=speculative,
+        parallel_config=SimpleNamespace(use_ubatching=use_ubatching), speculative_config=speculative
     )
-    return WorkerRole(config, ConnectorConfig(silence_s=5, **settings))
+    engine = WorkerEngine(
+        rank=0,
+        engine_id="engine",
+        kv_role="kv_both",
+        num_blocks=num_blocks,
+        is_by_layer=calls_each_layer_once(config),
+        objection_to_validate=objection_to_validate,
+    )
+    return WorkerRole(engine, ConnectorConfig(silence_s=5, **settings))
 
 
 def caches() -> dict[str, torch.Tensor]:
@@ -57,17 +79,22 @@ class Pair:
         return load
 
     def begin_step(self, block_ids: list[int], first: int = 0) -> None:
-        self.producer.begin_step(StepMetadata(ready=[(self.handoff, first, block_ids)]))
+        self.producer.begin_step(StepMetadata(ready=[ReadyRange(self.handoff, first, block_ids)]))
 
     def announce(self, block_ids: list[int], first: int = 0) -> None:
         self.begin_step(block_ids, first)
         self.producer.end_forward()
 
     def end(self, reason: str) -> None:
-        self.producer.end_handoffs(StepMetadata(ended=[(self.handoff, reason)]))
+        self.producer.end_handoffs(StepMetadata(ended=[HandoffEnd(self.handoff, reason)]))
+
+    def settle(self) -> None:
+        """Waits until the consumer's agent has handled what UCX had received: bytes can be here before it knows."""
+        for name in ("answered", "answered again"):
+            self.consumer._agent.register(name, bytearray(64), 64, 64).wait(None)
 
     def hold(self) -> None:
-        self.producer.begin_step(StepMetadata(leased=[(self.handoff, "producing")]))
+        self.producer.begin_step(StepMetadata(leased=[Lease(self.handoff, "producing")]))
 
     def arrived(self, source: list[int], target: list[int], layers: range = range(LAYERS)) -> bool:
         names = [f"layer.{index}" for index in layers]
@@ -81,9 +108,9 @@ class Recorded:
         self.num_layers: list[int] = []
         self._agent, worker._agent = worker._agent, self
 
-    def mark_ready(self, ready: Any, regions: list[Any]) -> None:
+    def mark_ready(self, ready: Any, regions: list[Any], event: Any) -> None:
         self.num_layers.append(len(regions))
-        self._agent.mark_ready(ready, regions)
+        self._agent.mark_ready(ready, regions, event)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
@@ -121,8 +148,8 @@ def test_blocks_arrive_in_every_layer_and_both_sides_report_once(pair: Pair) -> 
     assert pair.arrived([2, 3, 9], [5, 4, 1])
     assert pair.consumer.take_invalid_block_ids() == set()
     facts = pair.consumer.take_outcomes().outcomes["consuming"]
-    assert facts["is_loaded"]
-    assert facts["num_bytes"] == LAYERS * 3 * 4 * 32 * 64 * 4
+    assert facts.is_loaded
+    assert facts.num_bytes == LAYERS * 3 * 4 * 32 * 64 * 4
     assert sent(pair.producer) == {"producing"}
     for _ in range(20):
         assert pair.producer.finished() == (set(), set())
@@ -158,7 +185,7 @@ def test_a_layer_moves_while_the_next_ones_are_computed(pair: Pair) -> None:
         pair.producer.save_layer(f"layer.{layer}")
         until(lambda done=layer + 1: pair.arrived([2, 3], [5, 4], range(done)))
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_outcomes().outcomes["consuming"]["is_loaded"]
+    assert pair.consumer.take_outcomes().outcomes["consuming"].is_loaded
     pair.producer.end_forward()
 
 
@@ -192,7 +219,7 @@ def test_a_step_whose_layers_were_all_saved_announces_nothing_at_its_end(pair: P
 
 def test_a_step_without_ready_blocks_sends_nothing(pair: Pair) -> None:
     recorded = Recorded(pair.producer)
-    for finals in ([], [(pair.handoff, 0, [2])], [], []):
+    for finals in ([], [ReadyRange(pair.handoff, 0, [2])], [], []):
         pair.producer.begin_step(StepMetadata(ready=finals))
         for layer in range(LAYERS):
             pair.producer.save_layer(f"layer.{layer}")
@@ -212,7 +239,7 @@ def test_a_layer_that_is_computed_twice_in_a_step_is_never_used(pair: Pair) -> N
     pair.producer.end_forward()
     assert received(pair.consumer) == {"consuming"}
     assert pair.consumer.take_invalid_block_ids() == {5}
-    assert "layer.0 was computed twice" in pair.consumer.take_outcomes().outcomes["consuming"]["reason"]
+    assert "layer.0 was computed twice" in pair.consumer.take_outcomes().outcomes["consuming"].reason
     assert recorded.num_layers == [1, 1]
     # From then on at the end of steps, when it has been computed for the last time.
     pair.handoff = bytes.fromhex(new_id())
@@ -222,7 +249,7 @@ def test_a_layer_that_is_computed_twice_in_a_step_is_never_used(pair: Pair) -> N
         pair.producer.save_layer("layer.0")
     pair.producer.end_forward()
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_outcomes().outcomes["consuming"]["is_loaded"]
+    assert pair.consumer.take_outcomes().outcomes["consuming"].is_loaded
     assert recorded.num_layers == [1, 1, LAYERS]
 
 
@@ -231,7 +258,7 @@ def test_layers_that_are_called_before_all_is_written_are_announced_at_the_end(s
     worker = role(**setting)
     worker.register(caches())
     recorded = Recorded(worker)
-    worker.begin_step(StepMetadata(ready=[(bytes.fromhex(new_id()), 0, [2])]))
+    worker.begin_step(StepMetadata(ready=[ReadyRange(bytes.fromhex(new_id()), 0, [2])]))
     for _ in range(2):
         worker.save_layer("layer.0")
     assert recorded.num_layers == []
@@ -281,7 +308,7 @@ def test_verified_blocks_are_reported_before_the_sequence_state_arrives(pair: Pa
     pair.announce([2, 3])
     pair.load([5, 4], is_committed=False)
     (facts,) = verified(pair.consumer)["consuming"]
-    assert (facts["is_loaded"], facts["num_received"], facts["num_missing"]) == (True, 2, 0)
+    assert (facts.is_loaded, facts.num_received, facts.num_missing) == (True, 2, 0)
     assert pair.arrived([2, 3], [5, 4])
 
 
@@ -316,11 +343,13 @@ def test_a_load_that_fails_after_its_blocks_came_is_reported_as_failed_only(pair
     pair.load([5], is_committed=False)
     until(lambda: pair.arrived([2], [5]))
     time.sleep(0.05)
-    pair.consumer.begin_step(StepMetadata(cancels=[(pair.handoff, "the request was aborted", False)]))
+    pair.consumer.begin_step(
+        StepMetadata(cancels=[Cancel(pair.handoff, "the request was aborted", is_withdrawn=False)])
+    )
     time.sleep(0.05)
     assert received(pair.consumer) == {"consuming"}
     words = pair.consumer.take_outcomes()
-    assert (words.verified, words.outcomes["consuming"]["is_loaded"]) == ({}, False)
+    assert (words.verified, words.outcomes["consuming"].is_loaded) == ({}, False)
 
 
 def test_a_block_that_changes_after_its_checksum_is_reported_as_invalid(pair: Pair) -> None:
@@ -331,8 +360,8 @@ def test_a_block_that_changes_after_its_checksum_is_reported_as_invalid(pair: Pa
     assert received(pair.consumer) == {"consuming"}
     assert pair.consumer.take_invalid_block_ids() == {4}
     facts = pair.consumer.take_outcomes().outcomes["consuming"]
-    assert not facts["is_loaded"]
-    assert "checksum" in facts["reason"]
+    assert not facts.is_loaded
+    assert "checksum" in facts.reason
     assert pair.consumer.take_invalid_block_ids() == set()
 
 
@@ -345,12 +374,14 @@ def test_no_block_of_a_withdrawn_handoff_is_used(pair: Pair, block_ids: list[int
     pair.end("aborted")
     assert received(pair.consumer) == {"consuming"}
     assert pair.consumer.take_invalid_block_ids() == set(block_ids)
-    assert pair.consumer.take_outcomes().outcomes["consuming"]["reason"] == "aborted"
+    assert pair.consumer.take_outcomes().outcomes["consuming"].reason == "aborted"
 
 
 def test_a_cancelled_load_is_reported_once_with_its_missing_blocks(pair: Pair) -> None:
     pair.load([5, 4])
-    pair.consumer.begin_step(StepMetadata(cancels=[(pair.handoff, "the request was aborted", False)]))
+    pair.consumer.begin_step(
+        StepMetadata(cancels=[Cancel(pair.handoff, "the request was aborted", is_withdrawn=False)])
+    )
     assert received(pair.consumer) == {"consuming"}
     assert pair.consumer.take_invalid_block_ids() == {4, 5}
     pair.announce([2, 3])
@@ -365,7 +396,8 @@ def test_of_a_cancelled_load_blocks_that_are_here_count_unless_they_were_withdra
     pair.announce([2])
     pair.load([5, 4])
     until(lambda: pair.arrived([2], [5]))
-    pair.consumer.begin_step(StepMetadata(cancels=[(pair.handoff, "gone", is_withdrawn)]))
+    pair.settle()
+    pair.consumer.begin_step(StepMetadata(cancels=[Cancel(pair.handoff, "withdrawn", is_withdrawn)]))
     assert received(pair.consumer) == {"consuming"}
     assert pair.consumer.take_invalid_block_ids() == invalid
 
@@ -373,7 +405,7 @@ def test_of_a_cancelled_load_blocks_that_are_here_count_unless_they_were_withdra
 def test_a_load_and_its_cancel_in_one_step_end_it(pair: Pair) -> None:
     address = pair.producer.handshake()
     load = Load("consuming", pair.handoff, 0, [5], [(address.address, address.incarnation)], is_committed=True)
-    pair.consumer.begin_step(StepMetadata(loads=[load], cancels=[(pair.handoff, "aborted", False)]))
+    pair.consumer.begin_step(StepMetadata(loads=[load], cancels=[Cancel(pair.handoff, "aborted", is_withdrawn=False)]))
     assert received(pair.consumer) == {"consuming"}
 
 
@@ -381,7 +413,7 @@ def test_a_producer_of_another_life_is_refused(pair: Pair) -> None:
     pair.announce([2])
     pair.load([5], incarnation=bytes(16))
     assert received(pair.consumer) == {"consuming"}
-    assert "restarted" in pair.consumer.take_outcomes().outcomes["consuming"]["reason"]
+    assert "restarted" in pair.consumer.take_outcomes().outcomes["consuming"].reason
 
 
 def test_a_producer_that_goes_away_ends_the_load(pair: Pair) -> None:
@@ -433,8 +465,8 @@ def test_two_requests_of_one_handoff_are_distinguished(pair: Pair) -> None:
 
 def test_blocks_with_gaps_are_an_error_that_names_the_layer() -> None:
     worker = role()
-    with pytest.raises(ConfigError, match=r"layer\.0.*not contiguous"):
-        worker.register({"layer.0": torch.zeros(BLOCKS, 4, 64, 32).transpose(2, 3)})
+    with pytest.raises(ConfigError, match=r"layer\.0.*not dense"):
+        worker.register({"layer.0": torch.zeros(BLOCKS, 4, 64, 32)[..., :16]})
     worker.close()
 
 
@@ -463,3 +495,15 @@ def test_settings_come_from_the_environment_below_the_config(monkeypatch: pytest
     monkeypatch.setenv("KVPIPE_LEASE_S", "7")
     assert ConnectorConfig.parse({}).lease_s == 7
     assert ConnectorConfig.parse({"lease_s": 9}).lease_s == 9
+
+
+def test_tokens_of_a_step_are_not_forced_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = type(PENDING_FIRST_TOKENS)()
+    monkeypatch.setattr("kvpipe.connector.worker.PENDING_FIRST_TOKENS", pending)
+    worker = role()
+    worker.register(caches())
+    worker.begin_step(StepMetadata(first_tokens={b"handoff": 7}))
+    assert pending.of("engine") == {b"handoff": 7}
+    worker.begin_step(StepMetadata())
+    assert pending.of("engine") == {}
+    worker.close()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpipe.connector.metadata import Load, StepMetadata
+from kvpipe.connector.metadata import Load, ReadyRange, StepMetadata
 from tests.connector.test_worker import LAYERS, Pair, received, until
 
 pytestmark = pytest.mark.vllm
@@ -28,9 +28,9 @@ def test_the_outcome_counts_blocks_and_comparisons_and_what_was_asked_for_again(
     assert pair.consumer.take_invalid_block_ids() == {4}
     facts = pair.consumer.take_outcomes().outcomes["consuming"]
     counts = ("num_received", "num_missing", "num_retried", "num_compared", "num_corrupt")
-    assert [facts[name] for name in counts] == [1, 1, 1, 2 * LAYERS + 1, 2]
-    assert facts["transport"]
-    assert facts["num_bytes"] > 0
+    assert [getattr(facts, name) for name in counts] == [1, 1, 1, 2 * LAYERS + 1, 2]
+    assert facts.transport
+    assert facts.num_bytes > 0
 
 
 def test_a_load_that_failed_may_be_begun_again_while_its_blocks_are_leased(pair: Pair) -> None:
@@ -54,13 +54,13 @@ def test_a_load_that_is_refused_ends_at_once_with_the_reason(pair: Pair) -> None
     assert pair.consumer.finished() == (set(), {"refused"})
     assert pair.consumer.take_invalid_block_ids() == {4, 5}
     facts = pair.consumer.take_outcomes().outcomes["refused"]
-    assert (facts["is_loaded"], facts["num_missing"], facts["reason"]) == (False, 2, "its lease ended")
+    assert (facts.is_loaded, facts.num_missing, facts.reason) == (False, 2, "its lease ended")
 
 
 def test_cached_blocks_move_before_the_forward_pass(pair: Pair) -> None:
     pair.load([5, 4, 1])
-    finals = [(pair.handoff, 2, [9])]
-    pair.producer.begin_step(StepMetadata(cached=[(pair.handoff, 0, [2, 3])], ready=finals))
+    finals = [ReadyRange(pair.handoff, 2, [9])]
+    pair.producer.begin_step(StepMetadata(cached=[ReadyRange(pair.handoff, 0, [2, 3])], ready=finals))
     until(lambda: pair.arrived([2, 3], [5, 4]))
     time.sleep(0.05)
     assert not pair.arrived([9], [1])

@@ -26,6 +26,7 @@ class Watched:
     is_finished: bool = False
     is_ended: bool = False
     is_over: bool = False
+    is_unwatched: bool = False
     is_acknowledged: bool = False
 
 
@@ -100,8 +101,9 @@ class Wire:
 
     def unwatch(self, handoff: bytes, is_acknowledged: bool) -> None:  # noqa: FBT001 - the native method's
         watched = self.watched[handoff]
+        assert not watched.is_unwatched, "a producer is told once"
         assert not is_acknowledged or watched.is_finished, "only a verified load is acknowledged"
-        watched.is_over, watched.is_acknowledged = True, is_acknowledged
+        watched.is_over, watched.is_unwatched, watched.is_acknowledged = True, True, is_acknowledged
 
     def set_result(self, handoff: bytes, json: str) -> None:
         self.results.setdefault(handoff, []).append(json)

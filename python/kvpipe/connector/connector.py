@@ -5,23 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
 
 from kvpipe.connector.config import ConnectorConfig
-from kvpipe.connector.engine_checks import check_cache, warn_of_untested_vllm
-from kvpipe.connector.integrity import objection_to_validate
-from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata
+from kvpipe.connector.engine_checks import (
+    calls_each_layer_once,
+    check_cache,
+    objection_to_validate,
+    warn_of_untested_vllm,
+)
+from kvpipe.connector.fingerprint import attention_properties
+from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata, WorkerOutcomes
 from kvpipe.connector.policy import check_parent, load_failure_policy
 from kvpipe.connector.stats import KVPipePromMetrics, KVPipeStats
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorHandshakeMetadata,
-        KVConnectorMetadata,
-        KVConnectorWorkerMetadata,
-    )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -33,6 +39,11 @@ if TYPE_CHECKING:
 
     from kvpipe.connector.scheduler import SchedulerRole
     from kvpipe.connector.worker import WorkerRole
+
+
+KVConnectorMetadata.register(StepMetadata)
+KVConnectorHandshakeMetadata.register(HandshakeMetadata)
+KVConnectorWorkerMetadata.register(WorkerOutcomes)
 
 
 class KVPipeConnector(KVConnectorBase_V1):
@@ -56,13 +67,23 @@ class KVPipeConnector(KVConnectorBase_V1):
 
             self._scheduler = SchedulerRole(vllm_config, config)
         else:
-            from kvpipe.connector.worker import WorkerRole  # noqa: PLC0415 - only where the role is
+            from kvpipe.connector.worker import WorkerEngine, WorkerRole  # noqa: PLC0415 - only where the role is
 
-            engine = get_current_vllm_config_or_none()
-            if engine is not None and engine.kv_transfer_config is not None:
-                check_parent(engine.kv_transfer_config, transfer.kv_load_failure_policy)
+            parent = get_current_vllm_config_or_none()
+            if parent is not None and parent.kv_transfer_config is not None:
+                policy, is_consumer = transfer.kv_load_failure_policy, transfer.is_kv_consumer
+                check_parent(parent.kv_transfer_config, policy, is_consumer=is_consumer)
             objection = objection_to_validate(vllm_config, kv_cache_config)
-            self._worker = WorkerRole(vllm_config, config, objection_to_validate=objection)
+            engine = WorkerEngine(
+                rank=vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size,
+                engine_id=str(transfer.engine_id),
+                kv_role=str(transfer.kv_role),
+                num_blocks=kv_cache_config.num_blocks,
+                device=vllm_config.device_config.device_type,
+                is_by_layer=calls_each_layer_once(vllm_config),
+                objection_to_validate=objection,
+            )
+            self._worker = WorkerRole(engine, config)
 
     def _of_scheduler(self) -> SchedulerRole:
         if self._scheduler is None:
@@ -80,7 +101,7 @@ class KVPipeConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Registers the cache of each layer."""
-        self._of_worker().register(kv_caches)
+        self._of_worker().register(kv_caches, attention_properties(self._vllm_config))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Returns the address of this rank's agent."""
@@ -175,8 +196,11 @@ class KVPipeConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> KVPipeStats | None:
         """Returns what metrics are to count since the last call; `None` after most steps."""
-        role = self._scheduler or self._worker
-        return role.take_stats() if role is not None else None
+        if self._scheduler is not None:
+            return self._scheduler.take_stats()
+        if self._worker is None or (num_sessions := self._worker.take_num_sessions()) is None:
+            return None
+        return KVPipeStats.of_sessions(self._worker.rank, *num_sessions)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPipeStats:

@@ -7,15 +7,18 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.request import RequestStatus
 
-from kvpipe.connector.commits import Commits
-from kvpipe.connector.metadata import Load, merge
+from kvpipe.connector.giving_way import GivingWay
+from kvpipe.connector.load import Action, Event, Phase
+from kvpipe.connector.metadata import Cancel, Load, WorkerOutcomes
 from kvpipe.connector.model_files import NOT_COMPARED
 from kvpipe.connector.requests import Consumed, Handoffs, LossReason, prompt_hash
+from kvpipe.connector.steps import output_position
+from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -26,6 +29,14 @@ if TYPE_CHECKING:
     from kvpipe.connector.sampling import Sampling
 
 logger = init_logger("vllm.kvpipe.scheduler")
+
+_OPENED = (Phase.OPENED, Phase.SAMPLED)
+_BEFORE_LOAD = (Phase.WAITING, *_OPENED)
+# vLLM has not been reported the end of the load.
+_DURING_LOAD = (
+    *(Phase.LOADING, Phase.VERIFIED, Phase.COMMITTED, Phase.FINISHING, Phase.BROKEN),
+    *(Phase.CANCELLED, Phase.ABORTED, Phase.DROPPED),
+)
 
 
 class Consuming:
@@ -62,7 +73,12 @@ class Consuming:
         self._block_size = block_size
         self._is_recomputed = is_recomputed
         self._consumed: Handoffs[Consumed] = Handoffs()
-        self._commits = Commits(num_ranks)
+        self._num_ranks = num_ranks
+        # Committed loads: those that the workers have not acknowledged, and do not report afterwards, and those that
+        # vLLM does not know of.
+        self._unacknowledged: dict[bytes, Consumed] = {}
+        self._unreported: set[str] = set()
+        self._giving_way = GivingWay()
         # Loads that begin with the step under way, and when that step and the one before were scheduled.
         self._beginning: list[Consumed] = []
         self._step_s = self._step_before_s = 0.0
@@ -74,23 +90,31 @@ class Consuming:
         return len(self._consumed)
 
     def add(self, request: Request, consumed: Consumed) -> None:
-        """Adds a new request, and watches its handoff if it needs KV from the producer."""
+        """Adds a new request, and watches its handoff if it needs KV from the producer.
+
+        Raises:
+            ConfigError: Its handoff belongs to another request, or did until a step that has not ended.
+        """
+        if consumed.handoff in self._unacknowledged:  # whose end would end the watch of this one
+            request_id = self._unacknowledged[consumed.handoff].request.request_id
+            message = f"handoff {consumed.handoff.hex()} belongs to request {request_id}"
+            raise ConfigError(message)
         consumed.unsupported_reason = self._first_token_support.unsupported_reason(request)
         self._check_first_token(consumed)
         self._consumed.add(request.request_id, consumed)
-        if consumed.phase == "waiting":
+        if consumed.load.phase is Phase.WAITING:
             # Not only when it is scheduled: a watch extends the producer's lease while the request queues here.
             self._out.control.watch(consumed.handoff, consumed.producer)
 
     def release_unused(self, refused: Consumed) -> None:
         """Has the producer free the blocks of a handoff that no request and no worker here uses."""
-        if self._consumed.of(refused.handoff) is None and not self._commits.is_unacknowledged(refused.handoff):
+        if self._consumed.of(refused.handoff) is None and refused.handoff not in self._unacknowledged:
             self._out.control.watch(refused.handoff, refused.producer)
             self._out.control.unwatch(refused.handoff, False)  # noqa: FBT003 - a native method
 
     def _check_first_token(self, consumed: Consumed) -> None:
         if consumed.first_token is not None:
-            reason = self._first_token_support.refusal(consumed.first_token)
+            reason = self._first_token_support.refusal(consumed.given_tokens or (consumed.first_token,))
             consumed.unsupported_reason = reason or consumed.unsupported_reason
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
@@ -99,25 +123,25 @@ class Consuming:
         if consumed is None:
             return 0, False
         consumed.note_preemptions()
-        if consumed.phase == "waiting":
+        if consumed.load.phase is Phase.WAITING:
             return None, False
         # vLLM can compute the last prompt token itself; alone it is not worth a load.
         wanted = request.num_prompt_tokens - num_local_tokens
         has_output = request.num_tokens != request.num_prompt_tokens
         is_wanted = wanted > 1 and not has_output
-        if consumed.phase == "opened" and self._is_same_prompt(consumed, request):
-            if not is_wanted and not has_output and consumed.awaits_first_token():
+        if consumed.load.phase in _OPENED and self._is_same_prompt(consumed, request) and not is_wanted:
+            if not has_output and consumed.awaits_first_token():
                 return None, False
-            if not is_wanted:
-                self._give_up(consumed, "everything was in the own prefix cache", LossReason.CACHED)
-        if is_wanted and (consumed.phase == "opened" or self._fails(consumed)):
+            self._load_nothing(consumed, Event.GIVEN_UP, "everything was in the own prefix cache", LossReason.CACHED)
+        if is_wanted and self._is_claimable(consumed):
             consumed.num_local_tokens = num_local_tokens
             return wanted, True
         return 0, False
 
-    def _fails(self, consumed: Consumed) -> bool:
-        """Whether a request fails because its KV cannot arrive. vLLM fails it by a failed load, so one is claimed."""
-        return consumed.phase == "ended" and consumed.is_lost and not self._is_recomputed
+    def _is_claimable(self, consumed: Consumed) -> bool:
+        """Whether a load may begin. Where lost KV fails its request, vLLM fails it by a failed load: one is claimed."""
+        phase = consumed.load.phase
+        return phase in _OPENED or (phase is Phase.LOST and not self._is_recomputed)
 
     def _is_same_prompt(self, consumed: Consumed, request: Request) -> bool:
         """Compares prompts once: a full engine matches its first waiting request in every step."""
@@ -125,8 +149,7 @@ class Consuming:
             difference, loss = self._difference(consumed.opening, request)
             consumed.is_same_prompt = not difference
             if difference:
-                self._give_up(consumed, difference, loss)
-                consumed.is_lost = True
+                self._load_nothing(consumed, Event.DIFFERED, difference, loss)
         return bool(consumed.is_same_prompt)
 
     def _difference(self, opening: dict[str, Any], request: Request) -> tuple[str, LossReason]:
@@ -142,19 +165,19 @@ class Consuming:
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Begins the load into newly allocated blocks."""
         consumed = self._consumed.get(request.request_id)
-        if consumed is None or num_external_tokens == 0:
-            if consumed is not None and consumed.phase in ("waiting", "opened"):
-                self._give_up(consumed, "the scheduler did not want it", LossReason.NOT_SCHEDULED)
+        if consumed is None:
             return
-        if consumed.phase == "opened" or self._fails(consumed):
+        if num_external_tokens == 0:
+            self._load_nothing(consumed, Event.GIVEN_UP, "the scheduler did not want it", LossReason.NOT_SCHEDULED)
+        elif self._is_claimable(consumed):
             first = consumed.num_local_tokens // self._block_size
             end = -(-(consumed.num_local_tokens + num_external_tokens) // self._block_size)
             self._begin_load(consumed, first, list(blocks.get_block_ids()[0][first:end]))
 
     def _begin_load(self, consumed: Consumed, first: int, block_ids: list[int]) -> None:
-        refusal = consumed.reason if consumed.phase == "ended" else ""
+        refusal = consumed.reason if consumed.load.phase is Phase.LOST else ""
         opening = {} if refusal or consumed.opening is None else consumed.opening
-        consumed.phase, consumed.outcome, consumed.verified = "loading", None, []
+        consumed.load.on(Event.ALLOCATED)
         consumed.last_block_id = block_ids[-1]
         self._beginning.append(consumed)
         self._out.trace.instant("admitted", consumed.handoff, blocks=len(block_ids))
@@ -165,63 +188,94 @@ class Consuming:
                 first=first,
                 block_ids=block_ids,
                 ranks=opening.get("ranks", []),
-                is_committed=consumed.has_state,
+                is_committed=consumed.load.phase is Phase.FINISHING,
                 refusal=refusal,
             )
         )
 
-    def _give_up(self, consumed: Consumed, reason: str, loss: LossReason) -> None:
-        consumed.phase, consumed.reason, consumed.loss = "ended", reason, loss
-        self._out.control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
+    def _load_nothing(self, consumed: Consumed, event: Event, reason: str, loss: LossReason) -> None:
+        """Ends a handoff, unless a load of it has begun."""
+        if consumed.load.phase in _BEFORE_LOAD:
+            consumed.reason, consumed.loss = reason, loss
+            self._perform(consumed, consumed.load.on(event))
 
-    def begin_step(self, now_s: float) -> None:
-        """Notes that a step is scheduled."""
-        self._step_before_s, self._step_s = self._step_s, now_s
+    def give_way(self, ours: bytes, num_leased_blocks: int, now_s: float) -> None:
+        """Gives up the load that waits first, if nothing moves because another engine waits for this one's blocks.
 
-    def scheduled(self, request_id: str, num_before: int, num_new: int) -> None:
-        """Forces a scheduled request's first token, restores its last block, and reports when its prompt is done."""
-        self._force(request_id)
-        self._restore(request_id, num_before, num_new)
-        self._count(request_id, num_before, num_new)
-
-    def _force(self, request_id: str) -> None:
-        """Forces the producer's token, in each step until there is an output, because a step may be preempted."""
-        consumed = self._consumed.get(request_id)
-        if consumed is None or consumed.first_token is None or consumed.unsupported_reason:
+        Args:
+            ours: Incarnation of this engine's first worker.
+            num_leased_blocks: Blocks that are leased, if the step computes nothing and a request lacks blocks; else 0.
+            now_s: Time of the step.
+        """
+        if num_leased_blocks and any(it.load.phase in _DURING_LOAD for it in self._consumed.values()):
+            num_leased_blocks = 0
+        self._giving_way.note(num_leased_blocks, now_s)
+        if not num_leased_blocks:
             return
-        if consumed.request.num_output_tokens == 0:
+        waiting = (it for it in self._consumed.values() if it.load.phase in _OPENED and _producer_of(it))
+        if (first := next(waiting, None)) is not None and self._giving_way.is_due(ours, _producer_of(first), now_s):
+            reason = "this engine and its producer would have waited for each other's blocks"
+            self._load_nothing(first, Event.GIVEN_UP, reason, LossReason.GAVE_WAY)
+
+    def _perform(self, consumed: Consumed, actions: tuple[Action, ...], cancel: Cancel | None = None) -> None:
+        """Does what an event of a load causes. `cancel` is what the workers get if that is to cancel it."""
+        step = self._out.step
+        for action in actions:
+            match action:
+                case Action.UNWATCH | Action.ACKNOWLEDGE:
+                    self._out.control.unwatch(consumed.handoff, action is Action.ACKNOWLEDGE)
+                case Action.FINISH:
+                    step.commits.append(consumed.handoff)
+                case Action.COMMIT:
+                    step.committed.append(consumed.handoff)
+                    self._unacknowledged[consumed.handoff] = consumed
+                    self._unreported.add(consumed.request.request_id)
+                case Action.CANCEL if cancel is not None:
+                    step.cancels.append(cancel)
+                case Action.REPORT:
+                    self._report(consumed)
+                case Action.FORGET:
+                    self._consumed.pop(consumed.request.request_id)
+
+    def scheduled(self, output: SchedulerOutput, now_s: float) -> None:
+        """Forces scheduled requests' first outputs, restores their last blocks, and reports whose prompt is done."""
+        self._step_before_s, self._step_s = self._step_s, now_s
+        for consumed, num_before, num_new in self._consumed.scheduled(output):
+            self._force(consumed)
+            self._restore(consumed, num_before, num_new)
+            self._count(consumed, num_before, num_new)
+
+    def _force(self, consumed: Consumed) -> None:
+        """Forces the producer's token, or those that the request brought, in steps that may sample such an output."""
+        if consumed.first_token is None or consumed.unsupported_reason:
+            return
+        if output_position(consumed.request) < max(1, len(consumed.given_tokens)):
             self._out.step.first_tokens[consumed.handoff] = consumed.first_token
             consumed.is_exact = True
 
-    def _restore(self, request_id: str, num_before: int, num_new: int) -> None:
+    def _restore(self, consumed: Consumed, num_before: int, num_new: int) -> None:
         """Has the workers restore a prompt's last block in the first step after a load, if that computes one token.
 
         Not with speculative decoding: a draft model writes into that block, too.
         """
-        consumed = self._consumed.get(request_id)
-        if consumed is None or consumed.last_block_id is None:
+        if consumed.last_block_id is None:
             return
         is_last_token = (num_before, num_new) == (consumed.num_prompt_tokens - 1, 1)
         if is_last_token and not self._first_token_support.is_speculative:
             self._out.step.restores.append(consumed.last_block_id)
         consumed.last_block_id = None
 
-    def _count(self, request_id: str, num_before: int, num_new: int) -> None:
+    def _count(self, consumed: Consumed, num_before: int, num_new: int) -> None:
         """Counts the prompt tokens that this engine computes, and reports the result when the prompt is done."""
-        consumed = self._consumed.get(request_id)
-        if consumed is None or consumed.is_reported:
+        if consumed.load.phase is Phase.REPORTED:
             return
         consumed.num_computed += max(0, min(num_before + num_new, consumed.num_prompt_tokens) - num_before)
         if num_before + num_new >= consumed.num_prompt_tokens:
             self._out.trace.instant("scheduled", consumed.handoff)
             self._out.step.first_steps.append(consumed.handoff)
-            self._report(consumed)
+            self._perform(consumed, consumed.load.on(Event.COMPUTED))
 
     def _report(self, consumed: Consumed) -> None:
-        consumed.is_reported, consumed.is_leased = True, False
-        # The workers must know of a commit before the producer ends the handoff: it would end the load they still have.
-        if consumed.producer and not self._commits.is_unacknowledged(consumed.handoff):
-            self._out.control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
         report = consumed.report()
         self._out.control.set_result(consumed.handoff, json.dumps(report))
         fields = " ".join(f"{name}={value}" for name, value in report.items() if value != "")
@@ -234,32 +288,48 @@ class Consuming:
         wanted = consumed.num_prompt_tokens - consumed.num_local_tokens
         received = 0
         missing = report["recomputed_tokens"]
-        if consumed.outcome is not None:
+        if consumed.load.outcome is not None:
             missing = min(wanted, report["blocks_missing"] * self._block_size)
             received = wanted - missing
         self._out.stats.add_handoff(
             report["result"],
             consumed.loss_reason().value,
-            handover_s=None if consumed.ending else report["handover_ms"] / 1000,
+            handover_s=None if consumed.load.phase is Phase.FORGOTTEN else report["handover_ms"] / 1000,
             received_tokens=received,
             missing_tokens=missing if is_needed else 0,
             recomputed_tokens=report["recomputed_tokens"],
             received_bytes=report["bytes"],
         )
 
+    def is_idle(self) -> bool:
+        """Whether a step has nothing to report here."""
+        return not (self._consumed or self._unacknowledged)
+
     def receive_outcomes(self, output: KVConnectorOutput) -> None:
         """Processes the workers' reports: ended loads, verified loads, and acknowledged commits."""
         self._measure_steps(time.monotonic())
-        reports = output.kv_connector_worker_meta
-        for request_id, outcome in getattr(reports, "outcomes", {}).items():
-            self._note_outcome(request_id, outcome)
-        for request_id, ranks in getattr(reports, "verified", {}).items():
+        # Under MultiConnector it may be another connector's.
+        if isinstance(output.kv_connector_worker_meta, WorkerOutcomes):
+            self._receive_loads(output.kv_connector_worker_meta)
+            for handoff in output.kv_connector_worker_meta.acknowledged:
+                if (consumed := self._unacknowledged.pop(handoff, None)) is not None:
+                    self._perform(consumed, consumed.load.acknowledged())
+        if output.finished_recving and self._unacknowledged:
+            # A second report of a load ends the engine.
+            committed = {consumed.request.request_id for consumed in self._unacknowledged.values()}
+            output.finished_recving = output.finished_recving - committed
+
+    def _receive_loads(self, reports: WorkerOutcomes) -> None:
+        for request_id, outcome in reports.outcomes.items():
             if (consumed := self._consumed.get(request_id)) is not None:
-                self._commits.blocks_verified(request_id, consumed, ranks)
-        for handoff in getattr(reports, "acknowledged", ()):
-            self._commits.acknowledged(handoff)
-            self._out.control.unwatch(handoff, True)  # noqa: FBT003 - a native method
-        self._commits.drop_unacknowledged(output)
+                consumed.load.worker_ended(outcome)
+        for request_id, ranks in reports.verified.items():
+            if (consumed := self._consumed.get(request_id)) is not None:
+                consumed.load.blocks_verified(ranks, self._num_ranks)
+        for request_id in reports.broken:
+            if (consumed := self._consumed.get(request_id)) is not None:
+                cancel = Cancel(consumed.handoff, "a rank has lost blocks that it had verified", is_withdrawn=False)
+                self._perform(consumed, consumed.load.on(Event.WORKER_BROKEN), cancel)
 
     def _measure_steps(self, now_s: float) -> None:
         """Notes how long steps have kept the loads that began with this one: it, and what was left of the one before.
@@ -271,44 +341,32 @@ class Consuming:
         self._beginning.clear()
 
     def report_committed(self, output: KVConnectorOutput) -> None:
-        """Adds locally committed loads to `finished_recving` and forgets them."""
-        self._commits.report(output)
+        """Adds committed loads to `finished_recving`, which vLLM reads after this hook."""
+        if self._unreported:
+            output.finished_recving = (output.finished_recving or set()) | self._unreported
+            self._unreported = set()
         for request_id in output.finished_recving or ():
             self._received(request_id)
 
-    def _note_outcome(self, request_id: str, outcome: dict[str, Any]) -> None:
-        consumed = self._consumed.get(request_id)
-        # The outcome of a committed load is fixed, whatever ends the producer's handoff afterwards.
-        if consumed is not None and not self._commits.is_unacknowledged(consumed.handoff):
-            # Ranks may report in different steps.
-            consumed.outcome = outcome if consumed.outcome is None else merge(consumed.outcome, outcome)
-            self._commits.is_over(request_id)
-
     def _received(self, request_id: str) -> None:
-        self._commits.is_over(request_id)
         consumed = self._consumed.get(request_id)
         if consumed is None:
             return
-        is_loaded = consumed.outcome is not None and consumed.outcome["is_loaded"]
-        consumed.phase = "done"
+        phase = consumed.load.phase
+        actions = consumed.load.received()
+        if consumed.load.phase is phase:  # another connector's load
+            return
         self._out.trace.instant("received", consumed.handoff)
-        if consumed.outcome is None or consumed.outcome["num_missing"]:
+        if consumed.load.outcome is None or consumed.load.outcome.num_missing:
             consumed.last_block_id = None
-        if is_loaded:
-            consumed.is_leased = False
-        if is_loaded and not self._commits.is_unacknowledged(consumed.handoff):
-            self._out.control.unwatch(consumed.handoff, True)  # noqa: FBT003 - a native method
-        self._continue(consumed, is_loaded=is_loaded)
-        # After an incomplete load the producer keeps the blocks until the prompt is computed: see `note_preemptions`.
-        if consumed.ending:
-            self._forget(request_id, consumed)
+        self._perform(consumed, actions)
+        if consumed.load.phase is Phase.LOADED:
+            self._continue(consumed)
 
-    def _continue(self, consumed: Consumed, *, is_loaded: bool) -> None:
+    def _continue(self, consumed: Consumed) -> None:
         """Has a loaded request continue after the producer's token, if it qualifies. Otherwise it is forced."""
         token = consumed.first_token
-        if not is_loaded or token is None or consumed.ending or consumed.unsupported_reason:
-            return
-        if self._continuations.begin(consumed.request, token):
+        if token is not None and not consumed.unsupported_reason and self._continuations.begin(consumed.request, token):
             consumed.is_exact = True
 
     def finished(self, request: Request) -> None:
@@ -317,41 +375,30 @@ class Consuming:
         consumed = self._consumed.get(request.request_id)
         if consumed is None:
             return
-        consumed.ending = "failed" if request.status == RequestStatus.FINISHED_ERROR else "aborted"
-        if consumed.phase == "loading":
-            self._commits.is_over(request.request_id)
+        reason = "the request was aborted"
+        self._load_nothing(consumed, Event.FINISHED, reason, LossReason.ABORTED)
+        # The worker role still writes into the blocks of a load; vLLM frees them when it reports the end. Nobody uses
+        # them, so that the producer is not asked whether they count.
+        actions = consumed.load.on(Event.FINISHED)
+        if consumed.load.phase is Phase.ABORTED and consumed.loss is LossReason.NONE:
             consumed.loss = LossReason.ABORTED
-            # The worker role still writes into the blocks; vLLM frees them when it reports the end of the load. Nobody
-            # uses them, so that the producer is not asked whether they count.
-            self._out.step.cancels.append((consumed.handoff, "the request was aborted", True))
-            return
-        if consumed.phase in ("waiting", "opened"):
-            self._give_up(consumed, "the request was aborted", LossReason.ABORTED)
-        self._forget(request.request_id, consumed)
-
-    def _forget(self, request_id: str, consumed: Consumed) -> None:
-        self._consumed.pop(request_id)
-        if not consumed.is_reported:
-            self._report(consumed)
+        self._perform(consumed, actions, Cancel(consumed.handoff, reason, is_withdrawn=True))
 
     def on_opened(self, event: dict[str, Any]) -> None:
         """Notes that the producer has scheduled the request."""
         consumed = self._consumed.of(event["handoff"])
-        if consumed is not None and consumed.phase == "waiting":
-            consumed.phase, consumed.opening, consumed.is_leased = "opened", event, True
+        if consumed is not None and consumed.load.phase is Phase.WAITING:
+            consumed.opening = event
+            consumed.load.on(Event.OPENED)
 
     def on_finished(self, event: dict[str, Any]) -> None:
         """Processes the sequence state: the producer has sampled its token."""
         consumed = self._consumed.of(event["handoff"])
         if consumed is None:
             return
-        consumed.has_state = True
         if consumed.first_token is None and event["output_ids"] and self._is_same_prompt(consumed, consumed.request):
             self._note_first_token(consumed, event)
-        if self._commits.state_received(consumed.request.request_id, consumed):
-            self._out.step.committed.append(consumed.handoff)
-        elif consumed.phase == "loading":
-            self._out.step.commits.append(consumed.handoff)
+        self._perform(consumed, consumed.load.on(Event.STATE_RECEIVED))
 
     def _note_first_token(self, consumed: Consumed, state: dict[str, Any]) -> None:
         if state["sampling_hash"] == self._sampling.hash(consumed.request):
@@ -365,11 +412,15 @@ class Consuming:
         consumed = self._consumed.of(event["handoff"])
         if consumed is None:
             return
-        consumed.is_leased = False
         loss = LossReason(event["cause"])
-        if consumed.phase == "loading":
+        self._load_nothing(consumed, Event.ENDED, event["reason"], loss)
+        if actions := consumed.load.on(Event.ENDED):
             consumed.loss = loss
-            self._out.step.cancels.append((consumed.handoff, event["reason"], event["is_withdrawn"]))
-        elif consumed.phase in ("waiting", "opened"):
-            consumed.phase, consumed.reason, consumed.loss = "ended", event["reason"], loss
-            consumed.is_lost = True
+            self._perform(consumed, actions, Cancel(consumed.handoff, event["reason"], event["is_withdrawn"]))
+
+
+def _producer_of(consumed: Consumed) -> bytes:
+    """The incarnation of its producer's first worker; empty if that is not known."""
+    ranks = (consumed.opening or {}).get("ranks") or [("", b"")]
+    incarnation: bytes = ranks[0][1]
+    return incarnation

@@ -43,34 +43,44 @@ class _Continued:
     unsent: set[str] = field(default_factory=set)
 
 
-# Global, because vLLM makes the scheduler and the connector, and neither has a reference to the scheduler role.
-_CONTINUED = _Continued()
+# By engine, because two of them may use the same request ids. Global, because vLLM makes the scheduler and the
+# connector, and neither has a reference to the scheduler role.
+_CONTINUED: dict[str, _Continued] = {}
+
+
+def _continued(vllm_config: VllmConfig) -> _Continued:
+    transfer = vllm_config.kv_transfer_config
+    return _CONTINUED.setdefault("" if transfer is None else str(transfer.engine_id), _Continued())
 
 
 class ContinuingScheduler(Scheduler):
     """vLLM's synchronous scheduler, for engines that consume handoffs: `--scheduler-cls`."""
 
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        self._continued = _continued(vllm_config)
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedules a step. Workers get the first token of a continued request as the last one of its prompt."""
         output: SchedulerOutput = super().schedule(*args, **kwargs)
-        if _CONTINUED.tokens:
+        if self._continued.tokens:
             for new in output.scheduled_new_reqs:
-                if (token := _CONTINUED.tokens.get(new.req_id)) is not None:
+                if (token := self._continued.tokens.get(new.req_id)) is not None:
                     new.prompt_token_ids = [*(new.prompt_token_ids or ()), token]
             cached = output.scheduled_cached_reqs
             for index, request_id in enumerate(cached.req_ids):
-                cached.num_output_tokens[index] -= request_id in _CONTINUED.tokens
+                cached.num_output_tokens[index] -= request_id in self._continued.tokens
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         """Processes the tokens of a step. Clients get the first token of a continued request with the second one."""
-        unsent = {request_id: _CONTINUED.tokens[request_id] for request_id in _CONTINUED.unsent}
+        unsent = {request_id: self._continued.tokens[request_id] for request_id in self._continued.unsent}
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)
         if unsent:
             for output in (output for of_client in outputs.values() for output in of_client.outputs):
                 if output.new_token_ids and output.request_id in unsent:
                     output.new_token_ids = [unsent[output.request_id], *output.new_token_ids]
-                    _CONTINUED.unsent.discard(output.request_id)
+                    self._continued.unsent.discard(output.request_id)
         return outputs
 
 
@@ -91,6 +101,7 @@ class Continuations:
             logger.warning("continuing.off every request takes one step more to its second token: %s", refusal)
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._block_size = int(vllm_config.cache_config.block_size)
+        self._continued = _continued(vllm_config)
         self.manager: KVCacheManager | None = None
 
     def begin(self, request: Request, token: int) -> bool:
@@ -98,8 +109,8 @@ class Continuations:
         if not (self._is_on and self._is_supported(request, token) and self._has_room(request)):
             return False
         request.append_output_token_ids(token)
-        _CONTINUED.tokens[request.request_id] = token
-        _CONTINUED.unsent.add(request.request_id)
+        self._continued.tokens[request.request_id] = token
+        self._continued.unsent.add(request.request_id)
         return True
 
     def _is_supported(self, request: Request, token: int) -> bool:
@@ -127,13 +138,12 @@ class Continuations:
         if request.num_tokens % self._block_size:
             return True
         free = 0 if self.manager is None else self.manager.block_pool.get_num_free_blocks()
-        return free > len(_CONTINUED.unsent)
+        return free > len(self._continued.unsent)
 
-    @staticmethod
-    def forget(request: Request) -> None:
+    def forget(self, request: Request) -> None:
         """Forgets a request that has finished. The step in which it finishes still sends its token."""
-        _CONTINUED.tokens.pop(request.request_id, None)
-        _CONTINUED.unsent.discard(request.request_id)
+        self._continued.tokens.pop(request.request_id, None)
+        self._continued.unsent.discard(request.request_id)
 
 
 def _is_wanted(vllm_config: VllmConfig) -> bool:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.kvpipe.connector")
 
 _TESTED_VLLM = "0.32"
+# Their blocks belong to a request until it ends, and only its own tokens are written into them.
+_PLAIN_SPECS = (FullAttentionSpec, MLAAttentionSpec)
 
 
 def check_cache(kv_cache_config: KVCacheConfig) -> None:
@@ -41,3 +44,20 @@ def warn_of_untested_vllm() -> None:
             _TESTED_VLLM,
             __version__,
         )
+
+
+def objection_to_validate(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Why a block may change before the worker role can mark its handoff as ended; empty if none does."""
+    if vllm_config.model_config.enable_sleep_mode:
+        return "sleep mode discards KV without calling the connector's worker role"
+    specs = {type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups}
+    if other := sorted(spec.__name__ for spec in specs.difference(_PLAIN_SPECS)):
+        return f"vLLM may free or rewrite blocks of a running request in a cache of {', '.join(other)}"
+    if vllm_config.use_v2_model_runner and kv_cache_config.needs_kv_cache_zeroing:
+        return "the V2 model runner zeroes blocks before it calls the connector"
+    return ""
+
+
+def calls_each_layer_once(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM calls `save_kv_layer` once for each layer and step: not with micro-batches or drafts."""
+    return vllm_config.speculative_config is None and not vllm_config.parallel_config.use_ubatching

@@ -1,8 +1,9 @@
-"""A logits processor that forces the producer's first token on the consumer, for both of vLLM's model runners.
+"""A logits processor that forces the first outputs of a consumer, for both of vLLM's model runners.
 
-Before each step the worker role sets the pending first tokens. The processor, in the same process, looks them up when
-vLLM applies it. It finds a request by the handoff id in its parameters, and its first output by position. So a request
-that was preempted or computed in chunks is forced once, at its first token.
+They are the producer's first token, or all tokens that a resumed request brings. Before each step the worker role sets
+the pending first tokens. The processor, in the same process, looks them up when vLLM applies it. It finds a request by
+the handoff id in its parameters, and an output by its position. The tokens after the first are in the parameters too.
+So a request that was preempted or computed in chunks is forced at each of these outputs, and at no other.
 
 Sources: `vllm/v1/sample/logits_processor/interface.py` and `vllm/v1/worker/gpu/sample/logits_processor/interface.py`
 of vLLM 0.32.
@@ -11,11 +12,13 @@ of vLLM 0.32.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor as V1LogitsProcessor
 
+from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import ConsumeParams, LoadParams, parse
 
@@ -25,6 +28,8 @@ except ImportError:  # another vLLM; a failed import would stop every engine, al
     V2LogitsProcessor = object
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
@@ -33,41 +38,51 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 
 
-class PendingFirstTokens:
-    """First tokens to force in the current step of this worker process.
+@dataclass(frozen=True, slots=True)
+class ForcedOutputs:
+    """What the parameters of a consuming request say of its first outputs.
 
     Attributes:
-        tokens: Token id by handoff.
-        has_processor: Whether this process has a processor that forces them.
+        handoff: The handoff's id.
+        tokens: Tokens that the request brings; empty: its producer's first token alone is forced.
     """
 
-    def __init__(self) -> None:
-        self.tokens: dict[bytes, int] = {}
-        self.has_processor = False
-        self._by_connector: dict[str, dict[bytes, int]] = {}
+    handoff: bytes
+    tokens: tuple[int, ...]
 
-    def set(self, connector: str, tokens: dict[bytes, int]) -> None:
-        """Sets the tokens of one connector; under MultiConnector there may be two."""
-        self._by_connector[connector] = tokens
-        self.tokens = {handoff: token for each in self._by_connector.values() for handoff, token in each.items()}
+    @classmethod
+    def of(cls, params: SamplingParams) -> ForcedOutputs | None:
+        """Reads a request's parameters; returns `None` if it consumes no handoff. Any client may have sent them."""
+        try:
+            found = parse((params.extra_args or {}).get("kv_transfer_params"))
+        except ConfigError:
+            return None
+        if isinstance(found, ConsumeParams):
+            return cls(found.handoff, found.tokens)
+        return cls(found.handoff, ()) if isinstance(found, LoadParams) else None
 
-
-# Global, because vLLM makes the processor and the worker role, and neither has a reference to the other.
-PENDING_FIRST_TOKENS = PendingFirstTokens()
+    def token(self, pending: Mapping[bytes, int], position: int) -> int | None:
+        """Returns the token to force in this step, at a position of the output; `None` if there is none."""
+        first = pending.get(self.handoff)
+        if first is None or position == 0:
+            return first
+        return self.tokens[position] if 0 < position < len(self.tokens) else None
 
 
 class FirstToken(V1LogitsProcessor, V2LogitsProcessor):
-    """Masks all tokens but the producer's at the first output of a consuming request.
+    """Masks all tokens but the forced one at the first outputs of a consuming request.
 
     Sampling itself is unchanged: penalties, grammar, stop strings and seeded generators advance as on one instance.
     """
 
     def __init__(self, vllm_config: VllmConfig, *state: Any) -> None:
         """Accepts the arguments of either runner: V1 gives a device and a pinning flag, V2 its request state."""
+        transfer = vllm_config.kv_transfer_config
+        self._engine_id = "" if transfer is None else str(transfer.engine_id)
         self._requests: LogitsProcRequestState | None = state[0] if len(state) == 1 else None
-        # V1: handoff and output ids by row; V2: handoff by slot.
-        self._rows: dict[int, tuple[bytes, list[int]]] = {}
-        self._slots: dict[int, bytes] = {}
+        # V1: by row, with vLLM's own list of output ids; V2: by slot.
+        self._rows: dict[int, tuple[ForcedOutputs, list[int]]] = {}
+        self._slots: dict[int, ForcedOutputs] = {}
         # Draft tokens have rows of their own.
         PENDING_FIRST_TOKENS.has_processor = vllm_config.speculative_config is None
 
@@ -76,70 +91,60 @@ class FirstToken(V1LogitsProcessor, V2LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """V1: tracks the rows of consuming requests without output."""
+        """V1: tracks the rows of consuming requests, for all their life: vLLM may throw outputs away."""
         process_dict_updates(self._rows, batch_update, _consuming_row)
-        for row in [row for row, (_, output_ids) in self._rows.items() if output_ids]:
-            del self._rows[row]
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """V2: tracks the slot of a consuming request."""
-        handoff = consumed_handoff(sampling_params)
-        if handoff is None:
+        forced = ForcedOutputs.of(sampling_params)
+        if forced is None:
             self._slots.pop(req_idx, None)
             return False
-        self._slots[req_idx] = handoff
+        self._slots[req_idx] = forced
         return True
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
-        """Forces pending first tokens.
+        """Forces the outputs of requests whose first token is pending.
 
         Args:
             logits: `[num_rows, vocab_size]`, changed in place.
             ctx: V2: the batch of this step.
         """
-        if PENDING_FIRST_TOKENS.tokens:
-            for row, handoff in self._first_rows() if ctx is None else self._first_rows_of(ctx):
-                token = PENDING_FIRST_TOKENS.tokens.get(handoff)
+        if pending := PENDING_FIRST_TOKENS.of(self._engine_id):
+            for row, forced, position in self._rows_of_v1() if ctx is None else self._rows_of_v2(ctx):
+                token = forced.token(pending, position)
                 if token is not None:
                     logits[row].fill_(float("-inf"))
                     logits[row, token] = 0
         return logits
 
-    def _first_rows(self) -> list[tuple[int, bytes]]:
-        return [(row, handoff) for row, (handoff, output_ids) in self._rows.items() if not output_ids]
+    def _rows_of_v1(self) -> list[tuple[int, ForcedOutputs, int]]:
+        return [(row, forced, len(output_ids)) for row, (forced, output_ids) in self._rows.items()]
 
-    def _first_rows_of(self, ctx: LogitsContext) -> list[tuple[int, bytes]]:
+    def _rows_of_v2(self, ctx: LogitsContext) -> list[tuple[int, ForcedOutputs, int]]:
         requests, slots = self._requests, enumerate(ctx.idx_mapping_np.tolist())
         if requests is None:
             return []
+        # Within a chunk of the prompt the position is negative.
         return [
-            (row, self._slots[slot])
+            (row, self._slots[slot], int(ctx.seq_lens_upper_bound_np[row] - requests.prompt_len.np[slot]))
             for row, slot in slots
-            if slot in self._slots and ctx.seq_lens_upper_bound_np[row] == requests.prompt_len.np[slot]
+            if slot in self._slots
         ]
 
 
-def _consuming_row(params: SamplingParams, _: Any, output_ids: list[int]) -> tuple[bytes, list[int]] | None:
-    handoff = consumed_handoff(params)
-    return None if handoff is None else (handoff, output_ids)
-
-
-def consumed_handoff(params: SamplingParams) -> bytes | None:
-    """Returns the handoff that a request's parameters name; any client may have sent them."""
-    try:
-        found = parse((params.extra_args or {}).get("kv_transfer_params"))
-    except ConfigError:
-        return None
-    return found.handoff if isinstance(found, ConsumeParams | LoadParams) else None
+def _consuming_row(params: SamplingParams, _: Any, output_ids: list[int]) -> tuple[ForcedOutputs, list[int]] | None:
+    forced = ForcedOutputs.of(params)
+    return None if forced is None else (forced, output_ids)
 
 
 def hide_handoff_from_workers(request: Request) -> None:
-    """Takes a handoff that belongs to another request out of what the workers get, who would force its first token.
+    """Takes a handoff that belongs to another request out of what the workers get, who would force its outputs.
 
     The requests that vLLM makes of one share their parameters, so that these are replaced, and not changed.
     """
     params = request.sampling_params
-    if params is not None and consumed_handoff(params) is not None:
+    if params is not None and ForcedOutputs.of(params) is not None:
         request.sampling_params = copy.copy(params)
         request.sampling_params.extra_args = {
             name: value for name, value in (params.extra_args or {}).items() if name != "kv_transfer_params"

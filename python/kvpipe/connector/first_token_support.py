@@ -1,4 +1,4 @@
-"""Whether this engine can force the producer's first token; otherwise it samples its own."""
+"""Whether this engine can force the first outputs of a request; otherwise it samples its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
@@ -46,9 +48,10 @@ class FirstTokenSupport:
             return f"logprobs in mode {self._logprobs_mode} would be those of a masked distribution"
         return ""
 
-    def refusal(self, token: int) -> str:
-        """Why a token cannot be forced; empty if it can."""
-        if 0 <= token < self._vocab_size:
-            return ""
-        # An index outside the vocabulary would crash the sampler, and the engine with it.
-        return f"first token {token} is outside the vocabulary of {self._vocab_size}"
+    def refusal(self, tokens: Iterable[int]) -> str:
+        """Why the first outputs of a request cannot be these tokens; empty if they can."""
+        for token in tokens:
+            # An index outside the vocabulary would crash the sampler, and the engine with it.
+            if not 0 <= token < self._vocab_size:
+                return f"token {token} is outside the vocabulary of {self._vocab_size}"
+        return ""

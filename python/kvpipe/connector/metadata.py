@@ -1,22 +1,19 @@
-"""Messages between the two roles of one engine, one a step each way. Ids are bytes, times are seconds."""
+"""Messages between the two roles of one engine, one a step each way. Ids are bytes, times are seconds.
+
+They are pickled in each step. Classes with slots that are not frozen cost the least there. They need no vLLM, whose
+abstract classes `kvpipe.connector.connector` registers them with.
+"""
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from kvpipe.connector.load import LoadOutcome
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Load:
     """Consumer: blocks to read from a producer.
 
@@ -39,8 +36,77 @@ class Load:
     refusal: str = ""
 
 
+@dataclass(slots=True)
+class Cancel:
+    """Consumer: a load to end.
+
+    Attributes:
+        handoff: The handoff's id.
+        reason: Why.
+        is_withdrawn: Whether all blocks count as missing: the producer has withdrawn them, or their request has ended.
+    """
+
+    handoff: bytes
+    reason: str
+    is_withdrawn: bool
+
+
+@dataclass(slots=True)
+class HandoffEnd:
+    """Producer: a handoff whose blocks may change from this step on.
+
+    Attributes:
+        handoff: The handoff's id.
+        reason: Why.
+    """
+
+    handoff: bytes
+    reason: str
+
+
+@dataclass(slots=True)
+class ReadyRange:
+    """Producer: blocks of a handoff that are ready.
+
+    Attributes:
+        handoff: The handoff's id.
+        first: Position in the prompt of the first one.
+        block_ids: The blocks.
+    """
+
+    handoff: bytes
+    first: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class Lease:
+    """Producer: a finished request whose blocks are leased to a consumer.
+
+    Attributes:
+        handoff: The handoff's id.
+        request_id: vLLM's id on this engine.
+    """
+
+    handoff: bytes
+    request_id: str
+
+
+@dataclass(slots=True)
+class PrefillRest:
+    """Producer: what is left of a prefill after this step.
+
+    Attributes:
+        handoff: The handoff's id.
+        beyond_s: Its predicted time beyond this step.
+    """
+
+    handoff: bytes
+    beyond_s: float
+
+
 @dataclass
-class StepMetadata(KVConnectorMetadata):
+class StepMetadata:
     """Scheduler role to worker role, for one step.
 
     Attributes:
@@ -49,16 +115,16 @@ class StepMetadata(KVConnectorMetadata):
             reports their end.
         committed: Consumer: handoffs whose blocks are verified and whose sequence state has arrived. The worker role
             acknowledges them to the producer; the scheduler role reports them to vLLM.
-        cancels: Consumer: `(handoff, reason, is_withdrawn)` of loads to cancel. With `is_withdrawn` all blocks count as
-            missing: the producer has withdrawn them, or their request was aborted.
-        ended: Producer: `(handoff, reason)` of handoffs whose blocks may change from this step on.
-        cached: Producer: as `ready`, for blocks that are ready before this step's forward pass.
-        ready: Producer: `(handoff, first, block_ids)` of blocks that this step's forward pass completes.
-        leased: Producer: `(handoff, request_id)` of finished requests whose blocks are leased to a consumer.
-        progress: Producer: `(handoff, seconds)` of prefills whose end the worker role can predict: their time beyond
-            this step.
+        cancels: Consumer: loads to cancel.
+        ended: Producer: handoffs whose blocks may change.
+        cached: Producer: blocks computed by a step before this one, which may still be running on the device. A worker
+            announces them when it is over.
+        ready: Producer: blocks that this step's forward pass completes.
+        leased: Producer: finished requests whose blocks are leased.
+        progress: Producer: prefills whose end the worker role can predict.
         control: This engine's control port, which receives the predictions; empty without `progress`.
-        first_tokens: Consumer: token id by handoff, for the requests in this step that have no output yet.
+        first_tokens: Consumer: token id by handoff, for the requests in this step that have outputs left to force. The
+            workers have the tokens after the first in the request's parameters.
         first_steps: Consumer: handoffs whose prompt is complete with this step, for the trace.
         restores: Consumer: blocks that get back after this step's forward pass the bytes that they have before it. Each
             is the last block of a prompt, verified by a load; the pass computes the prompt's last token in it alone.
@@ -67,20 +133,31 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     commits: list[bytes] = field(default_factory=list)
     committed: list[bytes] = field(default_factory=list)
-    cancels: list[tuple[bytes, str, bool]] = field(default_factory=list)
-    ended: list[tuple[bytes, str]] = field(default_factory=list)
-    cached: list[tuple[bytes, int, list[int]]] = field(default_factory=list)
-    ready: list[tuple[bytes, int, list[int]]] = field(default_factory=list)
-    leased: list[tuple[bytes, str]] = field(default_factory=list)
-    progress: list[tuple[bytes, float]] = field(default_factory=list)
+    cancels: list[Cancel] = field(default_factory=list)
+    ended: list[HandoffEnd] = field(default_factory=list)
+    cached: list[ReadyRange] = field(default_factory=list)
+    ready: list[ReadyRange] = field(default_factory=list)
+    leased: list[Lease] = field(default_factory=list)
+    progress: list[PrefillRest] = field(default_factory=list)
     control: str = ""
     first_tokens: dict[bytes, int] = field(default_factory=dict)
     first_steps: list[bytes] = field(default_factory=list)
     restores: list[int] = field(default_factory=list)
 
+    def is_empty(self) -> bool:
+        """Whether it has nothing for the worker role, which still has to clear what the step before has set."""
+        return self == _EMPTY_STEP
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Pickles most steps, which are empty, as a call without arguments."""
+        return (StepMetadata, ()) if self.is_empty() else super().__reduce_ex__(protocol)
+
+
+_EMPTY_STEP = StepMetadata()
+
 
 @dataclass
-class HandshakeMetadata(KVConnectorHandshakeMetadata):
+class HandshakeMetadata:
     """Worker role to scheduler role, once.
 
     Attributes:
@@ -97,51 +174,31 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 
 
 @dataclass
-class WorkerOutcomes(KVConnectorWorkerMetadata):
-    """Worker role to scheduler role: loads that ended, and loads that lack only the sequence state, by request id.
+class WorkerOutcomes:
+    """Worker role to scheduler role: what became of loads.
 
-    Each outcome has `is_loaded`, `transport`, `elapsed_s`, `backlog_s`, `reason`, `cause` (the kind of the reason) and
-    `num_bytes`; the block counts `num_received`, `num_missing`, `num_retried` and `num_validated`; and the checksum
-    counts `num_compared` and `num_corrupt`. A load in `verified` has one such outcome for each rank. The worker role
-    reports nothing more of a handoff in `acknowledged`.
+    Attributes:
+        outcomes: Loads that ended, by request id.
+        verified: Loads that lack only the sequence state, by request id; one outcome for each rank.
+        acknowledged: Committed handoffs of which the worker role reports nothing more.
+        broken: Requests whose load was verified on a rank and has failed there since. That rank ends the load when the
+            scheduler role has cancelled it.
     """
 
-    outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    verified: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
+    verified: dict[str, list[LoadOutcome]] = field(default_factory=dict)
     acknowledged: list[bytes] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerOutcomes:
-        """Merges the reports of two ranks, see `merge`."""
-        merged = dict(self.outcomes)
-        for request_id, theirs in getattr(other, "outcomes", {}).items():
-            ours = merged.get(request_id)
-            merged[request_id] = theirs if ours is None else merge(ours, theirs)
-        verified = dict(self.verified)
-        for request_id, ranks in getattr(other, "verified", {}).items():
-            verified[request_id] = [*verified.get(request_id, []), *ranks]
+    def aggregate(self, other: object) -> WorkerOutcomes:
+        """Merges the reports of two ranks."""
+        if not isinstance(other, WorkerOutcomes):
+            return self
+        outcomes, verified = dict(self.outcomes), dict(self.verified)
+        for request_id, theirs in other.outcomes.items():
+            ours = outcomes.get(request_id)
+            outcomes[request_id] = theirs if ours is None else ours.merged(theirs)
+        for request_id, ranks in other.verified.items():
+            verified[request_id] = [*verified.get(request_id, ()), *ranks]
         # All ranks receive a commit in the same step.
-        return WorkerOutcomes(merged, verified, self.acknowledged)
-
-
-_MERGED: dict[str, Callable[[Any, Any], Any]] = {
-    "num_bytes": operator.add,
-    "num_validated": operator.add,
-    "num_compared": operator.add,
-    "num_corrupt": operator.add,
-    "num_received": min,
-    "num_missing": max,
-    "num_retried": max,
-    "elapsed_s": max,
-    "backlog_s": max,
-}
-
-
-def merge(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Merges two ranks' outcomes of one load: it is loaded if both are, bytes add up, the longer time counts."""
-    return {
-        "is_loaded": ours["is_loaded"] and theirs["is_loaded"],
-        **{name: how(ours[name], theirs[name]) for name, how in _MERGED.items()},
-        "transport": ours["transport"] or theirs["transport"],
-        "reason": ours["reason"] or theirs["reason"],
-        "cause": ours["cause"] or theirs["cause"],
-    }
+        return WorkerOutcomes(outcomes, verified, self.acknowledged, self.broken | other.broken)

@@ -50,13 +50,17 @@ def load_failure_policy(on_load_failure: str, vllms: str) -> str:
     return on_load_failure
 
 
-def check_parent(parent: KVTransferConfig, policy: str, connector: str = "KVPipeConnector") -> None:
+def check_parent(
+    parent: KVTransferConfig, policy: str, connector: str = "KVPipeConnector", *, is_consumer: bool = False
+) -> None:
     """Checks what an engine was configured with, where kvpipe is one of several connectors.
 
     Args:
         parent: The engine's configuration, of which a connector of MultiConnector gets its own part alone.
         policy: What this connector does about KV that does not come.
         connector: Name of this connector.
+        is_consumer: Whether it loads into blocks that vLLM frees only after the steps that write them, if the engine is
+            a consumer.
 
     Raises:
         ConfigError: vLLM would do something else, or another connector reads the same parameters of requests.
@@ -69,6 +73,12 @@ def check_parent(parent: KVTransferConfig, policy: str, connector: str = "KVPipe
         message = (
             f"MultiConnector has {other} beside KVPipeConnector: both read the same kv_transfer_params, and would "
             "take each other's handoffs; leave one of them"
+        )
+        raise ConfigError(message)
+    if is_consumer and not parent.is_kv_consumer:
+        message = (
+            f"under MultiConnector vLLM reads kv_role at the top level, where it is {parent.kv_role!r}, and "
+            f'{connector} consumes; write "kv_role": "kv_both" beside "kv_connector": "MultiConnector"'
         )
         raise ConfigError(message)
     if parent.kv_load_failure_policy != policy:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
 from kvpipe import transfer_params
+from kvpipe.connector.metadata import HandoffEnd, Lease, PrefillRest
 from kvpipe.connector.prediction import PrefillClock
 from kvpipe.connector.requests import Handoffs, Produced, prompt_hash
 from kvpipe.connector.steps import written_blocks
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -41,6 +45,7 @@ class Producing:
     Attributes:
         ranks: Address and incarnation of each of this engine's workers, once known.
         manager: Knows the blocks of each request; `None` before vLLM provides it.
+        num_leased_blocks: Blocks of finished requests that are leased.
     """
 
     def __init__(self, outbox: Outbox, adapters: Adapters, sampling: Sampling, engine_id: str, block_size: int) -> None:
@@ -53,7 +58,7 @@ class Producing:
         self._block_size = block_size
         self._produced: Handoffs[Produced] = Handoffs()
         self._num_local_tokens: dict[str, int] = {}
-        self._num_leased_blocks = 0
+        self.num_leased_blocks = 0
         self._clock = PrefillClock()
 
     def __len__(self) -> int:
@@ -89,46 +94,49 @@ class Producing:
         """Notes how many tokens of a request were in this engine's prefix cache."""
         self._num_local_tokens[request_id] = num_local_tokens
 
-    def begin_step(self, num_tokens: int, now_s: float) -> None:
-        """Notes that a step of `num_tokens`, of all requests together, is scheduled."""
-        self._clock.scheduled(num_tokens, now_s)
-
-    def scheduled(self, output: SchedulerOutput, request_id: str, num_before: int, num_new: int, now_s: float) -> None:
-        """Predicts when the prefill of a scheduled request ends, and announces its ready blocks."""
-        self._predict(request_id, num_before, num_new, now_s)
-        self._announce(output, request_id, num_before, num_new)
-
-    def end_step(self) -> None:
-        """Forgets what applied to the requests of one step."""
+    def scheduled(self, output: SchedulerOutput, now_s: float) -> None:
+        """Predicts when the prefills of scheduled requests end, and announces their ready blocks."""
+        self._clock.scheduled(output.total_num_scheduled_tokens, now_s)
+        if self._produced:
+            self._announce_scheduled(output, now_s)
         self._num_local_tokens.clear()
 
-    def _announce(self, output: SchedulerOutput, request_id: str, num_before: int, num_new: int) -> None:
+    def _announce_scheduled(self, output: SchedulerOutput, now_s: float) -> None:
+        # A search of all requests of the step, which is made once, and only if a cached block is shared.
+        written = functools.cache(
+            lambda: written_blocks(output, self.manager, self._num_local_tokens, self._block_size)
+        )
+        for produced, num_before, num_new in self._produced.scheduled(output):
+            self._predict(produced, num_before, num_new, now_s)
+            self._announce(produced, num_before, num_new, written)
+
+    def _announce(self, produced: Produced, num_before: int, num_new: int, written: Callable[[], set[int]]) -> None:
         """Announces the blocks that are ready before this step, and those that are ready after it."""
-        produced = self._produced.get(request_id)
-        if produced is None or not produced.is_open or produced.is_withdrawn or self.manager is None:
+        if not produced.is_open or produced.is_withdrawn or self.manager is None:
             return
-        block_ids = self.manager.get_block_ids(request_id)[0]
+        blocks = self.manager.get_blocks(produced.request.request_id).blocks[0]
         if produced.num_cached_tokens is None:
             produced.num_cached_tokens = num_before
-            written = written_blocks(output, self.manager, self._num_local_tokens, self._block_size)
-            cached = itertools.takewhile(
-                lambda block: block not in written, block_ids[: num_before // self._block_size]
-            )
+            num_local = self._num_local_tokens.get(produced.request.request_id, num_before)
+            local = blocks[: num_local // self._block_size]
+            # A step that writes a shared block has a request that holds it, too.
+            in_step = written() if any(block.ref_cnt > 1 for block in local) else set[int]()
+            cached = itertools.takewhile(lambda block: block not in in_step, (block.block_id for block in local))
             self._out.step.cached.extend(produced.announce(list(cached)))
         num_ready = produced.num_ready(num_before + num_new, self._block_size)
-        self._out.step.ready.extend(produced.announce(list(block_ids[produced.num_announced : num_ready])))
+        ready = [block.block_id for block in blocks[produced.num_announced : num_ready]]
+        self._out.step.ready.extend(produced.announce(ready))
 
-    def _predict(self, request_id: str, num_before: int, num_new: int, now_s: float) -> None:
+    def _predict(self, produced: Produced, num_before: int, num_new: int, now_s: float) -> None:
         """Reports when a producing request's prefill will end, if the engine's speed is known."""
-        produced = self._produced.get(request_id)
-        if produced is None or not produced.is_open or num_new < 1 or num_before >= produced.num_prompt_tokens:
+        if not produced.is_open or num_new < 1 or num_before >= produced.num_prompt_tokens:
             return
         remaining_s = self._clock.remaining_s(produced.num_prompt_tokens - num_before, num_new, now_s)
         if remaining_s is not None:
             self._out.control.progress(produced.handoff, remaining_s)
         beyond_s = self._clock.beyond_s(produced.num_prompt_tokens - num_before, num_new)
         if beyond_s is not None:
-            self._out.step.progress.append((produced.handoff, beyond_s))
+            self._out.step.progress.append(PrefillRest(produced.handoff, beyond_s))
             self._out.step.control = self._out.local_address
 
     def preempted(self, request_id: str) -> None:
@@ -140,7 +148,7 @@ class Producing:
     def _withdraw(self, produced: Produced, reason: str) -> None:
         """Withdraws blocks before they may change: notifies consumers, and stops announcements."""
         self._out.control.withdraw(produced.handoff, reason)
-        self._out.step.ended.append((produced.handoff, reason))
+        self._out.step.ended.append(HandoffEnd(produced.handoff, reason))
 
     def step_ended(self, now_s: float) -> None:
         """Notes that the oldest step under way has ended."""
@@ -153,8 +161,8 @@ class Producing:
             self._count_leased(-produced.num_leased_blocks)
 
     def _count_leased(self, num_more: int) -> None:
-        self._num_leased_blocks += num_more
-        self._out.stats.set_leased_blocks(self._num_leased_blocks)
+        self.num_leased_blocks += num_more
+        self._out.stats.set_leased_blocks(self.num_leased_blocks)
 
     def withdraw_invalid(self, invalid_block_ids: set[int]) -> None:
         """Withdraws announced blocks that another connector of a MultiConnector could not load."""
@@ -183,7 +191,7 @@ class Producing:
         produced.is_leased, produced.num_leased_blocks = True, len(block_ids)
         self._count_leased(len(block_ids))
         self._out.trace.instant("sampled", produced.handoff)
-        self._out.step.leased.append((produced.handoff, request.request_id))
+        self._out.step.leased.append(Lease(produced.handoff, request.request_id))
         self._out.control.finish(
             produced.handoff,
             list(request.output_token_ids),
@@ -205,5 +213,5 @@ class Producing:
         """Ends a handoff whose blocks no consumer will read any more."""
         produced = self._produced.of(event["handoff"])
         if produced is not None:
-            self._out.step.ended.append((produced.handoff, event["reason"]))
+            self._out.step.ended.append(HandoffEnd(produced.handoff, event["reason"]))
             produced.is_withdrawn = True

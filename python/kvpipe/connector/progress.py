@@ -7,11 +7,10 @@ after computing the layer.
 
 from __future__ import annotations
 
+import logging
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
-
-from vllm.logger import init_logger
 
 from kvpipe import _kvpipe
 from kvpipe.config import resolve_token
@@ -20,7 +19,7 @@ from kvpipe.exceptions import KVPipeError
 if TYPE_CHECKING:
     from kvpipe.connector.metadata import StepMetadata
 
-logger = init_logger("vllm.kvpipe.worker")
+logger = logging.getLogger("vllm.kvpipe.worker")
 
 # Layers in the median, so that one delayed layer does not count.
 _NUM_RECENT = 3
@@ -105,8 +104,8 @@ class Progress:
         if self._client is None:
             # Made on demand, so that an instance that only decodes has no thread for it.
             self._client = _kvpipe.Control(None, resolve_token(), self._engine_id)
-        for handoff, beyond_s in step.progress:
-            self._client.report_progress(step.control, handoff, left_s + beyond_s, _TIMEOUT_S)
+        for rest in step.progress:
+            self._client.report_progress(step.control, rest.handoff, left_s + rest.beyond_s, _TIMEOUT_S)
 
     def close(self) -> None:
         """Closes the session with the control port."""

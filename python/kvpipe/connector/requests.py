@@ -11,10 +11,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from vllm.v1.request import RequestStatus
+
+from kvpipe.connector.load import Event, HandoffLoad, LoadOutcome, Phase
+from kvpipe.connector.metadata import ReadyRange
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import LoadParams, ProduceParams, SaveParams, parse
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from kvpipe.connector.allowed_producers import AllowedProducers
@@ -26,6 +33,7 @@ class LossReason(StrEnum):
     NONE = "none"
     CACHED = "cached"
     NOT_SCHEDULED = "not_scheduled"
+    GAVE_WAY = "gave_way"
     NO_PRODUCER = "no_producer"
     OTHER_PROMPT = "other_prompt"
     OTHER_ADAPTER = "other_adapter"
@@ -46,7 +54,7 @@ class Produced:
 
     Attributes:
         handoff: The handoff's id.
-        num_prompt_tokens: Length of the prompt.
+        request: vLLM's request.
         num_cached_tokens: Prompt tokens found in this engine's prefix cache.
         num_announced: Blocks that the worker role announces or has announced.
         announced_ids: Those blocks.
@@ -57,7 +65,7 @@ class Produced:
     """
 
     handoff: bytes
-    num_prompt_tokens: int
+    request: Request
     num_cached_tokens: int | None = None
     num_announced: int = 0
     announced_ids: set[int] = field(default_factory=set)
@@ -66,145 +74,134 @@ class Produced:
     num_leased_blocks: int = 0
     is_withdrawn: bool = False
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return int(self.request.num_prompt_tokens)
+
     def num_ready(self, num_tokens: int, block_size: int) -> int:
         """Returns how many blocks are ready after `num_tokens`: full ones, and the last one with the prompt's end."""
         if num_tokens >= self.num_prompt_tokens:
             return -(-self.num_prompt_tokens // block_size)
         return num_tokens // block_size
 
-    def announce(self, block_ids: list[int]) -> list[tuple[bytes, int, list[int]]]:
-        """Returns the announcement of the next blocks: `(handoff, first, block_ids)`, or none."""
+    def announce(self, block_ids: list[int]) -> list[ReadyRange]:
+        """Returns the announcement of the next blocks, or none."""
         first = self.num_announced
         self.num_announced += len(block_ids)
         self.announced_ids.update(block_ids)
-        return [(self.handoff, first, block_ids)] if block_ids else []
+        return [ReadyRange(self.handoff, first, block_ids)] if block_ids else []
 
 
 @dataclass
 class Consumed:
     """A request whose KV another engine computes.
 
-    `phase`: `waiting` (for the producer to open) → `opened` → `loading` → `done`; `ended` from the first two. In
-    `ended` and `done` this engine computes missing KV, unless a failed load is set to fail its request.
-
     Attributes:
         handoff: The handoff's id.
         producer: Control address of the producer.
         num_prompt_tokens: Length of the prompt.
         request: vLLM's request.
+        load: Where the handoff is.
         arrived_at: When it arrived, by `time.monotonic`.
         steps_s: Time of the engine's steps until its load had begun, see `Consuming`; 0 before that, or if none begins.
         opening: The producer's message that opened the handoff.
         is_same_prompt: Whether the producer computes the same prompt; compared once.
-        has_state: Whether the sequence state has arrived.
-        first_token: The token that the producer sampled, once it is known.
-        unsupported_reason: Why that token cannot be forced here; empty if it can.
-        is_exact: Whether it is the request's first one: it was forced, or the request continues after it.
+        given_tokens: The answer's first tokens, if the request brought them. A client may have them already.
+        first_token: The first of them, or the token that the producer sampled, once it is known.
+        unsupported_reason: Why these tokens cannot be forced here; empty if they can.
+        is_exact: Whether that is the request's first one: it was forced, or the request continues after it.
         num_local_tokens: Tokens found in this engine's prefix cache when the load was claimed.
         num_computed: Prompt tokens that this engine has computed since the last preemption.
         num_preemptions: Preemptions that this object has processed.
-        verified: Outcomes, one a rank, of a load that lacks only the sequence state.
-        outcome: The workers' merged outcome of the load.
         last_block_id: The prompt's last block, from the start of a load until a step computes in it; `None` if the load
             misses blocks.
         reason: Why KV is missing.
         loss: The same for metrics, as far as the scheduler role knows.
-        is_leased: Whether the producer leases its blocks to this request.
-        is_lost: Whether the KV to load cannot arrive any more.
-        is_reported: Whether the result has been reported.
-        ending: How the request ended before its prompt was computed: `aborted` or `failed`; empty if it did not.
     """
 
     handoff: bytes
     producer: str
     num_prompt_tokens: int
     request: Request
+    load: HandoffLoad = field(default_factory=HandoffLoad)
     arrived_at: float = field(default_factory=time.monotonic)
     steps_s: float = 0.0
-    phase: str = "waiting"
+    given_tokens: tuple[int, ...] = ()
     first_token: int | None = None
     unsupported_reason: str = ""
     is_exact: bool = False
     opening: dict[str, Any] | None = None
     is_same_prompt: bool | None = None
-    has_state: bool = False
     num_local_tokens: int = 0
     num_computed: int = 0
     num_preemptions: int = 0
-    verified: list[dict[str, Any]] = field(default_factory=list)
-    outcome: dict[str, Any] | None = None
     last_block_id: int | None = None
     reason: str = ""
     loss: LossReason = LossReason.NONE
-    is_leased: bool = False
-    is_lost: bool = False
-    is_reported: bool = False
-    ending: str = ""
 
     def note_preemptions(self) -> None:
         """After a preemption, allows a second load if the producer still leases its blocks.
 
         A complete load is not repeated: its blocks are acknowledged, and this engine's prefix cache has most of them.
         """
-        if self.request.num_preemptions == self.num_preemptions:
-            return
-        self.num_preemptions, self.num_computed = self.request.num_preemptions, 0
-        if self.phase == "done" and self.is_leased:
-            self.phase = "opened"
+        if self.request.num_preemptions != self.num_preemptions:
+            self.num_preemptions, self.num_computed = self.request.num_preemptions, 0
+            self.load.on(Event.PREEMPTED)
 
     def awaits_first_token(self) -> bool:
         """Whether the producer may still send the first token."""
-        return not self.has_state and self.first_token is None and not self.unsupported_reason
+        return self.load.phase is Phase.OPENED and self.first_token is None and not self.unsupported_reason
 
     def report(self) -> dict[str, Any]:
         """Returns the handoff's result, for the control port and the log."""
-        outcome = self.outcome or {}
+        outcome = self.load.outcome or LoadOutcome(is_loaded=False)
         return {
             "handoff": self.handoff.hex(),
-            "result": self._result(is_loaded=bool(outcome.get("is_loaded"))),
+            "result": self._result(),
             "prompt_tokens": self.num_prompt_tokens,
             "local_tokens": self.num_local_tokens,
             "computed_tokens": self.num_computed,
             # For its logits vLLM computes the last prompt token, if the request does not continue after the first one.
             "recomputed_tokens": max(0, self.num_computed - 1),
-            "blocks_received": outcome.get("num_received", 0),
-            "blocks_missing": outcome.get("num_missing", 0),
-            "blocks_retried": outcome.get("num_retried", 0),
-            "blocks_validated": outcome.get("num_validated", 0),
-            "checksums_compared": outcome.get("num_compared", 0),
-            "checksums_differed": outcome.get("num_corrupt", 0),
-            "bytes": outcome.get("num_bytes", 0),
-            "transport": outcome.get("transport", ""),
+            "blocks_received": outcome.num_received,
+            "blocks_missing": outcome.num_missing,
+            "blocks_retried": outcome.num_retried,
+            "blocks_validated": outcome.num_validated,
+            "checksums_compared": outcome.num_compared,
+            "checksums_differed": outcome.num_corrupt,
+            "bytes": outcome.num_bytes,
+            "transport": outcome.transport,
             "steps_ms": round(self.steps_s * 1000, 3),
-            "backlog_ms": round(outcome.get("backlog_s", 0.0) * 1000, 3),
-            "transfer_ms": round(outcome.get("elapsed_s", 0.0) * 1000, 3),
+            "backlog_ms": round(outcome.backlog_s * 1000, 3),
+            "transfer_ms": round(outcome.elapsed_s * 1000, 3),
             "handover_ms": round((time.monotonic() - self.arrived_at) * 1000, 3),
-            "reason": outcome.get("reason") or self.reason,
+            "reason": outcome.reason or self.reason,
             "first_token": "exact" if self.is_exact else "sampled",
             "first_token_reason": "" if self.is_exact else self.unsupported_reason or "the producer's is not known",
         }
 
     def loss_reason(self) -> LossReason:
         """Returns why KV is missing, for metrics: the first failure counts."""
-        outcome = self.outcome or {}
-        if outcome.get("is_loaded"):
+        if self.load.has_all_blocks:
             return LossReason.NONE
-        cause = outcome.get("cause", "")
+        cause = "" if self.load.outcome is None else self.load.outcome.cause
         # A cancelled load fails for the reason of its cancellation.
         return LossReason(cause) if cause not in ("", "cancelled") else self.loss
 
-    def _result(self, *, is_loaded: bool) -> str:
-        if is_loaded:
+    def _result(self) -> str:
+        if self.load.has_all_blocks:
             return "full"
-        if self.ending:
-            return self.ending
+        if self.load.phase is Phase.FORGOTTEN:
+            return "failed" if self.request.status == RequestStatus.FINISHED_ERROR else "aborted"
         if self.num_computed >= self.num_prompt_tokens:
             return "missing"
-        return "partial" if self.outcome else "local"
+        return "partial" if self.load.outcome else "local"
 
 
 class _HasHandoff(Protocol):
     handoff: bytes
+    request: Request
 
 
 T = TypeVar("T", bound=_HasHandoff)
@@ -244,6 +241,17 @@ class Handoffs(Generic[T]):
             del self._request_ids[item.handoff]
         return item
 
+    def scheduled(self, output: SchedulerOutput) -> Iterator[tuple[T, int, int]]:
+        """Yields `(request, tokens computed before, tokens of this step)` for those that a step computes.
+
+        A step may have a thousand other requests, so that those here are looked up in it.
+        """
+        counts = output.num_scheduled_tokens
+        for request_id, item in self._by_request.items():
+            if request_id in counts:
+                # vLLM counts the tokens of this step after it has called the connector.
+                yield item, item.request.num_computed_tokens, counts[request_id]
+
     def values(self) -> list[T]:
         """Returns all requests."""
         return list(self._by_request.values())
@@ -252,13 +260,13 @@ class Handoffs(Generic[T]):
         return len(self._by_request)
 
 
-def read_params(request: Request, allowed: AllowedProducers) -> Produced | Consumed | None:
+def read_params(request: Request, allowed: AllowedProducers, max_model_len: int) -> Produced | Consumed | None:
     """Reads a request's parameters; returns `None` if it takes part in no handoff, or in one through a store.
 
     Raises:
         ConfigError: The parameters are wrong. Any client may have sent them.
     """
-    params = parse(request.kv_transfer_params)
+    params = parse(request.kv_transfer_params, max_model_len=max_model_len)
     if params is None or isinstance(params, SaveParams | LoadParams):
         return None
     if request.prompt_token_ids is None:
@@ -270,14 +278,20 @@ def read_params(request: Request, allowed: AllowedProducers) -> Produced | Consu
             raise ConfigError(message)
         if params.handoff is None:
             _drop_min_tokens(request)
-        return Produced(params.handoff or secrets.token_bytes(16), request.num_prompt_tokens)
+        return Produced(params.handoff or secrets.token_bytes(16), request)
     consumed = Consumed(
-        params.handoff, params.producer, request.num_prompt_tokens, request, first_token=params.first_token
+        params.handoff,
+        params.producer,
+        request.num_prompt_tokens,
+        request,
+        given_tokens=params.tokens,
+        first_token=params.tokens[0] if params.tokens else None,
     )
     if params.producer:
         allowed.check(params.host)
     else:
-        consumed.phase, consumed.reason, consumed.loss = "ended", "no producer was named", LossReason.NO_PRODUCER
+        consumed.load = HandoffLoad.without_producer()
+        consumed.reason, consumed.loss = "no producer was named", LossReason.NO_PRODUCER
     return consumed
 
 

@@ -26,7 +26,6 @@ from kvpipe.connector.outbox import Outbox
 from kvpipe.connector.producing import Producing
 from kvpipe.connector.requests import Consumed, Produced, read_params
 from kvpipe.connector.sampling import Sampling
-from kvpipe.connector.steps import scheduled
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import ProduceParams, parse
 
@@ -65,6 +64,8 @@ class SchedulerRole:
         self._config = config
         self._data_parallel_index = vllm_config.parallel_config.data_parallel_index
         self._is_listening = False
+        # Whether vLLM has matched a request and has not allocated blocks for it since.
+        self._lacks_blocks = False
         self._allowed_producers = AllowedProducers(config.allowed_producers)
         self._out = Outbox(_kvpipe.Trace(config.trace, f"{self._role} scheduler {self._engine_id}"))
         block_size = vllm_config.cache_config.block_size
@@ -180,7 +181,7 @@ class SchedulerRole:
 
         vLLM does so too when it answers with an error later. The engine's own request then ends the handoff.
         """
-        refused = read_params(request, self._allowed_producers)
+        refused = read_params(request, self._allowed_producers, self._max_model_len)
         if isinstance(refused, Consumed) and refused.producer:
             self._consuming.release_unused(refused)
 
@@ -200,7 +201,7 @@ class SchedulerRole:
             raise ConfigError(message)
 
     def _note(self, request: Request) -> None:
-        wanted = read_params(request, self._allowed_producers)
+        wanted = read_params(request, self._allowed_producers, self._max_model_len)
         if wanted is not None:
             self._check_role(wanted)
             self._out.trace.instant("queued", wanted.handoff, tokens=wanted.num_prompt_tokens)
@@ -214,10 +215,13 @@ class SchedulerRole:
         self._producing.matched(request.request_id, num_local_tokens)
         if request.request_id in self._consuming:
             self._drain_events()
-        return self._consuming.match(request, num_local_tokens)
+        num_tokens, is_async = self._consuming.match(request, num_local_tokens)
+        self._lacks_blocks = num_tokens is not None
+        return num_tokens, is_async
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Opens a producing request's handoff, or begins a consuming one's load, once blocks are allocated."""
+        self._lacks_blocks = False
         self._producing.allocated(request)
         self._consuming.allocated(request, blocks, num_external_tokens)
 
@@ -234,21 +238,26 @@ class SchedulerRole:
         for request_id in output.preempted_req_ids or ():
             self._producing.preempted(request_id)
         now_s = time.monotonic()
-        self._producing.begin_step(output.total_num_scheduled_tokens, now_s)
-        self._consuming.begin_step(now_s)
-        for request_id, num_before, num_new in scheduled(output):
-            self._producing.scheduled(output, request_id, num_before, num_new, now_s)
-            self._consuming.scheduled(request_id, num_before, num_new)
-        self._producing.end_step()
+        self._producing.scheduled(output, now_s)
+        self._consuming.scheduled(output, now_s)
+        self._give_way(output, now_s)
         return self._out.take_step()
+
+    def _give_way(self, output: SchedulerOutput, now_s: float) -> None:
+        is_stuck = self._lacks_blocks and not output.total_num_scheduled_tokens
+        self._lacks_blocks = False
+        if self._producing.ranks:
+            num_leased_blocks = self._producing.num_leased_blocks if is_stuck else 0
+            self._consuming.give_way(self._producing.ranks[0][1], num_leased_blocks, now_s)
 
     def update(self, output: KVConnectorOutput) -> None:
         """Processes the worker role's report on the step that has ended and on its loads."""
         self._producing.step_ended(time.monotonic())
-        self._consuming.receive_outcomes(output)
-        # The sequence state may have arrived during the step.
-        self._drain_events()
-        self._consuming.report_committed(output)
+        if not self._consuming.is_idle():
+            self._consuming.receive_outcomes(output)
+            # The sequence state may have arrived during the step.
+            self._drain_events()
+            self._consuming.report_committed(output)
         for request_id in output.finished_sending or ():
             self._producing.sent(request_id)
         if output.invalid_block_ids:

@@ -43,6 +43,13 @@ class KVPipeStats(KVConnectorStats):
         """Sets how many blocks this engine leases to consumers."""
         self.data["leased_blocks"] = num_blocks
 
+    @classmethod
+    def of_sessions(cls, rank: int, num_remote_read: int, num_stream: int) -> KVPipeStats:
+        """Returns stats of how many sessions the agent of a rank has, by data path."""
+        stats = cls()
+        stats.set_sessions(rank, num_remote_read=num_remote_read, num_stream=num_stream)
+        return stats
+
     def set_sessions(self, rank: int, *, num_remote_read: int, num_stream: int) -> None:
         """Sets how many sessions the agent of a rank has, by data path."""
         self.data["sessions"] = {str(rank): {"remote_read": num_remote_read, "stream": num_stream}}

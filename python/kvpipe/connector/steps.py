@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 
 def scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int, int]]:
@@ -21,10 +22,19 @@ def scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int, int]]:
         yield request_id, num_before, counts.get(request_id, 0)
 
 
+def output_position(request: Request) -> int:
+    """Returns the position of the output that a scheduled request samples next.
+
+    With asynchronous scheduling the outputs of the steps before may not be known yet: they are placeholders.
+    """
+    position: int = request.num_output_tokens + request.num_output_placeholders
+    return position
+
+
 def written_blocks(
     output: SchedulerOutput, manager: KVCacheManager, num_local_tokens: Mapping[str, int], block_size: int
 ) -> set[int]:
-    """Returns blocks that this step writes, although vLLM already shares them by hash and counts them as cached.
+    """Returns full blocks that this step writes, which vLLM already shares by hash and counts as cached.
 
     Args:
         output: The step.
@@ -36,6 +46,7 @@ def written_blocks(
     written: set[int] = set()
     for request_id, num_before, num_new in scheduled(output):
         first = num_local_tokens.get(request_id, num_before) // block_size
-        end = -(-(num_before + num_new) // block_size)
-        written.update(manager.get_block_ids(request_id)[0][first:end])
+        end = (num_before + num_new) // block_size
+        if first < end:  # most requests of a step decode, within a block
+            written.update(manager.get_block_ids(request_id)[0][first:end])
     return written

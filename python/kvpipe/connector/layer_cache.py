@@ -1,0 +1,140 @@
+"""A layer's KV cache as regions: where the bytes of its blocks are, by its shape and its strides.
+
+vLLM 0.32 gives connectors one view a layer, `[num_blocks, num_heads, num_states, content]`, of an allocation that all
+layers share (`v1/kv_cache_interface.py:create_kv_cache_views`). Its layout (`v1/kv_cache_layout.py`) is an order of
+memory, in which layers may be inside of a block, and heads outside of it. K and V are in one `content`, or in two head
+slots. Where a backend needs smaller blocks than vLLM's cache manager, dimension 0 counts those: each block is several
+of them (`v1/worker/utils.py:prepare_kernel_block_sizes`). Earlier backends have K and V apart, `[2, num_blocks, …]`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpipe import _cuda
+from kvpipe.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpipe import _kvpipe
+
+# Parts of a block that are apart from each other are regions of their own. More are a view that leaves bytes out.
+_MAX_PARTS = 16
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """A layer's cache as regions of equal blocks.
+
+    Attributes:
+        block_bytes: Bytes of a block in one region.
+        stride_bytes: From a block to the next one in one region.
+        offsets: Where each region begins, in bytes from the first one of the view.
+        order: The shape of a block, and its dimensions from the outermost in memory: what two engines must share.
+    """
+
+    block_bytes: int
+    stride_bytes: int
+    offsets: tuple[int, ...]
+    order: str
+
+    @classmethod
+    def of(cls, layer: str, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> CacheLayout:
+        """Returns the layout of a view `[num_blocks, …]`. `strides` count elements.
+
+        Raises:
+            ConfigError: Bytes of a block are not dense, or blocks overlap; the message names the layer.
+        """
+        inner = [(stride, size, dim) for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)) if dim > 0]
+        inner = sorted(each for each in inner if each[1] > 1)
+        num_dense = 1
+        apart: list[tuple[int, int]] = []
+        for step, size, _ in inner:
+            if step == num_dense and not apart:
+                num_dense *= size
+            else:
+                apart.append((step, size))
+        num_parts = math.prod(size for _, size in apart)
+        stride = strides[0] if shape[0] > 1 else num_dense
+        view = f"(shape {tuple(shape)}, strides {tuple(strides)})"
+        if min([stride, *(each for each, _ in apart)]) < num_dense:
+            message = f"layer {layer}: the bytes of its blocks are not dense, and cannot be moved {view}"
+            raise ConfigError(message)
+        if num_parts > _MAX_PARTS:
+            message = (
+                f"layer {layer}: its blocks are not dense: each is in {num_parts} parts, and {_MAX_PARTS} at most are "
+                f"moved; set another VLLM_KV_CACHE_LAYOUT {view}"
+            )
+            raise ConfigError(message)
+        steps = product(*([step * at for at in range(size)] for step, size in reversed(apart)))
+        return cls(
+            block_bytes=num_dense * itemsize,
+            stride_bytes=stride * itemsize,
+            offsets=tuple(sum(each) * itemsize for each in steps),
+            order=f"{list(shape[1:])} stored {' '.join(str(dim - 1) for _, _, dim in reversed(inner))}",
+        )
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """The KV cache of a layer.
+
+    Attributes:
+        name: Name of the layer.
+        blocks: A view `[num_blocks, …]`.
+        layout: Where the bytes of its blocks are.
+    """
+
+    name: str
+    blocks: torch.Tensor
+    layout: CacheLayout
+
+    @classmethod
+    def of(cls, name: str, cache: torch.Tensor, num_blocks: int) -> LayerCache:
+        """Describes a layer's cache as vLLM's model runner passes it to connectors.
+
+        Raises:
+            ConfigError: Its blocks cannot be moved; the message names the layer.
+        """
+        blocks = _view_blocks(name, cache, num_blocks)
+        return cls(name, blocks, CacheLayout.of(name, blocks.shape, blocks.stride(), blocks.itemsize))
+
+    def register(self, agent: _kvpipe.Agent) -> list[_kvpipe.Region]:
+        """Registers it: as one region, or one for each part of its blocks. The regions keep its memory alive."""
+        regions = []
+        for number, offset in enumerate(self.layout.offsets):
+            part = self.name if len(self.layout.offsets) == 1 else f"{self.name} part {number}"
+            registered = agent.register(part, self._memory(offset), self.layout.block_bytes, self.layout.stride_bytes)
+            registered.wait(None)
+            regions.append(registered.result())
+        return regions
+
+    def _memory(self, offset: int) -> Any:
+        """Returns the bytes of the blocks' part that begins at an offset, with what lies between them."""
+        num_bytes = (self.blocks.shape[0] - 1) * self.layout.stride_bytes + self.layout.block_bytes
+        if self.blocks.is_cuda:
+            return _cuda.of_range(self.blocks, offset, num_bytes)
+        begin = self.blocks.storage_offset() * self.blocks.itemsize + offset
+        return torch.empty(0, dtype=torch.uint8).set_(self.blocks.untyped_storage(), begin, (num_bytes,)).numpy()
+
+
+def _view_blocks(layer: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Returns a view `[num_blocks, …]` of a cache.
+
+    Raises:
+        ConfigError: None of its dimensions counts blocks, or equal parts of them.
+    """
+    shape = tuple(cache.shape)
+    if shape[0] >= num_blocks and shape[0] % num_blocks == 0:
+        return cache if shape[0] == num_blocks else cache.unflatten(0, (num_blocks, -1))
+    if len(shape) > 1 and shape[0] == 2 and shape[1] % num_blocks == 0:  # noqa: PLR2004 - K and V
+        by_block: torch.Tensor = cache.unflatten(1, (num_blocks, -1)).transpose(0, 1)
+        return by_block
+    message = f"layer {layer}: its cache of shape {shape} cannot be divided into {num_blocks} blocks"
+    raise ConfigError(message)

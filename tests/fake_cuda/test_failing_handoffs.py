@@ -1,0 +1,52 @@
+"""Each call of the CUDA driver fails once in a handoff: no block of it counts, or all are right, and the next works."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.fake_cuda
+
+CALLS = ["cuEventCreate", "cuEventRecord", "cuEventSynchronize"]
+CALLS += ["cuStreamSynchronize", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuEventDestroy_v2"]
+CALLS += ["cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuDeviceGetAttribute", "cuFlushGPUDirectRDMAWrites"]
+TIMEOUT_S = 60
+
+
+def run(library, last, *calls):
+    """How the handoffs before, during and after the failure ended, and whether the calls were made."""
+    command = [sys.executable, "-m", "tests.fake_cuda.handoff", library, last, *calls]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    return ended.stdout.splitlines()
+
+
+@pytest.mark.parametrize("last", ["source", "target"])
+def test_a_handoff_between_gpus_that_are_late_on_both_sides_is_right(library, last):
+    assert run(library, last)[:3] == ["right", "right", "right"]
+
+
+@pytest.mark.parametrize("without_gpu", ["host-source", "host-target"])
+def test_a_handoff_between_a_gpu_and_the_host_is_right(library, without_gpu):
+    assert run(library, without_gpu)[:3] == ["right", "right", "right"]
+
+
+@pytest.mark.parametrize(
+    ("without_gpu", "call"),
+    [
+        *(("host-source", call) for call in ("cuMemHostAlloc", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize")),
+        *(("host-target", call) for call in ("cuMemHostAlloc", "cuMemcpyDtoHAsync_v2", "cuEventSynchronize")),
+    ],
+)
+def test_a_call_that_fails_once_between_a_gpu_and_the_host_gives_no_wrong_kv(library, without_gpu, call):
+    before, during, after, _ = run(library, without_gpu, call)
+    assert during == "right" or (during.startswith("error: ") and "Timeout" not in during)
+    assert (before, after) == ("right", "right")
+
+
+@pytest.mark.parametrize("last", ["source", "target"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_fails_once_costs_one_handoff_at_most_and_gives_no_wrong_kv(library, call, last):
+    before, during, after, is_made = run(library, last, call)
+    assert is_made == "True"
+    assert during == "right" or (during.startswith("error: ") and "Timeout" not in during)
+    assert (before, after) == ("right", "right")
