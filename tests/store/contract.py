@@ -15,14 +15,17 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
+from kvpipe import _kvpipe
 from kvpipe.exceptions import ClosedError, ConfigError, TransferTimeoutError
 from kvpipe.store.base import MAX_KEY_BYTES, MAX_RECORD_BYTES, KVStore, Value
 
@@ -97,6 +100,43 @@ class StoreContract:
         with _found(store.select(key)) as value:
             assert value.read() == b"ab" * 50_000 + b"cd" * 50_000
             assert value.record == b""
+
+    @pytest.mark.parametrize("num_bytes", SIZES)
+    def test_a_value_is_read_in_parts_with_its_checksum_or_not_so(
+        self, store: KVStore, other: KVStore, key: bytes, num_bytes: int
+    ) -> None:
+        data = secrets.token_bytes(num_bytes)
+        assert store.put(key, data, b"record")
+        parts = [np.zeros(size, np.uint8) for size in (num_bytes // 3, num_bytes - num_bytes // 3)]
+        with _found(other.select(key)) as value:
+            checksum = value.read_parts(parts)
+            assert checksum is None or b"".join(part.tobytes() for part in parts) == data
+            assert checksum in (None, _kvpipe.checksums(data, [0], num_bytes)[0])
+            assert value.read_parts([*parts, np.zeros(1, np.uint8)]) is None
+            assert (
+                value.read_parts([np.zeros(num_bytes - 1, np.uint8)] if num_bytes else [np.zeros(1, np.uint8)]) is None
+            )
+            assert value.read() == data
+        with _found(other.take(key)) as lease:
+            assert lease.read_parts(parts) is None
+            assert lease.read() == data
+
+    def test_hidden_states_travel_in_an_entry_beside_its_kv(self, store: KVStore, other: KVStore, key: bytes) -> None:
+        draw = np.random.default_rng(5)
+        tensors = {"kv": draw.random((2, 3, 4, 8), np.float32), "hidden": draw.random((5, 16)).astype(np.float16)}
+        with _reserved(store, key, sum(tensor.nbytes for tensor in tensors.values())) as reservation:
+            for tensor in tensors.values():
+                reservation.write(tensor)
+            reservation.commit(json.dumps([(name, str(it.dtype), it.shape) for name, it in tensors.items()]).encode())
+        with _found(other.take(key)) as lease:
+            found, at, data = {}, 0, lease.read()
+            for name, dtype, shape in json.loads(lease.record):
+                found[name] = np.frombuffer(data, dtype, int(np.prod(shape)), at).reshape(shape)
+                at += found[name].nbytes
+            lease.acknowledge()
+        assert list(found) == list(tensors)
+        assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
+        assert all(found[name].dtype == tensors[name].dtype for name in tensors)
 
     def test_nothing_is_visible_before_the_commit(self, store: KVStore, other: KVStore, key: bytes) -> None:
         with _reserved(store, key, 3) as reservation:
@@ -216,9 +256,9 @@ class StoreContract:
         assert store.put(prefix + b"a", b"y")
 
     def test_a_value_with_a_ttl_is_deleted_when_it_has_passed(self, store: KVStore, key: bytes) -> None:
-        assert store.put(key, b"x", ttl_s=0.5)
+        assert store.put(key, b"x", ttl_s=2)
         assert store.exists([key]) == [True]
-        time.sleep(0.8)
+        time.sleep(2.5)
         assert store.exists([key]) == [False]
         assert store.select(key) is None
         assert store.put(key, b"y")
@@ -314,10 +354,10 @@ class StoreContract:
 
     def test_a_lease_that_is_renewed_goes_on(self, store: KVStore, other: KVStore, key: bytes) -> None:
         assert store.put(key, b"abc")
-        with _found(store.take(key, lease_s=0.5)) as lease:
-            for _ in range(4):
-                time.sleep(0.25)
-                lease.renew(0.5)
+        with _found(store.take(key, lease_s=2)) as lease:
+            for _ in range(3):
+                time.sleep(0.8)
+                lease.renew(2)
             assert other.take(key) is None
             assert lease.read() == b"abc"
             lease.acknowledge()
@@ -346,7 +386,7 @@ class StoreContract:
         self, store: KVStore, other: KVStore, key: bytes
     ) -> None:
         def take(number: int) -> bytes | None:
-            lease = (store, other)[number % 2].take(key, timeout=2)
+            lease = (store, other)[number % 2].take(key, timeout=3)
             if lease is None:
                 return None
             with lease:
@@ -377,6 +417,28 @@ class StoreContract:
             value.close()
             with _found(waiting.result(LONG_S)) as lease:
                 lease.acknowledge()
+
+    # --- counters
+
+    def test_what_happened_is_counted(self, store: KVStore, other: KVStore, key: bytes) -> None:
+        before = store.stats()
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(store.take, key, lease_s=2, timeout=LONG_S)
+            _assert_all_wait([waiting])
+            assert store.put(key, b"abc")
+            late = _found(waiting.result(LONG_S))
+        with _found(store.select(key, timeout=LONG_S)):
+            pass
+        for call in (late.acknowledge, late.renew):
+            with pytest.raises(TransferTimeoutError):
+                call()
+        # A release is not refused.
+        late.release()
+        assert store.select(key + b"missing") is None
+        after = store.stats()
+        names = ("num_committed", "committed_bytes", "num_hits", "hit_bytes", "num_misses", "num_waits", "num_fenced")
+        changes = {name: getattr(after, name) - getattr(before, name) for name in names}
+        assert changes == dict(zip(names, (1, 3, 2, 6, 1, 2, 2), strict=True))
 
     # --- bad arguments, and the end
 

@@ -8,8 +8,8 @@ import urllib.request
 
 import pytest
 
-from kvpipe import cli
-from kvpipe.store import RemoteStore, StoreServer
+from kvpipe import ConfigError, cli
+from kvpipe.store import RemoteStore, StoreServer, open_store
 
 
 @pytest.fixture
@@ -29,24 +29,54 @@ def serve(*args, token="t"):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_served_store_prints_its_address_shows_metrics_and_ends_on_a_signal_in_order(number):
-    process = serve("--capacity", "8MiB", "--metrics-port", "0")
+    process = serve("--capacity", "8MiB", "--quota", "1MiB", "--metrics-port", "0")
     try:
         url = process.stdout.readline().strip()
         with RemoteStore.open(url, token="t") as store:
             assert store.put(b"key", b"abc")
             assert store.stats().capacity_bytes == 8 << 20
+            with pytest.raises(ConfigError, match="quota of a namespace is 1048576"):
+                store.put(b"large", bytes(1 << 20))
             lines = [process.stderr.readline(), process.stderr.readline()]
             metrics = next(found[1] for line in lines if (found := re.search(r"store.metrics url=(\S+)", line)))
             with urllib.request.urlopen(metrics) as answer:
                 text = answer.read().decode()
             assert "kvpipe_store_values 1.0" in text
             assert "kvpipe_store_committed_total 1.0" in text
+            assert "kvpipe_store_committed_bytes_total 3.0" in text
+            for name in ("hits", "hit_bytes", "misses", "waits", "evicted", "expired", "fenced", "lost", "corrupt"):
+                assert f"kvpipe_store_{name}_total 0.0" in text
+            assert "kvpipe_store_over_quota_total 0.0" in text
             assert "kvpipe_store_clients 1.0" in text
     finally:
         process.send_signal(number)
         rest, log = process.communicate(timeout=30)
     assert (process.returncode, rest) == (0, "")
     assert "store.stopped" in log
+
+
+def test_a_lookup_buffer_is_served_as_a_store_of_its_url(capsys):
+    process = serve("--capacity", "8MiB", "--lookup-buffer")
+    try:
+        url = process.stdout.readline().strip()
+        assert url.startswith("lookup://127.0.0.1:")
+        with open_store(url, "t") as store:
+            assert store.put(b"key", b"abc")
+        assert cli.main(["store", "list", url, "--token", "t"]) == 0
+        assert capsys.readouterr().out.split() == ["3", "stored", b"key".hex()]
+        assert cli.main(["store", "purge", url, "--token", "t"]) == 0
+        assert cli.main(["store", "stats", url, "--token", "t"]) == 0
+        assert "num_values: 0\n" in capsys.readouterr().out
+    finally:
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=30)
+    assert (process.returncode, rest) == (0, "")
+
+
+def test_metrics_of_a_lookup_buffer_are_refused(capsys):
+    args = ["--listen", "127.0.0.1:0", "--lookup-buffer", "--metrics-port", "0"]
+    assert cli.main(["store", "serve", *args]) == 1
+    assert "--metrics-port" in capsys.readouterr().err
 
 
 def test_an_address_that_others_reach_is_refused_without_a_token(capsys, monkeypatch):

@@ -10,8 +10,6 @@ from tests.store.contract import StoreContract
 
 
 class TestContract(StoreContract):
-    reservation_s = 0.4
-
     @pytest.fixture
     def connect(self):
         with LocalStore(reservation_s=self.reservation_s) as store:

@@ -16,12 +16,11 @@ from kvpipe.store.lookup_server import REQUEST, tokens_of
 from tests.store.contract import StoreContract
 
 pytestmark = pytest.mark.ucx
-RESERVATION_S = 0.6
 
 
 @pytest.fixture(scope="module")
 def server():
-    with LookupBufferStore.serve(capacity_bytes=256 << 20, reservation_s=RESERVATION_S) as server:
+    with LookupBufferStore.serve(capacity_bytes=256 << 20, reservation_s=StoreContract.reservation_s) as server:
         yield server
 
 
@@ -30,8 +29,6 @@ def connected(server):
 
 
 class TestContract(StoreContract):
-    reservation_s = RESERVATION_S
-
     @pytest.fixture
     def connect(self, server):
         with contextlib.ExitStack() as stores:
@@ -65,18 +62,18 @@ def killed(process):
     process.stdout.close()
 
 
-def test_the_reservation_of_a_client_that_is_killed_ends(server, key):
-    with connected(server) as store:
+def test_the_reservation_of_a_client_that_is_killed_ends(key):
+    with LookupBufferStore.serve(reservation_s=3) as server, connected(server) as store:
         killed(client(server, key, "reservation = store.reserve(key, 3); reservation.write(b'ab')"))
         assert store.reserve(key, 3) is None
-        time.sleep(RESERVATION_S * 1.5)
+        time.sleep(4.5)
         assert store.put(key, b"abc")
 
 
 def test_the_lease_of_a_client_that_is_killed_returns_its_value_whole(server, key):
     with connected(server) as store:
         assert store.put(key, b"x" * 100_000)
-        killed(client(server, key, "lease = store.take(key, lease_s=1); lease.read()"))
+        killed(client(server, key, "lease = store.take(key, lease_s=4); lease.read()"))
         assert store.take(key) is None
         with store.take(key, timeout=30) as lease:
             assert lease.read() == b"x" * 100_000

@@ -23,6 +23,7 @@ from kvpipe import (
     LookupBuffer,
     PeerLostError,
     TransferTimeoutError,
+    _kvpipe,
 )
 from kvpipe.store import RemoteStore, StoreServer
 
@@ -185,6 +186,36 @@ def test_a_value_that_changes_in_memory_is_found_corrupt_and_deleted():
         assert (stats.num_corrupt, stats.num_values, stats.num_bytes) == (1, 0, 0)
 
 
+def test_a_large_value_of_another_process_is_read_in_parts_unless_it_has_changed_in_memory():
+    marker = os.urandom(64)
+    with Process(_SERVE) as server, RemoteStore.open(server.first_line, token="t") as store:
+        data = bytes(1000) + marker + os.urandom(5 << 20)
+        assert store.put(b"key", data, b"record")
+        # One of them has several slices, and no slice ends where a part does.
+        parts = [bytearray(size) for size in (128, 700_001, 3 << 20, 1, len(data) - 700_130 - (3 << 20))]
+        with store.select(b"key") as value:
+            if store._native.transport != "cma":
+                pytest.skip(f"bytes move over {store._native.transport}: this process may not read the server's memory")
+            assert value.read_parts(parts) == _kvpipe.checksums(data, [0], len(data))[0]
+            assert b"".join(parts) == data
+            with pytest.raises(ConfigError, match="read-only"):
+                value.read_parts([data])
+            rot_in_memory(server.pid, marker)
+            assert value.read_parts(parts) is None
+            with pytest.raises(CorruptDataError, match="deleted"):
+                value.read()
+
+
+def test_a_value_of_a_process_that_was_killed_is_not_read_in_parts():
+    with Process(_SERVE) as server, RemoteStore.open(server.first_line, token="t") as store:
+        assert store.put(b"key", bytes(1 << 20))
+        with store.select(b"key") as value:
+            server.kill()
+            assert value.read_parts([bytearray(1 << 20)]) is None
+            with pytest.raises(PeerLostError):
+                value.read()
+
+
 def rot_in_memory(pid, marker):
     """Changes a bit of these bytes wherever another process has them, which does nothing meanwhile."""
     num_changed = 0
@@ -266,6 +297,37 @@ def test_what_a_client_holds_is_bounded_and_others_go_on(server, store):
         assert value.read() == b"x"
     opened.pop().close()
     store.select(b"key").close()
+
+
+def test_a_namespace_that_fills_its_quota_takes_nothing_from_another():
+    mine, other = ([name * 14 + bytes([number]) for number in range(20)] for name in (b"m", b"o"))
+    with (
+        StoreServer(token="t", capacity_bytes=64 << 20, quota_bytes=16 << 20) as server,
+        RemoteStore.open(server.url, token="t") as store,
+    ):
+        for key in other[:3]:
+            assert store.put(key, bytes(4 << 20))
+        for key in mine:
+            assert store.put(key, bytes(4 << 20))
+        assert store.exists(other[:3]) == [True] * 3
+        assert store.exists(mine) == [False] * 17 + [True] * 3
+        opened = [store.select(key) for key in mine[-3:]]
+        with pytest.raises(CapacityError, match=r"this namespace's quota of 16777216 bytes, reservations hold 0"):
+            store.reserve(mine[0], 4 << 20, timeout=LONG_S)
+        with pytest.raises(ConfigError, match="quota of a namespace is 16777216"):
+            store.put(mine[0], bytes(16 << 20))
+        assert store.put(other[3], bytes(1 << 20))
+        assert store.exists(other[:4]) == [True] * 4
+        stats = store.stats()
+        assert (stats.details["num_over_quota"], stats.num_waits, stats.num_evicted) == (1, 0, 17)
+        for value in opened:
+            value.close()
+        assert store.put(mine[0], bytes(4 << 20))
+
+
+def test_a_quota_out_of_range_is_refused():
+    with pytest.raises(ConfigError, match="quota_bytes=0"):
+        StoreServer(token="t", quota_bytes=0)
 
 
 def test_data_of_any_format_is_its_bytes_and_must_be_contiguous(store):

@@ -1,49 +1,74 @@
-"""ValkeyStore against real servers: the contract, alone and in a cluster."""
+"""ValkeyStore against real servers: the contract, alone and in a cluster, with and without TLS."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import redis
 
 from kvpipe.exceptions import PeerLostError
+from kvpipe.store.valkey import ValkeyStore
 from tests.store.contract import StoreContract
-from tests.store.valkey_servers import needs_server, redis, running, running_cluster
+from tests.store.valkey_servers import LONG_S, wait_until
 
-from kvpipe.store.valkey import ValkeyStore  # isort: skip - after the module that skips where redis-py is missing
-
-pytestmark = needs_server
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("server")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(running_cluster, tmp_path_factory):
     with running_cluster(tmp_path_factory.mktemp("cluster")) as servers:
         yield servers
 
 
-class TestOneServer(StoreContract):
+@pytest.fixture(scope="module")
+def tls_server(running, tmp_path_factory, tls):
+    with running(tmp_path_factory.mktemp("tls"), tls=tls) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tls_cluster(running_cluster, tmp_path_factory, tls):
+    with running_cluster(tmp_path_factory.mktemp("tls-cluster"), tls=tls) as servers:
+        yield servers
+
+
+@pytest.mark.usefixtures("program")
+class _ValkeyContract(StoreContract):
+    """The contract.
+
+    Attributes:
+        fixture: The name of that of the server or the cluster.
+    """
+
+    fixture: str
     reservation_s = 1.0
 
     @pytest.fixture
-    def connect(self, server):
+    def connect(self, request):
+        found = request.getfixturevalue(self.fixture)
+        server = found[1] if isinstance(found, list) else found
         with contextlib.ExitStack() as stores:
             yield lambda: stores.enter_context(ValkeyStore.open(server.url("reservation_s=1")))
 
 
-class TestCluster(StoreContract):
-    reservation_s = 1.0
+class TestOneServer(_ValkeyContract):
+    fixture = "server"
 
-    @pytest.fixture
-    def connect(self, cluster):
-        with contextlib.ExitStack() as stores:
-            yield lambda: stores.enter_context(ValkeyStore.open(cluster[1].url("reservation_s=1")))
+
+class TestCluster(_ValkeyContract):
+    fixture = "cluster"
+
+
+class TestOneServerWithTls(_ValkeyContract):
+    fixture = "tls_server"
+
+
+@pytest.mark.slow
+class TestClusterWithTls(_ValkeyContract):
+    fixture = "tls_cluster"
 
 
 def move_slot(servers, key):
@@ -83,8 +108,11 @@ def slot_key(client, slot):
 
 
 @pytest.mark.slow
-def test_values_are_read_and_written_while_their_slot_moves_to_another_server(tmp_path):
-    with running_cluster(tmp_path) as servers, ValkeyStore.open(servers[0].url("part_bytes=65536")) as store:
+def test_values_are_read_and_written_while_their_slot_moves_to_another_server(running_cluster, tmp_path, tls_or_none):
+    with (
+        running_cluster(tmp_path, tls=tls_or_none) as servers,
+        ValkeyStore.open(servers[0].url("part_bytes=65536")) as store,
+    ):
         data = bytes(range(256)) * 2048
         assert store.put(b"k", data)
         value = store.select(b"k")
@@ -109,8 +137,11 @@ def test_the_servers_of_a_cluster_share_the_values(cluster):
                 assert 5 < sum(1 for _ in client.scan_iter(match="spread:v:*")) < 40
 
 
-def test_a_server_of_a_cluster_that_is_killed_is_known(tmp_path):
-    with running_cluster(tmp_path) as servers, ValkeyStore.open(servers[0].url("answer_s=1")) as store:
+def test_a_server_of_a_cluster_that_is_killed_is_known(running_cluster, tmp_path, tls_or_none):
+    with (
+        running_cluster(tmp_path, tls=tls_or_none) as servers,
+        ValkeyStore.open(servers[0].url("answer_s=2")) as store,
+    ):
         keys = [b"%d" % number for number in range(30)]
         for key in keys:
             assert store.put(key, bytes(1 << 20))
@@ -125,3 +156,79 @@ def test_a_server_of_a_cluster_that_is_killed_is_known(tmp_path):
         assert 0 < num_lost <= 30
         with pytest.raises(PeerLostError):
             store.exists(keys)
+
+
+def has_subscriber(server):
+    with server.client() as client:
+        return client.client_list(_type="pubsub") != []
+
+
+def test_a_wait_goes_on_when_the_server_that_it_is_subscribed_at_is_stopped(running_cluster, tmp_path):
+    with (
+        running_cluster(tmp_path) as servers,
+        ThreadPoolExecutor(1) as threads,
+        ValkeyStore.open(servers[0].url("answer_s=2")) as store,
+    ):
+        assert store.select(b"k", timeout=0.1) is None
+        subscribed = next(server for server in servers if has_subscriber(server))
+        others = [server for server in servers if server is not subscribed]
+        with subscribed.client() as client:
+            keys = (b"%d" % number for number in itertools.count())
+            slots = ((key, client.execute_command("CLUSTER", "KEYSLOT", b"{%s}" % key)) for key in keys)
+            key = next(key for key, slot in slots if not has_slot(client, slot))
+            waiting = threads.submit(store.take, key, timeout=LONG_S)
+            wait_until(lambda: client.pubsub_channels("kvpipe:w:*") == [b"kvpipe:w:{%s}" % key])
+        subscribed.stop()
+        try:
+            wait_until(lambda: waiting.done() or any(map(has_subscriber, others)))
+            assert store.put(key, b"abc")
+            with waiting.result(LONG_S) as lease:
+                assert lease.read() == b"abc"
+                lease.acknowledge()
+        finally:
+            subscribed.resume()
+
+
+def test_a_call_for_a_key_without_a_server_counts_once_as_one_that_lost_it(cluster):
+    with ValkeyStore.open(cluster[0].url("prefix=unknown")) as store:
+        store._context.client.library.nodes_manager.slots_cache.clear()
+        for number, call in enumerate((lambda: store.select(b"k"), lambda: store.exists([b"k"])), 1):
+            with pytest.raises(PeerLostError):
+                call()
+            assert store.stats().num_lost == number
+
+
+def serves_slots(server, other):
+    """Whether a server of a cluster knows that another one has slots."""
+    with server.client() as client:
+        slots = client.execute_command("CLUSTER", "SLOTS")
+    return other.port in [node[1] for _, _, node, *_ in slots]
+
+
+@pytest.mark.slow
+def test_a_replica_that_takes_the_place_of_a_killed_server_is_used(running, running_cluster, tmp_path):
+    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-config-file", "replica.conf")
+    with (
+        running_cluster(tmp_path, "--cluster-node-timeout", "1000") as servers,
+        running(tmp_path, *options) as replica,
+        replica.client() as client,
+        servers[0].client() as primary,
+        ValkeyStore.open(servers[1].url("answer_s=2")) as store,
+    ):
+        client.execute_command("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
+        node = primary.execute_command("CLUSTER", "MYID")
+        wait_until(lambda: node in client.execute_command("CLUSTER", "NODES"))
+        client.execute_command("CLUSTER", "REPLICATE", node)
+        wait_until(lambda: client.info()["master_link_status"] == "up")
+        keys = [b"%d" % number for number in range(30)]
+        for key in keys:
+            assert store.put(key, bytes(MIB))
+        wait_until(lambda: primary.info()["master_repl_offset"] == client.info()["slave_repl_offset"])
+        servers[0].kill()
+        wait_until(lambda: all(serves_slots(server, replica) for server in servers[1:]))
+        assert store.exists(keys) == [True] * len(keys)
+        for key in keys:
+            with store.take(key, timeout=LONG_S) as lease:
+                assert lease.read() == bytes(MIB)
+                lease.acknowledge()
+            assert store.put(key, bytes(MIB))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import subprocess
 import sys
 import threading
@@ -10,26 +13,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvpipe.exceptions import CapacityError, ConnectError, CorruptDataError, PeerLostError
-from tests.store.valkey_servers import needs_server, running
-
-from kvpipe.store.valkey import ValkeyStore  # isort: skip - after the module that skips where redis-py is missing
-
-pytestmark = needs_server
+from kvpipe.exceptions import (
+    CapacityError,
+    ConnectError,
+    CorruptDataError,
+    KVPipeError,
+    PeerLostError,
+    TransferTimeoutError,
+)
+from kvpipe.store.valkey import ValkeyStore
+from tests.store.valkey_servers import LONG_S, free_port, num_connections, wait_until
 
 MIB = 1 << 20
-LONG_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 @pytest.fixture
-def own_server(tmp_path):
-    with running(tmp_path) as server:
+def own_server(running, tmp_path, tls_or_none):
+    with running(tmp_path, tls=tls_or_none) as server:
         yield server
 
 
@@ -46,18 +46,12 @@ def store(server, client):
         yield store
 
 
-def wait_until(claim):
-    ends_s = time.monotonic() + LONG_S
-    while not claim():
-        assert time.monotonic() < ends_s
-        time.sleep(0.02)
-
-
 # --- clients that die
 
 CHILD = """
 import os, signal, sys
 from kvpipe.store.valkey import ValkeyStore
+from tests.store.valkey_servers import LONG_S, free_port, num_connections, wait_until
 store = ValkeyStore.open(sys.argv[1])
 {steps}
 os.kill(os.getpid(), signal.SIGKILL)
@@ -70,7 +64,7 @@ STEPS = {
 
 
 def run_killed(server, steps):
-    url = server.url("reservation_s=0.5&pin_s=0.5&part_bytes=1048576")
+    url = server.url("reservation_s=3&pin_s=0.5&part_bytes=1048576")
     process = subprocess.run([sys.executable, "-c", CHILD.format(steps=steps), url], check=False, timeout=LONG_S)
     assert process.returncode == -9
 
@@ -109,10 +103,15 @@ def test_a_value_stays_open_longer_than_one_pin(server, store):
     assert store.take(b"k") is not None
 
 
-def test_thousand_aborted_reservations_leave_nothing(client, store):
-    for number in range(1000):
-        with store.reserve(b"%d" % number, 10) as reservation:
+@pytest.mark.parametrize("number", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_aborted_reservations_and_handoffs_leave_nothing(client, store, number):
+    for key in (b"%d" % index for index in range(number)):
+        with store.reserve(key, 10) as reservation:
             reservation.write(b"abc")
+        # The handoff of a request that is aborted once it was committed: whoever has taken it acknowledges it unread.
+        assert store.put(key, b"abc")
+        with store.take(key) as lease:
+            lease.acknowledge()
     assert client.dbsize() == 0
     assert list(store.list()) == []
 
@@ -155,6 +154,7 @@ def test_a_call_that_waits_without_limit_knows_that_the_server_was_stopped(own_s
         try:
             with pytest.raises(PeerLostError):
                 waiting.result(LONG_S)
+            assert store.stats().num_lost == 1
         finally:
             own_server.resume()
 
@@ -176,9 +176,10 @@ def test_a_server_that_is_killed_in_the_middle_of_reads_is_known(own_server):
             own_server.kill()
             with pytest.raises(PeerLostError):
                 reading.result(LONG_S)
+            assert store.stats().num_lost == 1
 
 
-def test_a_server_that_was_restarted_is_used_again_and_its_waits_go_on(tmp_path):
+def test_a_server_that_was_restarted_is_used_again_and_its_waits_go_on(running, tmp_path):
     with running(tmp_path) as first, ValkeyStore.open(first.url()) as store:
         assert store.put(b"before", bytes(MIB))
         first.kill()
@@ -191,15 +192,90 @@ def test_a_server_that_was_restarted_is_used_again_and_its_waits_go_on(tmp_path)
                 assert value.read() == bytes(MIB)
 
 
-def test_a_subscription_that_is_lost_is_made_again(server, client, store):
-    with ThreadPoolExecutor(1) as threads:
+def test_a_subscription_that_is_lost_is_made_again(own_server):
+    with (
+        own_server.client() as client,
+        ThreadPoolExecutor(1) as threads,
+        ValkeyStore.open(own_server.url()) as store,
+    ):
         waiting = threads.submit(store.take, b"k", timeout=LONG_S)
-        wait_until(lambda: client.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
-        client.client_kill_filter(_type="pubsub")
+        for _ in range(2):
+            wait_until(lambda: client.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
+            client.client_kill_filter(_type="pubsub")
         wait_until(lambda: client.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
         assert store.put(b"k", b"abc")
         with waiting.result(LONG_S) as lease:
             assert lease.read() == b"abc"
+
+
+def test_calls_that_wait_share_one_attempt_to_connect_again(running, tmp_path):
+    with (
+        running(tmp_path, "--requirepass", "secret") as server,
+        server.client(password="secret") as client,
+        ThreadPoolExecutor(20) as threads,
+        ValkeyStore.open(server.url("answer_s=3", login=":secret@")) as store,
+    ):
+        waiting = [threads.submit(store.select, b"k", timeout=None) for _ in range(20)]
+        wait_until(lambda: store.stats().num_waiting == 20 and client.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
+        # Every call makes its attempt for the value before it sleeps.
+        time.sleep(0.5)
+        before = num_connections(client)
+        server.stop()
+        try:
+            for each in waiting:
+                with pytest.raises(PeerLostError):
+                    each.result(LONG_S)
+            assert store.stats().num_lost == 20
+        finally:
+            server.resume()
+        wait_until(lambda: num_connections(client) > before)
+        assert num_connections(client) == before + 1
+
+
+def test_a_server_that_refuses_more_clients_is_not_asked_again_and_again(own_server):
+    with own_server.client() as client, ValkeyStore.open(own_server.url()) as store:
+        assert store.select(b"k") is None
+        client.config_set("maxclients", client.info("clients")["connected_clients"])
+        before = num_connections(client)
+        with pytest.raises(KVPipeError):
+            store.select(b"k", timeout=LONG_S)
+        assert num_connections(client) <= before + 2
+        client.config_set("maxclients", 100)
+        assert store.select(b"k", timeout=0.01) is None
+
+
+def test_a_process_without_descriptors_is_a_capacity_error_and_the_subscription_goes_on(server, client, store):
+    assert store.select(b"k", timeout=0.01) is None
+    before = num_connections(client)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        with pytest.raises(CapacityError):
+            store.select(b"k", timeout=LONG_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert store.select(b"k", timeout=0.01) is None
+    assert num_connections(client) == before
+
+
+def test_a_call_that_a_server_refuses_as_a_replica_counts_once_as_one_that_lost_it(running, tmp_path):
+    with running(tmp_path) as server, server.client() as client, ValkeyStore.open(server.url()) as store:
+        assert store.put(b"k", bytes(MIB))
+        value, reservation = store.select(b"k"), store.reserve(b"other", MIB)
+        client.config_set("replica-serve-stale-data", "no")
+        client.execute_command("REPLICAOF", "127.0.0.1", free_port())
+        calls = (
+            value.read,
+            lambda: reservation.write(bytes(MIB)),
+            lambda: store.exists([b"k"]),
+            lambda: store.put(b"x", b"y"),
+        )
+        for number, call in enumerate(calls, 1):
+            with pytest.raises(PeerLostError):
+                call()
+            assert store.stats().num_lost == number
 
 
 def test_connections_that_the_server_has_closed_are_replaced(server, client, store):
@@ -284,6 +360,7 @@ def test_a_value_that_is_deleted_while_it_is_open_is_lost(client, store):
         client.flushdb()
         with pytest.raises(PeerLostError):
             value.read()
+    assert store.stats().num_lost == 1
 
 
 def test_a_part_that_is_deleted_before_the_commit_makes_it_fail(client, store):
@@ -292,13 +369,14 @@ def test_a_part_that_is_deleted_before_the_commit_makes_it_fail(client, store):
         delete_part(client, part_keys(client))
         with pytest.raises(PeerLostError):
             reservation.commit()
+    assert store.stats().num_lost == 1
     assert client.dbsize() == 0
 
 
 # --- the server's memory
 
 
-def test_a_server_without_memory_is_a_capacity_error_and_keeps_nothing_of_the_value(tmp_path):
+def test_a_server_without_memory_is_a_capacity_error_and_keeps_nothing_of_the_value(running, tmp_path):
     with (
         running(tmp_path, "--maxmemory", "16mb", "--maxmemory-policy", "noeviction") as server,
         ValkeyStore.open(server.url("part_bytes=1048576")) as store,
@@ -316,14 +394,16 @@ def test_a_server_without_memory_is_a_capacity_error_and_keeps_nothing_of_the_va
         assert store.stats().capacity_bytes == 16 * MIB
 
 
-def test_values_that_the_server_evicts_are_misses_and_never_wrong(tmp_path):
+def test_values_that_the_server_evicts_are_misses_and_never_wrong(running, tmp_path):
     with (
         running(tmp_path, "--maxmemory", "32mb", "--maxmemory-policy", "allkeys-lru") as server,
         ValkeyStore.open(server.url("part_bytes=1048576")) as store,
     ):
         num_found = 0
         for number in range(60):
-            store.put(b"%d" % number, bytes([number]) * 2 * MIB)
+            # The server may evict the reservation itself.
+            with contextlib.suppress(PeerLostError, TransferTimeoutError):
+                store.put(b"%d" % number, bytes([number]) * 2 * MIB)
         for number in range(60):
             if (value := store.select(b"%d" % number)) is not None:
                 with value:

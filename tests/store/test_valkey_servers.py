@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from weakref import proxy, ref
 
 import pytest
 
 from kvpipe.exceptions import AuthenticationError, ClosedError, ConfigError, ConnectError
-from tests.store.valkey_servers import certificates, free_port, needs_server, running
-
-from kvpipe.store.valkey import ValkeySettings, ValkeyStore  # isort: skip - after the module that skips without redis-py
-
-pytestmark = needs_server
+from kvpipe.store.valkey import ValkeySettings, ValkeyStore
+from tests.store.valkey_servers import LONG_S, free_port, num_connections, wait_until
 
 MIB = 1 << 20
-LONG_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 def assert_works(store):
@@ -34,7 +28,7 @@ def assert_works(store):
         lease.acknowledge()
 
 
-def test_a_password_is_used_and_a_wrong_one_is_an_authentication_error(tmp_path):
+def test_a_password_is_used_and_a_wrong_one_is_an_authentication_error(running, tmp_path):
     with running(tmp_path, "--requirepass", "right%word") as server:
         with ValkeyStore.open(server.url(login=":right%25word@")) as store:
             assert_works(store)
@@ -43,7 +37,7 @@ def test_a_password_is_used_and_a_wrong_one_is_an_authentication_error(tmp_path)
                 ValkeyStore.open(server.url(login=login))
 
 
-def test_a_user_of_the_acl_needs_the_prefix_only(tmp_path):
+def test_a_user_of_the_acl_needs_the_prefix_only(running, tmp_path):
     rules = ("on", ">secret", "~tenant:*", "&tenant:*", "+@all")
     with running(tmp_path, "--user", "someone", *rules) as server:
         with ValkeyStore.open(server.url("prefix=tenant", login="someone:secret@")) as store:
@@ -56,19 +50,29 @@ def test_a_user_of_the_acl_needs_the_prefix_only(tmp_path):
             store.put(b"k", b"x")
 
 
-def test_tls_is_used_and_a_foreign_authority_is_a_connect_error(tmp_path):
-    ca, cert, key = certificates(tmp_path)
-    arguments = ("--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", ca, "--tls-auth-clients", "no")
-    with running(tmp_path, *arguments, tls=True, ssl=True, ssl_ca_certs=ca) as server:
-        with ValkeyStore.open(server.url(f"ca_file={ca}&answer_s=5", scheme="valkeys")) as store:
+def test_a_user_whose_acl_refuses_the_channel_gets_an_authentication_error_at_once(running, tmp_path, tls_or_none):
+    rules = ("on", ">secret", "~tenant:*", "resetchannels", "&foreign:*", "+@all")
+    with (
+        running(tmp_path, "--user", "someone", *rules, tls=tls_or_none) as server,
+        server.client() as client,
+        ValkeyStore.open(server.url("prefix=tenant", login="someone:secret@")) as store,
+    ):
+        before = num_connections(client)
+        for _ in range(2):
+            with pytest.raises(AuthenticationError):
+                store.select(b"k", timeout=LONG_S)
+        # Of each call one for the script and one that subscribes.
+        assert num_connections(client) <= before + 4
+
+
+def test_tls_is_used_and_a_foreign_authority_is_a_connect_error(running, tmp_path, tls):
+    with running(tmp_path, tls=tls) as server:
+        with ValkeyStore.open(server.url()) as store:
             assert_works(store)
-            with ThreadPoolExecutor(1) as threads:
-                waiting = threads.submit(store.select, b"later", timeout=LONG_S)
-                time.sleep(0.2)
-                assert store.put(b"later", b"abc")
-                assert waiting.result(LONG_S).read() == b"abc"
-        with pytest.raises(ConnectError):
-            ValkeyStore.open(server.url(scheme="rediss"))
+        for scheme in ("rediss", "redis"):
+            url = f"{scheme}://127.0.0.1:{server.port}"
+            with pytest.raises(ConnectError):
+                ValkeyStore.open(url)
 
 
 def test_prefixes_and_databases_know_nothing_of_each_other(server):
@@ -123,8 +127,15 @@ def test_1000_operations_of_32_threads_on_two_prefixes(server):
         store.close()
 
 
-def test_a_crowd_that_waits_shares_one_subscription_which_ends_after_it(server):
-    with ValkeyStore.open(server.url("prefix=crowd")) as store, server.client() as client:
+def test_a_crowd_that_waits_shares_one_connection_and_leaves_its_channels_at_the_next_wait(
+    running, tmp_path, tls_or_none
+):
+    with (
+        running(tmp_path, tls=tls_or_none) as server,
+        server.client() as client,
+        ValkeyStore.open(server.url("prefix=crowd")) as store,
+    ):
+        before = threading.active_count()
 
         def take(number):
             with store.take(b"k%d" % (number % 10), timeout=LONG_S) as lease:
@@ -132,21 +143,46 @@ def test_a_crowd_that_waits_shares_one_subscription_which_ends_after_it(server):
 
         with ThreadPoolExecutor(50) as threads:
             waiting = [threads.submit(take, number) for number in range(50)]
-            time.sleep(0.5)
+            wait_until(lambda: store.stats().num_waiting == 50 and len(client.pubsub_channels("crowd:w:*")) == 10)
             assert len(client.client_list(_type="pubsub")) == 1
+            assert threading.active_count() == before + 50 + (tls_or_none is not None)
             for number in range(50):
-                ends_s = time.monotonic() + LONG_S
-                while not store.put(b"k%d" % (number % 10), b"x"):
-                    assert time.monotonic() < ends_s
-                    time.sleep(0.01)
+                wait_until(partial(store.put, b"k%d" % (number % 10), b"x"))
             for each in waiting:
                 each.result(LONG_S)
-        ends_s = time.monotonic() + LONG_S
-        while client.client_list(_type="pubsub") or [
-            thread for thread in threading.enumerate() if "wakeups" in thread.name
-        ]:
-            assert time.monotonic() < ends_s
-            time.sleep(0.05)
+        assert store.select(b"other", timeout=0.1) is None
+        wait_until(lambda: client.pubsub_channels("crowd:w:*") == [b"crowd:w:{other}"])
+        store.close()
+        wait_until(lambda: not client.client_list(_type="pubsub"))
+
+
+def test_a_call_that_waits_ends_with_the_exception_of_a_signal_handler(server):
+    class StopError(Exception):
+        pass
+
+    def stop(*_):
+        raise StopError
+
+    with ValkeyStore.open(server.url("prefix=signals")) as store, ThreadPoolExecutor(1) as threads:
+        previous = signal.signal(signal.SIGUSR1, stop)
+        try:
+            for num_others in (0, 1):
+                # The first wait reads from the connection, the second one while another call does.
+                others = [threads.submit(store.select, b"other", timeout=LONG_S) for _ in range(num_others)]
+                while store.stats().num_waiting < num_others:
+                    time.sleep(0.01)
+                kill = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+                kill.start()
+                with pytest.raises(StopError):
+                    store.select(b"k", timeout=LONG_S)
+                kill.join()
+                assert store.put(b"other", b"x")
+                for each in others:
+                    each.result(LONG_S).close()
+                assert store.stats().num_waiting == 0
+                assert store.delete([b"other"]) == 1
+        finally:
+            signal.signal(signal.SIGUSR1, previous)
 
 
 def test_a_wait_right_after_another_one_for_the_same_key_is_woken(server):
@@ -182,8 +218,13 @@ def test_a_store_that_is_closed_returns_its_leases_and_ends_its_reservations(ser
 
 
 def test_a_forked_process_gets_closed_errors_and_disturbs_nothing(server):
-    with ValkeyStore.open(server.url("prefix=fork")) as store:
+    # The only reference, which the child drops.
+    stores = [ValkeyStore.open(server.url("prefix=fork"))]
+    with server.client() as client:
+        store = proxy(stores[0])
         assert store.put(b"k", bytes(MIB))
+        assert store.select(b"other", timeout=0.01) is None
+        subscribed = [each["id"] for each in client.client_list(_type="pubsub")]
         value = store.select(b"k")
         child = os.fork()
         if child == 0:
@@ -194,6 +235,10 @@ def test_a_forked_process_gets_closed_errors_and_disturbs_nothing(server):
                         call()
                 store.close()
                 value.close()
+                ended = ref(stores[0])
+                stores.clear()
+                gc.collect()
+                assert ended() is None
                 status = 0
             finally:
                 os._exit(status)
@@ -202,9 +247,12 @@ def test_a_forked_process_gets_closed_errors_and_disturbs_nothing(server):
         assert store.take(b"k") is None
         value.close()
         assert store.take(b"k") is not None
+        assert store.select(b"other", timeout=0.01) is None
+        assert [each["id"] for each in client.client_list(_type="pubsub")] == subscribed
+        store.close()
 
 
-def test_a_replica_is_a_connect_error(server, tmp_path):
+def test_a_replica_is_a_connect_error(running, server, tmp_path):
     with (
         running(tmp_path, "--replicaof", "127.0.0.1", str(server.port)) as replica,
         pytest.raises(ConnectError, match="replica"),

@@ -9,57 +9,66 @@ import signal
 import socket
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+import redis
 
-redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install 'kvpipe[valkey]'")
+from kvpipe.launch.plan import free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
+# Of those that were found.
+PROGRAMS = {name: found for name in ("redis", "valkey") if (found := shutil.which(f"{name}-server"))}
 NUM_SLOTS = 16384
 STARTS_S = 20.0
-
-needs_server = pytest.mark.skipif(
-    SERVER is None, reason="neither valkey-server nor redis-server was found: apt-get install redis-server"
-)
+# A wait that never comes this far has hung.
+LONG_S = 30.0
 
 
 class Server:
     """A server process on a free port of loopback."""
 
-    def __init__(self, folder: Path, *arguments: str, tls: bool = False, port: int | None = None) -> None:
+    def __init__(
+        self, program: str, folder: Path, *arguments: str, tls: Tls | None = None, port: int | None = None
+    ) -> None:
         self.port = port or free_port()
-        self.folder = folder
-        ports = ["--port", "0", "--tls-port", str(self.port)] if tls else ["--port", str(self.port)]
-        command = [SERVER, *ports, "--bind", "127.0.0.1", "--dir", str(folder), "--save", "", "--appendonly", "no"]
+        self.folder, self.tls = folder, tls
+        ports = ["--port", "0", "--tls-port", str(self.port), *tls.arguments] if tls else ["--port", str(self.port)]
+        command = [program, *ports, "--bind", "127.0.0.1", "--dir", str(folder), "--save", "", "--appendonly", "no"]
         with (folder / f"{self.port}.log").open("ab") as log:
             self.process = subprocess.Popen([*command, *arguments], stdout=log, stderr=subprocess.STDOUT)
 
-    def url(self, query: str = "", login: str = "", scheme: str = "redis", database: int = 0) -> str:
-        return f"{scheme}://{login}127.0.0.1:{self.port}/{database}?{query}"
+    def url(self, query: str = "", login: str = "", database: int = 0) -> str:
+        scheme, ca = ("valkeys", f"&ca_file={self.tls.ca}") if self.tls else ("redis", "")
+        return f"{scheme}://{login}127.0.0.1:{self.port}/{database}?{query}{ca}"
 
     def client(self, **options) -> redis.Redis:
-        return redis.Redis("127.0.0.1", self.port, **options)
+        return redis.Redis("127.0.0.1", self.port, **(self.tls.options if self.tls else {}), **options)
 
-    def wait(self, **options) -> None:
+    def wait(self) -> None:
         """Waits until the server answers, if only that it wants a password."""
         ends_s = time.monotonic() + STARTS_S
-        with self.client(**options) as client:
+        with self.client() as client:
             while True:
                 try:
                     client.ping()
                 except redis.exceptions.AuthenticationError:
                     return
                 except redis.exceptions.ConnectionError:
-                    assert self.process.poll() is None, (self.folder / f"{self.port}.log").read_text()
+                    self._check_is_running()
                     assert time.monotonic() < ends_s, "the server has not started"
                     time.sleep(0.02)
                 else:
                     return
+
+    def _check_is_running(self) -> None:
+        log = (self.folder / f"{self.port}.log").read_text()
+        if self.tls and "connection type tls" in log:
+            pytest.skip("this server was built without TLS")
+        assert self.process.poll() is None, log
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
@@ -73,24 +82,29 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *arguments: str, tls: bool = False, port: int | None = None, **options) -> Iterator[Server]:
-    server = Server(folder, *arguments, tls=tls, port=port)
+def running(
+    program: str, folder: Path, *arguments: str, tls: Tls | None = None, port: int | None = None
+) -> Iterator[Server]:
+    server = Server(program, folder, *arguments, tls=tls, port=port)
     try:
-        server.wait(**options)
+        server.wait()
         yield server
     finally:
         server.kill()
 
 
 @contextlib.contextmanager
-def running_cluster(folder: Path, num_servers: int = 3) -> Iterator[list[Server]]:
-    """Servers without replicas that share the slots."""
+def running_cluster(
+    program: str, folder: Path, *arguments: str, num_servers: int = 3, tls: Tls | None = None
+) -> Iterator[list[Server]]:
+    """Servers without replicas that share the slots; with TLS they use it among themselves, too."""
     with contextlib.ExitStack() as started:
         servers = []
+        common = (*arguments, "--cluster-enabled", "yes", *(("--tls-cluster", "yes") if tls else ()))
         for _ in range(num_servers):
             port = free_port()
-            options = ("--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{port}.conf")
-            servers.append(started.enter_context(running(folder, *options, port=port)))
+            own = (*common, "--cluster-config-file", f"nodes-{port}.conf")
+            servers.append(started.enter_context(running(program, folder, *own, tls=tls, port=port)))
         clients = [started.enter_context(server.client()) for server in servers]
         share = -(-NUM_SLOTS // num_servers)
         for index, client in enumerate(clients):
@@ -109,21 +123,49 @@ def _knows_all(client: redis.Redis, num_servers: int) -> bool:
     return b"cluster_state:ok" in info and b"cluster_known_nodes:%d\r" % num_servers in info
 
 
+def wait_until(claim: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + LONG_S
+    while not claim():
+        assert time.monotonic() < ends_s
+        time.sleep(0.02)
+
+
+def num_connections(client: redis.Redis) -> int:
+    """Connections that a server has accepted or refused until now."""
+    stats = client.info("stats")
+    return stats["total_connections_received"] + stats["rejected_connections"]
+
+
 def free_port() -> int:
-    """A port that is free, also 10,000 above it: a cluster's servers talk there."""
+    """A port that is free, also 10,000 above it, where a cluster's servers talk; both below the ephemeral ports."""
     while True:
-        with socket.socket() as probe, socket.socket() as bus:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-            if port > 55_000:
-                continue
-            with contextlib.suppress(OSError):
+        [port] = free_ports(1)
+        if port + 10_000 < 32_768:
+            with socket.socket() as bus, contextlib.suppress(OSError):
                 bus.bind(("127.0.0.1", port + 10_000))
                 return port
 
 
-def certificates(folder: Path) -> tuple[str, str, str]:
-    """An authority of our own: its certificate, and certificate and key of a server at 127.0.0.1."""
+class Tls(NamedTuple):
+    """An authority of our own, and certificate and key of a server at 127.0.0.1."""
+
+    ca: str
+    cert: str
+    key: str
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Of a server, which asks clients for no certificate."""
+        files = ("--tls-cert-file", self.cert, "--tls-key-file", self.key, "--tls-ca-cert-file", self.ca)
+        return (*files, "--tls-auth-clients", "no")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of redis-py."""
+        return {"ssl": True, "ssl_ca_certs": self.ca}
+
+
+def certificates(folder: Path) -> Tls:
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("openssl was not found, which makes the certificates")
@@ -136,4 +178,4 @@ def certificates(folder: Path) -> tuple[str, str, str]:
     extensions = ["-addext", "basicConstraints=critical,CA:FALSE", "-addext", "authorityKeyIdentifier=keyid"]
     subprocess.run([*request, *extensions, "-CA", ca, "-CAkey", ca_key], check=True, capture_output=True)
     assert all(map(os.path.exists, names))
-    return ca, cert, key
+    return Tls(ca, cert, key)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
 from tests.connector.conftest import HAS_VLLM, log, tiny_model
 
 if HAS_VLLM:
@@ -37,11 +38,11 @@ def store() -> Iterator[Any]:
 
 @pytest.fixture
 def new_engine(tiny_model: str, store: Any) -> Iterator[Callable[..., Any]]:
-    """Makes engines on one store; arguments are settings of the connector, or of vLLM."""
+    """Makes engines on one store; arguments are settings of the connector, or of vLLM. `url` is another store."""
     engine, engines = tests.store_connector.engine, []
 
     def make(**extra: Any) -> Any:
-        engines.append(engine.Engine(tiny_model, store.name, **extra))
+        engines.append(engine.Engine(tiny_model, extra.pop("url", store.name), **extra))
         return engines[-1]
 
     yield make
@@ -53,10 +54,8 @@ def new_engine(tiny_model: str, store: Any) -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has loaded the logits processor, which the engine's simulated sampler stands in for."""
-    from kvpipe.connector.first_token import PENDING_FIRST_TOKENS  # noqa: PLC0415 - needs vLLM
-
     monkeypatch.setattr(PENDING_FIRST_TOKENS, "has_processor", True)
-    monkeypatch.setattr(PENDING_FIRST_TOKENS, "tokens", {})
+    monkeypatch.setattr(PENDING_FIRST_TOKENS, "_by_engine", {})
     monkeypatch.setattr(PENDING_FIRST_TOKENS, "_by_connector", {})
 
 

@@ -20,7 +20,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvpipe.connector.first_token import PENDING_FIRST_TOKENS, consumed_handoff
+from kvpipe.connector.first_token import ForcedOutputs
+from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
 from kvpipe.connector.steps import scheduled
 from kvpipe.store_connector import KVStoreConnector
 from tests.connector.engine import BLOCK, cache_config, engine_config, is_unreported
@@ -38,7 +39,7 @@ DEADLINE_S = 20
 
 def store_config(model: str, store: str, role: str = "kv_both", **extra: Any) -> VllmConfig:
     """A real configuration of an engine with the connector. `extra` is the connector's."""
-    plain = {"store": URL + store, "chunk_size": CHUNK, "always_load": True}
+    plain = {"store": store if "://" in store else URL + store, "chunk_size": CHUNK, "always_load": True}
     transfer = {
         "kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "kvpipe.store_connector",
@@ -76,6 +77,7 @@ class Engine:
         config = store_config(model, store, role, **extra)
         config.parallel_config.world_size = num_ranks
         config.cache_config.num_gpu_blocks = num_blocks
+        self._engine_id = str(config.kv_transfer_config.engine_id)
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
             kv_cache_config=cache_config(num_blocks),
@@ -228,9 +230,10 @@ class Engine:
     def _sample(self, request: Request, table: list[int], end: int) -> list[int]:
         if request.num_computed_tokens < request.num_tokens:
             return []
-        handoff = consumed_handoff(request.sampling_params)
-        if handoff in PENDING_FIRST_TOKENS.tokens and not request.num_output_tokens:
-            return [PENDING_FIRST_TOKENS.tokens[handoff]]
+        forced = ForcedOutputs.of(request.sampling_params)
+        pending = PENDING_FIRST_TOKENS.of(self._engine_id)
+        if forced is not None and (token := forced.token(pending, request.num_output_tokens)) is not None:
+            return [token]
         return [self.sampled_offset + 10 + sum(self._slot(layer, table, end - 1) for layer in self.caches) % 1000]
 
     def abort(self, request: Request) -> None:

@@ -16,10 +16,11 @@ class SharedStore(LocalStore):
 
     `is_open`: calls wait while it is cleared. `failure` is raised by every call while it is set. `on_select` is called
     with each key before it is looked for, `on_put` with each key before it is put. `lookups` has the keys of each
-    question.
+    question. `on_open` is called with the name before a store is opened. `has_parts`: whether values are read in parts.
     """
 
     of: dict[str, SharedStore] = {}  # noqa: RUF012 - the registry
+    on_open = staticmethod(lambda _: None)
 
     def __init__(self, capacity_bytes: int = 1 << 30) -> None:
         super().__init__(capacity_bytes)
@@ -29,9 +30,11 @@ class SharedStore(LocalStore):
         self.lookups: list[list[bytes]] = []
         self.on_select = self.on_put = lambda _: None
         self.num_puts = self.num_selects = 0
+        self.has_parts = True
 
     @classmethod
     def open(cls, url: str, *, token: str | None = None, timeout: float = 10) -> Self:
+        cls.on_open(url)
         return cls.of.setdefault(url, cls())
 
     @property
@@ -58,7 +61,10 @@ class SharedStore(LocalStore):
         self.num_selects += 1
         self.on_select(key)
         self._use()
-        return super().select(key, **more)
+        value = super().select(key, **more)
+        if value is not None and not self.has_parts:
+            value.read_parts = lambda _: None
+        return value
 
     def replace(self, key: bytes, data: bytes) -> None:
         """Changes a value, as somebody does in a database by hand."""

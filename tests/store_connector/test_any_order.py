@@ -49,6 +49,7 @@ def test_no_token_is_computed_on_kv_of_another_prompt(new_engine: Any, store: An
     for _ in range(NUM_STEPS):
         _fault(choice, store)
         engine = choice.choice(engines)
+        store.has_parts = choice.random() < 0.5
         if choice.random() < 0.15 and len(requests) < 40:
             tokens, max_tokens = choice.choice(prompts), choice.choice((1, 3, 2 * BLOCK))
             requests.append((engine, engine.add(tokens, max_tokens), tokens, max_tokens))

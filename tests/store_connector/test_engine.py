@@ -15,9 +15,10 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
 from kvpipe.store_connector.chunk import HEADER_BYTES
+from kvpipe.store_connector.layout import CacheBytes
 from kvpipe.transfer_params import consume
 from tests.connector.engine import BLOCK
-from tests.store_connector.engine import CHUNK, Engine, answered
+from tests.store_connector.engine import CHUNK, LAYERS, Engine, answered
 
 pytestmark = pytest.mark.vllm
 
@@ -189,10 +190,12 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("has_parts", [True, False])
 @pytest.mark.parametrize("reason", WRONG)
 def test_a_chunk_that_is_not_what_its_name_says_is_a_miss_and_replaced(
-    new_engine: Any, store: Any, reason: str
+    new_engine: Any, store: Any, reason: str, *, has_parts: bool
 ) -> None:
+    store.has_parts = has_parts
     tokens = prompt(4 * CHUNK)
     stored(new_engine(), tokens)
     _, second, third, _ = store.lookups[0]
@@ -231,15 +234,28 @@ def test_a_load_that_takes_too_long_ends_with_what_it_has_and_writes_nothing_lat
     engine.until(lambda: all(other.is_finished() for other in others))
 
 
+def test_the_pages_of_all_layers_are_made_when_an_engine_starts(
+    new_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(CacheBytes, "make_pages", lambda _, layer: made.append(layer))
+    engine = new_engine()
+    engine.until(lambda: len(made) == len(LAYERS))
+    assert made == list(range(len(LAYERS)))
+
+
+@pytest.mark.parametrize("has_parts", [True, False])
 def test_blocks_of_an_aborted_load_are_kept_until_nothing_writes_into_them(
-    new_engine: Any, store: Any, monkeypatch: pytest.MonkeyPatch
+    new_engine: Any, store: Any, monkeypatch: pytest.MonkeyPatch, *, has_parts: bool
 ) -> None:
     tokens = prompt(3 * CHUNK)
     stored(new_engine(), tokens)
     engine = new_engine()
-    cache = engine.workers[0]._worker._loader._cache
-    scatter, begun, held = cache.scatter, [], threading.Event()
-    monkeypatch.setattr(cache, "scatter", lambda *chunk: (begun.append(None), held.wait(20), scatter(*chunk)))
+    store.has_parts = has_parts
+    loader, begun, held = engine.workers[0]._worker._loader, [], threading.Event()
+    owner, name = (loader._values, "is_whole") if has_parts else (loader._cache, "scatter")
+    last = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *chunk: (begun.append(None), held.wait(20), last(*chunk))[-1])
     request = engine.add(tokens)
     engine.until(lambda: begun)
     engine.abort(request)

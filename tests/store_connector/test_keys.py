@@ -1,5 +1,7 @@
 """Names of chunks: what differs in KV differs in name. And what a chunk says of itself."""
 
+import mmap
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvpipe.exceptions import ConfigError
+from kvpipe.store import RemoteStore, StoreServer
 from kvpipe.store_connector.chunk import HEADER_BYTES, fault, seal
-from kvpipe.store_connector.keys import KEY_BYTES, chunk_ids, engine_namespace, rank_namespace
+from kvpipe.store_connector.keys import CHUNK_ID_BYTES, KEY_BYTES, chunk_ids, engine_namespace, rank_namespace
 from kvpipe.store_connector.layout import CacheBytes
 from tests.store_connector.engine import CHUNK, Engine, answered
 from tests.store_connector.test_engine import prompt, stored
@@ -20,6 +24,7 @@ pytestmark = pytest.mark.vllm
 FACTS = {"num_ranks": 1, "chunk_size": 64, "serde": "naive", "namespace": ""}
 PROPERTIES = [("model", "a"), ("weights", "1")]
 LAYOUT, KEY = bytes(16), b"k" * KEY_BYTES
+CHUNK_ID = bytes(CHUNK_ID_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +39,15 @@ def test_a_namespace_differs_with_each_property_and_rank() -> None:
     assert engine != engine_namespace([("model", "a"), ("weights", "2")], **FACTS)
     assert engine != engine_namespace([("model", "a=weights"), ("1", "")], **FACTS)
     assert rank_namespace(engine, 0) != rank_namespace(engine, 1)
+
+
+def test_ranks_of_an_engine_have_one_quota_in_a_store_server() -> None:
+    engine, other = (engine_namespace(PROPERTIES, **FACTS | {"namespace": own}) for own in ("mine", "other"))
+    with StoreServer(quota_bytes=3000, token="t") as server, RemoteStore.open(server.url, token="t") as store:
+        keys = [rank_namespace(namespace, rank) + CHUNK_ID for namespace in (other, engine) for rank in (0, 1)]
+        for key in keys:
+            assert store.put(key, bytes(2000))
+        assert store.exists(keys) == [False, True, False, True]
 
 
 def test_a_chunk_is_named_by_its_last_block_hash_the_adapter_and_the_epoch() -> None:
@@ -116,6 +130,60 @@ def test_blocks_that_are_gathered_and_scattered_are_the_same_elsewhere(dtype: to
         assert torch.equal(cache[[3, 1]].view(torch.uint8), ours[name][[0, 8]].view(torch.uint8))
         others = [0, 2, 4, 5, 6]
         assert torch.equal(cache[others].view(torch.uint8), before[name][others].view(torch.uint8))
+
+
+@pytest.mark.parametrize(("block_ids", "num_parts"), [([5, 6, 0, 8], 3), ([0, 1, 2], 1), ([8, 7], 2), ([3], 1)])
+def test_the_parts_of_blocks_are_their_memory_in_the_order_of_a_chunk(block_ids: list[int], num_parts: int) -> None:
+    ours = caches(9, torch.float32)
+    cache = CacheBytes(ours)
+    chunk = np.zeros(len(block_ids) * cache.block_bytes, np.uint8)
+    cache.gather(block_ids, chunk)
+    parts = cache.parts(block_ids)
+    assert len(parts) == 3 * num_parts
+    assert np.array_equal(np.concatenate(parts), chunk)
+    for part in parts:
+        part[:] = 0
+    assert not any(each[block_ids].any() for each in ours.values()), "it is the cache itself"
+
+
+def test_blocks_that_are_apart_are_parts_of_their_own() -> None:
+    storage = torch.arange(5 * 2 * 64, dtype=torch.uint8).reshape(5, 2, 64)
+    parts = CacheBytes({"layer": storage[:, 0]}).parts([2, 3])
+    assert np.array_equal(np.stack(parts), storage[[2, 3], 0].numpy())
+
+
+def test_the_first_use_of_a_page_is_over_once_the_pages_of_a_layer_are_made() -> None:
+    memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 4 << 20), np.uint8)).reshape(64, -1)
+    cache = CacheBytes({"layer": memory})
+    cache.make_pages(0)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    memory.fill_(1)
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 100  # of 1,024
+
+
+def test_a_cache_whose_blocks_are_apart_is_copied_and_what_is_between_them_is_kept() -> None:
+    storage = torch.zeros(5, 2, 64, dtype=torch.uint8)
+    cache = CacheBytes({"layer": storage[:, 0]})
+    cache.scatter(np.arange(2 * 64, dtype=np.uint8), [4, 1], 0)
+    assert torch.equal(storage[4, 0], torch.arange(64, dtype=torch.uint8))
+    assert torch.equal(storage[1, 0], torch.arange(64, 128, dtype=torch.uint8))
+    assert not storage[:, 1].any()
+    assert not storage[[0, 2, 3]].any()
+    chunk = np.zeros(64, np.uint8)
+    cache.gather([1], chunk)
+    assert torch.equal(torch.from_numpy(chunk), storage[1, 0])
+
+
+@pytest.mark.parametrize(("block_id", "first"), [(9, 0), (1 << 62, 0), (0, 1), (0, 1 << 62)])
+def test_a_block_outside_the_cache_or_the_chunk_is_refused(block_id: int, first: int) -> None:
+    ours = caches(9, torch.float32)
+    before = {name: cache.clone() for name, cache in ours.items()}
+    cache = CacheBytes(ours)
+    with pytest.raises(ConfigError, match="is not in the cache, or the chunk ends before it"):
+        cache.scatter(np.ones(cache.block_bytes, np.uint8), [block_id], first)
+    assert all(torch.equal(ours[name], before[name]) for name in ours)
+    with pytest.raises(ConfigError):
+        cache.gather([0, 1], np.zeros(cache.block_bytes, np.uint8))
 
 
 def test_layouts_of_other_shapes_types_and_layers_differ() -> None:

@@ -1,6 +1,7 @@
 """The parts that move chunks: loads under way, staging memory, threads, the client of a store."""
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -30,15 +31,15 @@ def active(num_chunks: int = 3) -> ActiveLoad:
 def test_a_load_ends_when_all_chunks_are_copied_in_any_order() -> None:
     load = active()
     for index in (2, 0):
-        load.copy(index, lambda: None)
+        load.copy(index, lambda: True)
         assert load.outcome(0.0) is None
-    load.copy(1, lambda: None)
+    load.copy(1, lambda: True)
     assert load.outcome(0.0) == LoadOutcome(3)
 
 
 def test_a_load_ends_at_its_first_failure_with_the_chunks_before_it() -> None:
     load = active()
-    load.copy(0, lambda: None)
+    load.copy(0, lambda: True)
     load.fail(2, "missing")
     assert load.outcome(0.0) is None
     load.fail(1, "corrupt")
@@ -50,14 +51,14 @@ def test_a_load_ends_at_its_first_failure_with_the_chunks_before_it() -> None:
 def test_nothing_is_copied_after_the_end_of_a_load(end: Callable[[ActiveLoad], Any]) -> None:
     load, copied = active(), []
     end(load)
-    load.copy(0, lambda: copied.append(0))
+    assert load.copy(0, lambda: bool(copied.append(0))), "nothing is left to be done"
     assert copied == []
     assert load.outcome(0.0).num_loaded == 0
 
 
 def test_a_load_does_not_end_while_a_thread_copies() -> None:
     load, outcomes = active(), []
-    load.copy(0, lambda: outcomes.append(load.outcome(DEADLINE_S)))
+    load.copy(0, lambda: outcomes.append(load.outcome(DEADLINE_S)) is None)
     assert outcomes == [None]
     assert load.outcome(DEADLINE_S) == LoadOutcome(1, "timeout")
 
@@ -66,7 +67,15 @@ def test_a_copy_that_fails_does_not_count() -> None:
     load = active()
     with pytest.raises(ZeroDivisionError):
         load.copy(0, lambda: 1 // 0)
+    assert not load.copy(0, lambda: False)
     assert load.outcome(DEADLINE_S) == LoadOutcome(0, "timeout")
+
+
+def test_a_chunk_can_be_copied_again_after_a_copy_that_failed() -> None:
+    load = active(1)
+    assert not load.copy(0, lambda: False)
+    assert load.copy(0, lambda: True)
+    assert load.outcome(0.0) == LoadOutcome(1)
 
 
 def test_a_pool_gives_out_its_slots_and_no_more() -> None:
@@ -76,6 +85,21 @@ def test_a_pool_gives_out_its_slots_and_no_more() -> None:
     slots[1][:] = 7
     pool.give_back(slots[1])
     assert pool.take()[0] == 7
+
+
+@pytest.mark.parametrize("slot_bytes", [32, 128 + 4096, (1 << 20) + 8])
+def test_each_slot_of_a_pool_begins_at_a_cache_line(slot_bytes: int) -> None:
+    pool = StagingPool(3 * slot_bytes, slot_bytes)
+    slots = [pool.take() for _ in range(3)]
+    assert [slot.ctypes.data % 64 for slot in slots] == [0, 0, 0]
+    assert [slot.nbytes for slot in slots] == [slot_bytes] * 3
+
+
+def test_a_pool_with_its_pages_faults_none_in_when_a_slot_is_written() -> None:
+    slot = StagingPool(3 << 20, 1 << 20, has_pages=True).take()
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    slot.fill(1)
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < slot.nbytes // resource.getpagesize() // 10
 
 
 def test_a_pool_smaller_than_a_chunk_is_refused_with_the_remedy() -> None:

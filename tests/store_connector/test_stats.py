@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
 from kvpipe.connector.plugin import register
 from kvpipe.store_connector import KVStoreConnector
 from kvpipe.store_connector.stats import KVStoreStats
@@ -28,12 +30,18 @@ def carried(data: Any) -> Any:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(data))
 
 
+@pytest.fixture
+def prom(config: VllmConfig) -> Iterator[Any]:
+    """vLLM's metrics of the connector, for one test alone."""
+    yield KVConnectorProm(config, list(LABELS), {0: list(LABELS.values())})
+    unregister_vllm_metrics()
+
+
 def value(name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(f"vllm:kvpipe_store_{name}", LABELS | labels)
 
 
-def test_what_engines_count_is_shown(config: VllmConfig, new_engine: Any) -> None:
-    prom = KVConnectorProm(config, list(LABELS), {0: list(LABELS.values())})
+def test_what_engines_count_is_shown(prom: Any, new_engine: Any) -> None:
     tokens = prompt(3 * CHUNK)
     first, second = new_engine(), new_engine()
     stored(first, tokens)
@@ -47,7 +55,17 @@ def test_what_engines_count_is_shown(config: VllmConfig, new_engine: Any) -> Non
     assert value("bytes_total", operation="save") > value("bytes_total", operation="load")
     assert value("operations_total", operation="lookup") == 2
     assert value("seconds_total", operation="load") > 0
-    unregister_vllm_metrics()
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("has_processor", [False, True])
+def test_an_engine_reports_whether_it_forces_first_tokens(
+    prom: Any, engine: Any, monkeypatch: pytest.MonkeyPatch, *, has_processor: bool
+) -> None:
+    monkeypatch.setattr(PENDING_FIRST_TOKENS, "has_processor", has_processor)
+    engine.answer(prompt(CHUNK), 2)
+    prom.observe(carried(engine.stats), 0)
+    assert value("forces_first_tokens", reasoning_parser="") == has_processor
 
 
 def test_stats_of_several_steps_add_up_and_states_are_the_latest() -> None:

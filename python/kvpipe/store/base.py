@@ -81,6 +81,12 @@ class StoreStats:
         num_evicted: Values deleted to make space.
         num_expired: Reservations, leases and values that ended by time.
         num_corrupt: Values whose bytes did not match their checksum.
+        committed_bytes: Bytes of the values that were committed.
+        hit_bytes: Bytes of the values that `select` and `take` returned.
+        num_waits: Calls that had to wait for a value or for space.
+        num_fenced: Calls refused because their reservation or lease had ended.
+        num_lost: At a server: reservations, open values and leases that ended with the connection of their client. At a
+            client of Valkey or Redis: calls that lost the server, and values that it deleted while they were in use.
         details: Further facts of the implementation, for people.
     """
 
@@ -96,6 +102,11 @@ class StoreStats:
     num_evicted: int | None = None
     num_expired: int | None = None
     num_corrupt: int | None = None
+    committed_bytes: int | None = None
+    hit_bytes: int | None = None
+    num_waits: int | None = None
+    num_fenced: int | None = None
+    num_lost: int | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -179,6 +190,22 @@ class Value(Closing):
             PeerLostError: The store or the value was lost meanwhile.
             TransferTimeoutError: The lease has ended.
         """
+
+    def read_parts(self, parts: Sequence[Buffer]) -> int | None:  # noqa: ARG002 - for stores that can
+        """Reads the bytes straight into several buffers, if this value can be read so without waiting for the store.
+
+        Args:
+            parts: Writable, contiguous buffers in host memory, filled one after the other; `num_bytes` together.
+
+        Returns:
+            The checksum of the bytes, CRC-64/NVME, if the parts have them and they match the checksum of the commit.
+            `None` otherwise, which is what this method returns where a store does not implement it. The content of the
+            parts is undefined then: `read_into` reads the value, or raises what is wrong.
+
+        Raises:
+            ConfigError: A part is read-only or not contiguous.
+        """
+        return None
 
     def read(self) -> bytearray:
         """Reads the bytes into new memory. Raises as `read_into`."""
@@ -274,7 +301,7 @@ class KVStore(Closing):
 
         Raises:
             ConfigError: The key or size is out of range, or larger than the whole store.
-            CapacityError: There was no space in time.
+            CapacityError: There was no space in time, or a quota is used up.
         """
 
     def put(self, key: bytes, data: Buffer, record: bytes = b"", *, ttl_s: float | None = None) -> bool:

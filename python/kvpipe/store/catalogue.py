@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _NEVER = float("inf")
+_COUNTS = (
+    *("num_committed", "committed_bytes", "num_hits", "hit_bytes", "num_misses"),
+    *("num_waits", "num_evicted", "num_expired", "num_fenced"),
+)
 
 
 @dataclass(eq=False)
@@ -79,7 +83,7 @@ class Catalogue:
         self._reserved: dict[bytes, Reserved] = {}
         self._tickets = itertools.count(1)
         self._num_bytes = 0
-        self._counts = dict.fromkeys(("num_committed", "num_hits", "num_misses", "num_evicted", "num_expired"), 0)
+        self._counts = dict.fromkeys(_COUNTS, 0)
 
     # --- questions
 
@@ -142,6 +146,7 @@ class Catalogue:
         """
         reserved = self._reserved.get(key)
         if reserved is None or reserved.ticket != ticket:
+            self._counts["num_fenced"] += 1
             message = f"the reservation of {key!r} has ended; reserve again"
             raise TransferTimeoutError(message)
         reserved.ends_at_s = now_s + self._reservation_s
@@ -163,6 +168,7 @@ class Catalogue:
         ends_at_s = _NEVER if reserved.ttl_s is None else now_s + reserved.ttl_s
         self._stored[key] = Stored(ticket, reserved.num_bytes, record, ends_at_s, {})
         self._counts["num_committed"] += 1
+        self._counts["committed_bytes"] += reserved.num_bytes
 
     def abort(self, key: bytes, ticket: int) -> None:
         """Ends a reservation, if it has not ended."""
@@ -229,9 +235,14 @@ class Catalogue:
         """
         stored = self._stored.get(key)
         if stored is None or stored.lease != lease:
+            self._counts["num_fenced"] += 1
             message = f"the lease of {key!r} has ended; another caller may have the value"
             raise TransferTimeoutError(message)
         return stored
+
+    def waited(self) -> None:
+        """Counts a call that has to wait."""
+        self._counts["num_waits"] += 1
 
     def missed(self) -> None:
         """Counts a call that found nothing."""
@@ -246,6 +257,7 @@ class Catalogue:
 
     def _hit(self, key: bytes) -> None:
         self._counts["num_hits"] += 1
+        self._counts["hit_bytes"] += self._stored[key].num_bytes
         self._stored.move_to_end(key)
 
     def _delete(self, key: bytes) -> None:

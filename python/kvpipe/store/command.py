@@ -13,8 +13,9 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from kvpipe.exceptions import ConfigError
-from kvpipe.store.remote import RemoteStore
+from kvpipe.store.lookup_server import LookupStoreServer
 from kvpipe.store.server import StoreServer
+from kvpipe.store.urls import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +48,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     serve.add_argument("--capacity", type=_num_bytes, default="4GiB", metavar="SIZE", help="memory, default 4GiB")
     serve.add_argument(
+        "--quota", type=_num_bytes, metavar="SIZE", help="how much of the memory the values of one namespace may take"
+    )
+    serve.add_argument("--disk", metavar="DIRECTORY", help="keep values there too: beyond memory, and after a restart")
+    serve.add_argument("--disk-capacity", type=_num_bytes, metavar="SIZE", help="how much the values there may be")
+    serve.add_argument(
         "--metrics-port", type=int, metavar="PORT", help="serve /metrics there, at the address of --listen"
+    )
+    serve.add_argument(
+        "--lookup-buffer",
+        action="store_true",
+        help="keep the values as entries of a lookup buffer, which clients reach by lookup://; for trials",
     )
     serve.set_defaults(command=_serve)
     for name, about, command in (
@@ -56,7 +67,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         ("purge", "delete the values that nobody has open or leased", _purge),
     ):
         looking = commands.add_parser(name, help=about)
-        looking.add_argument("url", metavar="URL", help="kvpipe://host:port")
+        looking.add_argument("url", metavar="URL", help="such as kvpipe://host:port")
         looking.set_defaults(command=command)
     for each in commands.choices.values():
         each.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, which other users cannot see")
@@ -73,15 +84,36 @@ def _serve(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, stop))
-        server = StoreServer(args.listen, capacity_bytes=args.capacity, token=args.token)
+        server = _server(args)
         stack.callback(server.close)
-        if args.metrics_port is not None:
+        if isinstance(server, StoreServer) and args.metrics_port is not None:
             _serve_metrics(stack, server, args.metrics_port)
         logger.info("store.listening address=%s capacity_bytes=%s", server.address, args.capacity)
+        if isinstance(server, StoreServer) and args.disk is not None:
+            num_values = server.stats().details["num_disk_values"]
+            logger.info("store.disk directory=%s num_values=%s", args.disk, num_values)
         print(server.url, flush=True)
         stopped.wait()
     logger.info("store.stopped")
     return 0
+
+
+def _server(args: argparse.Namespace) -> StoreServer | LookupStoreServer:
+    if not args.lookup_buffer:
+        return StoreServer(
+            args.listen,
+            capacity_bytes=args.capacity,
+            quota_bytes=args.quota,
+            token=args.token,
+            disk=args.disk,
+            disk_capacity_bytes=args.disk_capacity,
+        )
+    for flag in ("quota", "disk", "disk_capacity", "metrics_port"):
+        if getattr(args, flag) is not None:
+            name = f"--{flag.replace('_', '-')}"
+            message = f"{name}: a lookup buffer has no quota, disk or metrics; leave out {name} or --lookup-buffer"
+            raise ConfigError(message)
+    return LookupStoreServer(args.listen, capacity_bytes=args.capacity, token=args.token)
 
 
 def _serve_metrics(stack: ExitStack, server: StoreServer, port: int) -> None:
@@ -105,14 +137,14 @@ def _serve_metrics(stack: ExitStack, server: StoreServer, port: int) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    with RemoteStore.open(args.url, token=args.token) as store:
+    with open_store(args.url, args.token) as store:
         for value in store.list():
             print(f"{value.num_bytes:12} {'leased' if value.is_leased else 'stored'} {value.key.hex()}")
     return 0
 
 
 def _stats(args: argparse.Namespace) -> int:
-    with RemoteStore.open(args.url, token=args.token) as store:
+    with open_store(args.url, args.token) as store:
         facts = asdict(store.stats())
     for name, value in (facts | facts.pop("details")).items():
         if name != "details":
@@ -122,7 +154,7 @@ def _stats(args: argparse.Namespace) -> int:
 
 def _purge(args: argparse.Namespace) -> int:
     num_deleted = 0
-    with RemoteStore.open(args.url, token=args.token) as store:
+    with open_store(args.url, args.token) as store:
         keys = [value.key for value in store.list()]
         for start in range(0, len(keys), _PURGED_AT_ONCE):
             num_deleted += store.delete(keys[start : start + _PURGED_AT_ONCE])

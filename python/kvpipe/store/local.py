@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from threading import Condition
 from typing import TYPE_CHECKING, TypeVar
 
+from kvpipe import _kvpipe
 from kvpipe.exceptions import CapacityError, ClosedError, ConfigError
 from kvpipe.store.base import LEASE_S, RESERVATION_S, KVStore, Lease, Reservation, StoreStats, Value, ValueInfo
 from kvpipe.store.catalogue import Catalogue, Reserved, Stored
@@ -141,8 +142,12 @@ class _Content:
     def wait(self, attempt: Callable[[], T | None], timeout: float | None) -> T | None:
         """Attempts until there is a result or the time is over, with the lock held."""
         deadline_s = _NEVER if timeout is None else time.monotonic() + timeout
+        has_waited = False
         while (result := attempt()) is None and (left_s := deadline_s - time.monotonic()) > 0:
             wait_s = min(left_s, max(0.0, self._catalogue.next_end_s() - time.monotonic()))
+            if not has_waited:
+                self._catalogue.waited()
+                has_waited = True
             self.num_waiting += 1
             self._changed.wait(None if wait_s == _NEVER else wait_s)
             self.num_waiting -= 1
@@ -191,6 +196,14 @@ class _LocalValue(Value):
 
     def read_into(self, out: Buffer) -> None:
         check_out(out, self.num_bytes)[:] = self._data
+
+    def read_parts(self, parts: Sequence[Buffer]) -> int | None:
+        rest = memoryview(self._data)
+        for view in [check_out(part, memoryview(part).nbytes) for part in parts]:
+            if view.nbytes > rest.nbytes:
+                return None
+            view[:], rest = rest[: view.nbytes], rest[view.nbytes :]
+        return None if rest else _kvpipe.checksums(self._data, [0], self.num_bytes)[0]
 
     def close(self) -> None:
         with suppress(ClosedError), self._content.locked() as catalogue:

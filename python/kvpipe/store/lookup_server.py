@@ -61,12 +61,14 @@ class _Request:
         attempt: Returns the answer, and how to take it back; `None` while there is none.
         ends_at_s: When it gets `late` for an answer.
         late: The answer then.
+        has_waited: Whether an attempt has found nothing.
     """
 
     client: tuple[int, int]
     attempt: Callable[[float], tuple[dict[str, Any], Callable[[], object]] | None]
     ends_at_s: float
     late: Callable[[], dict[str, Any]]
+    has_waited: bool = False
 
 
 class LookupStoreServer(Closing):
@@ -103,6 +105,11 @@ class LookupStoreServer(Closing):
     def address(self) -> str:
         """Where clients find it."""
         return self._buffer.address
+
+    @property
+    def url(self) -> str:
+        """What `open_store` connects with."""
+        return f"lookup://{self.address}"
 
     def close(self) -> None:
         """Drops all values; clients lose the store."""
@@ -147,6 +154,9 @@ class LookupStoreServer(Closing):
             if found is None and request.ends_at_s <= now_s:
                 found = request.late(), _nothing
             if found is None:
+                if not request.has_waited:
+                    request.has_waited = True
+                    self._catalogue.waited()
                 left.append(request)
             else:
                 self._reply(request.client, *found, now_s)

@@ -30,6 +30,16 @@ if TYPE_CHECKING:
 # What one message has at most.
 _KEYS_PER_QUESTION = 1 << 14
 _MOST_BYTES = (1 << 63) - 1
+# Counters of a server that other stores do not have.
+_DETAILS = (
+    "num_clients",
+    "num_disk_values",
+    "num_disk_bytes",
+    "disk_capacity_bytes",
+    "num_loaded",
+    "num_disk_failures",
+    "num_over_quota",
+)
 
 
 class RemoteStore(KVStore):
@@ -127,7 +137,7 @@ class RemoteStore(KVStore):
             return _wait(work)
         except BaseException:
             with suppress(KVPipeError):
-                self._native.release(operation)
+                self._native.release(operation, is_waited=False)
             raise
 
 
@@ -164,11 +174,17 @@ class _RemoteValue(Value):
     def read_into(self, out: Buffer) -> None:
         _wait(self._native.read(self._opened, check_out(out, self.num_bytes)))
 
+    def read_parts(self, parts: Sequence[Buffer]) -> int | None:
+        return self._opened.read_parts(parts)
+
     def close(self) -> None:
         _release(self._native, self._opened.operation)
 
 
 class _RemoteLease(_RemoteValue, Lease):
+    def read_parts(self, parts: Sequence[Buffer]) -> int | None:  # noqa: ARG002
+        return None  # a lease may end meanwhile, which `read_into` raises
+
     def renew(self, lease_s: float = LEASE_S) -> None:
         _wait(self._native.renew(self._opened.operation, lease_s))
 
@@ -184,7 +200,8 @@ class _RemoteLease(_RemoteValue, Lease):
 
 def stats_of(info: dict[str, Any], **details: Any) -> StoreStats:
     """Counters of a server as `StoreStats`."""
-    details["num_clients"] = info.pop("num_clients")
+    for name in _DETAILS:
+        details[name] = info.pop(name)
     return StoreStats(**info, details=details)
 
 
@@ -218,7 +235,7 @@ def _bytes_of(data: Buffer) -> Buffer:
 def _release(native: _kvpipe.StoreClient, operation: int) -> None:
     # A client that was closed or has lost its server holds nothing any more.
     with suppress(ClosedError, PeerLostError):
-        _wait(native.release(operation))
+        _wait(native.release(operation, is_waited=True))
 
 
 def _wait(work: _kvpipe.Work) -> Any:

@@ -39,12 +39,30 @@ def fault(memory: np.ndarray, key: bytes, layout: bytes) -> str:
         key: The name.
         layout: Digest of the layout that this engine needs.
     """
-    header = memory[:HEADER_BYTES].tobytes()
-    content = memory[HEADER_BYTES:]
-    checksum = _HEADER.unpack_from(header)[4]
-    if header != _header(content.nbytes, checksum, key, layout).ljust(HEADER_BYTES, b"\0"):
+    header, content = memory[:HEADER_BYTES], memory[HEADER_BYTES:]
+    if not _is_header(header, content.nbytes, key, layout):
         return "foreign"
-    return "" if _checksum(content) == checksum else "corrupt"
+    return "" if _checksum(content) == _HEADER.unpack_from(header.data)[4] else "corrupt"
+
+
+def is_whole(header: np.ndarray, num_bytes: int, checksum: int, key: bytes, layout: bytes) -> bool:
+    """Whether a chunk is what its name says, by the checksum of all of it.
+
+    Args:
+        header: `[HEADER_BYTES]`, uint8: the beginning of the chunk.
+        num_bytes: Size of the content behind it.
+        checksum: Of both.
+        key: The name.
+        layout: As for `fault`.
+    """
+    of_content = _HEADER.unpack_from(header.data)[4]
+    of_both = _kvpipe.joined_checksum(_checksum(header), of_content, num_bytes)
+    return _is_header(header, num_bytes, key, layout) and of_both == checksum
+
+
+def _is_header(header: np.ndarray, num_bytes: int, key: bytes, layout: bytes) -> bool:
+    of_content = _HEADER.unpack_from(header.data)[4]
+    return header.tobytes() == _header(num_bytes, of_content, key, layout).ljust(HEADER_BYTES, b"\0")
 
 
 def _header(num_bytes: int, checksum: int, key: bytes, layout: bytes) -> bytes:

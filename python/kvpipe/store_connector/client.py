@@ -1,4 +1,4 @@
-"""The store of one process: opened by the thread that needs it first, and again after it was lost."""
+"""The store of one process: opened when the process starts, and again after it was lost."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ T = TypeVar("T")
 
 logger = init_logger("vllm.kvpipe.store")
 
+# For the first time a store is opened: engines, and often the store, start at the same time, on busy machines.
+_FIRST_OPEN_S = 10.0
+
 
 class StoreClient:
     """A store that may be away for a while. Any thread may use it, except those of vLLM's hooks: each call may wait.
 
     Args:
         url: See `open_store`.
-        timeout_s: Seconds to wait for the store when it is opened.
+        timeout_s: Seconds to wait for the store when it is opened again.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -35,6 +38,14 @@ class StoreClient:
         self._store: KVStore | None = None
         self._is_closed = False
 
+    def open(self) -> None:
+        """Opens the store before it is needed. If it is away, the next use tries again."""
+        try:
+            self._opened(_FIRST_OPEN_S)
+        except Exception as error:  # noqa: BLE001 - a user's store may raise anything; the engine works without it
+            if not self._is_closed:
+                logger.warning("store.away url=%s; it is opened with the next use: %s", redact(self._url), error)
+
     def run(self, operation: Callable[[KVStore], T]) -> T:
         """Runs an operation on the store. Whatever it raises is raised; a store that was lost is opened next time.
 
@@ -43,7 +54,7 @@ class StoreClient:
             AuthenticationError: It refuses this process.
             ClosedError: This client was closed.
         """
-        store = self._opened()
+        store = self._opened(self._timeout_s)
         try:
             return operation(store)
         except (PeerLostError, ClosedError):
@@ -57,10 +68,10 @@ class StoreClient:
         if store is not None:
             store.close()
 
-    def _opened(self) -> KVStore:
+    def _opened(self, timeout_s: float) -> KVStore:
         with self._lock:
             if self._store is None and not self._is_closed:
-                self._store = open_store(self._url, timeout=self._timeout_s)
+                self._store = open_store(self._url, timeout=timeout_s)
                 logger.info("store.open url=%s", redact(self._url))
             if self._store is None or self._is_closed:
                 self.close()

@@ -15,12 +15,13 @@ from kvpipe.connector.first_token import hide_handoff_from_workers
 from kvpipe.connector.first_token_support import FirstTokenSupport
 from kvpipe.connector.requests import prompt_hash
 from kvpipe.connector.sampling import Sampling
+from kvpipe.connector.steps import output_position
 from kvpipe.exceptions import ConfigError
 from kvpipe.store_connector.breaker import Breaker
 from kvpipe.store_connector.keys import entry_id
 from kvpipe.store_connector.metadata import EntryCopy, EntrySave
 from kvpipe.store_connector.sequence_state import SequenceState, adapter_hash
-from kvpipe.transfer_params import LoadParams, SaveParams, parse
+from kvpipe.transfer_params import ConsumeParams, LoadParams, SaveParams, parse
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,6 +54,10 @@ class TokenReason(StrEnum):
     UNSUPPORTED = "unsupported"
 
 
+# The entry is of another request. So is the token that this request brings, which belongs to the entry.
+_OTHER_REQUEST = (TokenReason.OTHER_PROMPT, TokenReason.OTHER_ADAPTER)
+
+
 @dataclass
 class Entry:
     """What the store has of one request, besides chunks.
@@ -60,20 +65,23 @@ class Entry:
     Attributes:
         handoff: The handoff's id.
         is_saved: Whether this engine saves it; otherwise it loads it.
+        given_tokens: Consumer: the answer's first tokens, if the request brought them. A client may have them already.
+            With an entry there is one, the producer's.
         is_copied: Producer: whether the workers have a copy of its KV.
         is_asked: Consumer: whether the store has been asked for it.
-        is_found: Consumer: whether it waits in the store, and belongs to this request. A load takes it.
+        is_found: Consumer: whether it waits in the store, and belongs to this request. A load consumes it.
         record: Consumer: its record.
         first_token: Consumer: the token that the producer sampled, once it is known and may be forced.
         reason: Consumer: why it is not.
         unsupported_reason: Consumer: the same for `unsupported`, in words.
         is_exact: Consumer: whether it is the request's first one: it was forced, or the request continues after it.
         num_computed: Consumer: prompt tokens that this engine has computed since the last preemption.
-        is_reported: Consumer: whether the result has been reported.
+        is_reported: Consumer: whether the result has been reported, or none is to be.
     """
 
     handoff: bytes
     is_saved: bool
+    given_tokens: tuple[int, ...] = ()
     is_copied: bool = False
     is_asked: bool = False
     is_found: bool = False
@@ -108,6 +116,7 @@ class Entries:
         self._continuations = Continuations(vllm_config)
         self._is_saving = vllm_config.kv_transfer_config.kv_role != "kv_consumer"
         self._block_size = int(vllm_config.cache_config.block_size)
+        self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._chunk_blocks = chunk_blocks
         self._names = names
         self._lookups = lookups
@@ -132,9 +141,14 @@ class Entries:
             return None
 
     def _add(self, request: Request) -> Entry | None:
-        params = parse(request.kv_transfer_params)
+        params = parse(request.kv_transfer_params, max_model_len=self._max_model_len)
+        if isinstance(params, ConsumeParams) and params.producer:
+            return None
+        if not isinstance(params, SaveParams | LoadParams | ConsumeParams):
+            return None
+        given = _given_tokens(params)
         # After a reset an engine has no names in common with others.
-        if not isinstance(params, SaveParams | LoadParams) or self._names.epoch:
+        if self._names.epoch and not given:
             return None
         if request.prompt_token_ids is None:
             message = "a prompt of embeddings has no token ids, which both engines compare"
@@ -151,15 +165,23 @@ class Entries:
             raise ConfigError(message)
         else:
             self._loaded.add(params.handoff)
-        return Entry(params.handoff, isinstance(params, SaveParams))
+        # A request that another engine has begun is no handoff through the store, which has no entry of it.
+        is_resumed = isinstance(params, ConsumeParams)
+        is_asked = is_resumed or bool(self._names.epoch)
+        return Entry(params.handoff, isinstance(params, SaveParams), given, is_asked=is_asked, is_reported=is_resumed)
 
     def remove(self, request: Request, entry: Entry | None) -> None:
-        """Takes an entry back that was added for a request which does not use the store."""
+        """Removes an entry that was added for a request which does not use the store."""
         if entry is not None and not entry.is_saved:
             self._loaded.discard(entry.handoff)
             hide_handoff_from_workers(request)
 
     # --- the consumer
+
+    def is_to_ask(self, prompt: Prompt) -> bool:
+        """Whether the store is to be asked for a prompt's entry."""
+        entry = prompt.entry
+        return entry is not None and not (entry.is_saved or entry.is_asked) and prompt.is_loadable
 
     def question(self, prompt: Prompt, timeout_s: float, now_s: float) -> tuple[list[bytes], float]:
         """Returns the keys of a prompt's entry if the store is to be asked for it, and until when to wait for it.
@@ -170,14 +192,14 @@ class Entries:
             now_s: The current time.
         """
         entry = prompt.entry
-        if entry is None or entry.is_saved or entry.is_asked or not prompt.is_loadable:
+        if entry is None or not self.is_to_ask(prompt):
             return [], 0.0
         entry.is_asked = True
         until_s = now_s + timeout_s / 2 if self._breaker.allows(now_s) else 0.0
         return self._names.entry_keys(entry.handoff), until_s
 
     def answered(self, answer: Answer, prompt: Prompt | None, now_s: float) -> None:
-        """Notes whether an entry is in the store. One that no load will take is deleted."""
+        """Notes whether an entry is in the store. One that no load will consume is deleted."""
         if answer.failure or not answer.question.entry_keys:
             return
         entry = None if prompt is None else prompt.entry
@@ -199,7 +221,7 @@ class Entries:
             entry.reason = TokenReason.CORRUPT
             return
         entry.reason = self._difference(prompt, entry, state)
-        if entry.reason in (TokenReason.CORRUPT, TokenReason.OTHER_PROMPT, TokenReason.OTHER_ADAPTER):
+        if entry.reason in (TokenReason.CORRUPT, *_OTHER_REQUEST):
             return
         entry.is_found, entry.record = True, records[0]
         if entry.reason == TokenReason.NONE:
@@ -213,23 +235,29 @@ class Entries:
             return TokenReason.OTHER_PROMPT
         if state.adapter_hash != adapter_hash(prompt.adapter):
             return TokenReason.OTHER_ADAPTER
+        if entry.given_tokens not in ((), (state.first_token,)):
+            return TokenReason.CORRUPT
         if state.sampling_hash != self._sampling.hash(request):
             return TokenReason.OTHER_SAMPLING
-        entry.unsupported_reason = self.support.unsupported_reason(request) or self.support.refusal(state.first_token)
+        refusal = self.support.refusal([state.first_token])
+        entry.unsupported_reason = self.support.unsupported_reason(request) or refusal
         return TokenReason.UNSUPPORTED if entry.unsupported_reason else TokenReason.NONE
 
     def release(self, prompt: Prompt) -> None:
-        """Deletes the entry that a prompt does not take. Its first token stays known."""
+        """Deletes the entry that a prompt does not consume. Its first token stays known."""
         entry = prompt.entry
         if entry is not None and entry.is_found:
             entry.is_found = False
             self._lookups.delete(self._names.entry_keys(entry.handoff))
 
     def forget(self, prompt: Prompt) -> None:
-        """Forgets what other engines have said: the weights may be others now."""
+        """Forgets what may be forced from other engines: the weights may be others now."""
         if prompt.entry is not None:
             self.release(prompt)
-            prompt.entry.first_token, prompt.entry.reason = None, TokenReason.UNKNOWN
+            prompt.entry.first_token = None
+            # An entry of another request stays one.
+            if prompt.entry.reason == TokenReason.NONE:
+                prompt.entry.reason = TokenReason.UNKNOWN
 
     def loaded(self, prompt: Prompt, *, is_complete: bool) -> None:
         """Has a request whose prompt has been loaded continue after the producer's token, if it qualifies."""
@@ -237,7 +265,7 @@ class Entries:
         if entry is None or not entry.is_found:
             return
         if not is_complete:
-            # The ranks that have not taken their entry will not.
+            # The ranks that have not consumed their entry will not.
             self.release(prompt)
             return
         entry.is_found = False
@@ -245,16 +273,32 @@ class Entries:
             entry.is_exact = True
 
     def _force(self, prompt: Prompt, entry: Entry, num_before: int, num_new: int) -> None:
-        """Forces the producer's token in each step until there is an output, because a step may be preempted."""
-        request = prompt.request
-        if entry.first_token is not None and request.num_output_tokens == 0:
-            self._out.step.first_tokens[entry.handoff] = entry.first_token
-            entry.is_exact = True
+        """Forces the producer's token, or those that the request brought, in steps that may sample such an output."""
+        request, position = prompt.request, output_position(prompt.request)
+        if position == 0:
+            if (token := self._token(prompt, entry)) is not None:
+                self._out.step.first_tokens[entry.handoff] = token
+                entry.is_exact = True
+        elif position < len(entry.given_tokens) and entry.is_exact:
+            self._out.step.first_tokens[entry.handoff] = entry.given_tokens[0]
         if entry.is_reported:
             return
         entry.num_computed += max(0, min(num_before + num_new, request.num_prompt_tokens) - num_before)
         if num_before + num_new >= request.num_prompt_tokens:
             self._report(prompt, entry)
+
+    def _token(self, prompt: Prompt, entry: Entry) -> int | None:
+        """Returns the first token to force: the entry's, or the first one that the request brought.
+
+        A client may have the latter already, so that it need not have been sampled as this request samples.
+        """
+        if entry.first_token is not None or not entry.given_tokens or entry.reason in _OTHER_REQUEST:
+            return entry.first_token
+        unsupported = self.support.unsupported_reason(prompt.request) or self.support.refusal(entry.given_tokens)
+        if unsupported:
+            entry.reason, entry.unsupported_reason = TokenReason.UNSUPPORTED, unsupported
+            return None
+        return entry.given_tokens[0]
 
     def _report(self, prompt: Prompt, entry: Entry) -> None:
         entry.is_reported = True
@@ -295,12 +339,12 @@ class Entries:
             sampling_hash=self._sampling.hash(request),
         )
         self._out.step.entries.append(EntrySave(request.request_id, entry_id(entry.handoff), state.packed()))
-        return transfer_params.load(entry.handoff.hex())
+        return transfer_params.load(entry.handoff.hex(), request.output_token_ids[0])
 
     # --- both
 
     def scheduled(self, prompt: Prompt, num_before: int, num_new: int, *, is_final: bool) -> None:
-        """Forces a scheduled request's first token, or has the workers copy the end of its KV.
+        """Forces a scheduled request's first outputs, or has the workers copy the end of its KV.
 
         Args:
             prompt: The prompt.
@@ -324,6 +368,13 @@ class Entries:
         if entry.is_saved:
             return self._save(prompt, entry) if entry.is_copied else None
         self._loaded.discard(entry.handoff)
-        # What a cancelled load has not taken yet.
+        # What a cancelled load has not consumed yet.
         self.release(prompt)
         return None
+
+
+def _given_tokens(params: SaveParams | LoadParams | ConsumeParams) -> tuple[int, ...]:
+    """Returns the first tokens of the answer that a request brings."""
+    if isinstance(params, ConsumeParams):
+        return params.tokens
+    return (params.first_token,) if isinstance(params, LoadParams) and params.first_token is not None else ()

@@ -1,8 +1,8 @@
 """Names of chunks in a store, for which equal names mean equal KV, and of the entries of requests.
 
 A name is the namespace of a rank and an id. The namespace identifies the model and everything else that decides the
-bytes of its KV. A chunk's id identifies the tokens up to the end of the chunk, by vLLM's block hash. An entry's id is
-that of its handoff.
+bytes of its KV. It begins with the namespace of the engine, which has one quota in `StoreServer`. A chunk's id
+identifies the tokens up to the end of the chunk, by vLLM's block hash. An entry's id is that of its handoff.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 # Part of every namespace. It changes with the format of a chunk.
 FORMAT_VERSION = 1
-NAMESPACE_BYTES = 16
+# What `StoreServer` counts as one namespace.
+ENGINE_NAMESPACE_BYTES = 14
+NAMESPACE_BYTES = ENGINE_NAMESPACE_BYTES + 2
 CHUNK_ID_BYTES = 32
 KEY_BYTES = NAMESPACE_BYTES + CHUNK_ID_BYTES
 
@@ -34,12 +36,13 @@ def engine_namespace(
     """
     numbers = [("format", FORMAT_VERSION), ("ranks", num_ranks), ("chunk size", chunk_size)]
     facts = [*numbers, ("serde", serde), ("own", namespace)]
-    return _digest(f"{name}={value}".encode() for name, value in (*facts, *properties))
+    digest = _digest(f"{name}={value}".encode() for name, value in (*facts, *properties))
+    return digest[:ENGINE_NAMESPACE_BYTES]
 
 
 def rank_namespace(engine: bytes, rank: int) -> bytes:
     """Returns the namespace of one rank: each has a part of the heads or layers."""
-    return _digest([engine, str(rank).encode()])[:NAMESPACE_BYTES]
+    return engine + rank.to_bytes(NAMESPACE_BYTES - ENGINE_NAMESPACE_BYTES, "little")
 
 
 def chunk_ids(

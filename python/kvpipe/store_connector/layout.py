@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
+from kvpipe import _kvpipe
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
+
 
 class CacheBytes:
-    """The KV cache of each layer, as rows of bytes.
-
-    Copies are numpy's: torch would start a team of OpenMP threads for each thread that copies.
+    """The KV cache of each layer, as rows of bytes. Copies release the GIL once for all layers.
 
     Args:
         kv_caches: The cache of each layer, `[num_blocks, …]`, in host memory; the blocks of a layer are contiguous.
 
     Attributes:
+        num_layers: Layers that have a cache.
         block_bytes: Bytes of a block in all layers.
         digest: Identifies layers, shapes and types, 16 bytes.
 
@@ -31,10 +33,17 @@ class CacheBytes:
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        self._layers = [_rows(name, cache) for name, cache in kv_caches.items()]
-        self.block_bytes = sum(layer.shape[1] for layer in self._layers)
+        self._rows = [_rows(name, cache) for name, cache in kv_caches.items()]
+        self._layers = _kvpipe.CacheLayers(self._rows)
+        self.num_layers = len(self._rows)
+        self.block_bytes = sum(block_bytes for _, _, block_bytes in self._rows)
         facts = [(name, tuple(cache.shape[1:]), str(cache.dtype)) for name, cache in kv_caches.items()]
         self.digest = hashlib.sha256(repr(facts).encode()).digest()[:16]
+
+    def make_pages(self, layer: int) -> None:
+        """Has the kernel make the pages of a layer, which otherwise the first load into each of them waits for."""
+        with suppress(OSError):
+            self._layers.make_pages(layer)
 
     def gather(self, block_ids: Sequence[int], out: np.ndarray) -> None:
         """Copies blocks into a chunk.
@@ -43,8 +52,7 @@ class CacheBytes:
             block_ids: The chunk's blocks.
             out: `[len(block_ids) * block_bytes]`, uint8, contiguous: layer by layer, and in each block by block.
         """
-        for layer, part in self._parts(out, len(block_ids)):
-            np.take(layer, block_ids, axis=0, out=part, mode="clip")
+        self._layers.gather(block_ids, out)
 
     def scatter(self, chunk: np.ndarray, block_ids: Sequence[int], first: int) -> None:
         """Copies the last blocks of a chunk into the cache.
@@ -54,20 +62,24 @@ class CacheBytes:
             block_ids: Where the blocks go, from the block `first` of the chunk on.
             first: Blocks of the chunk that are left out.
         """
-        for layer, part in self._parts(chunk, first + len(block_ids)):
-            layer[block_ids] = part[first:]
+        self._layers.scatter(chunk, block_ids, first)
 
-    def _parts(self, chunk: np.ndarray, num_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        parts, offset = [], 0
-        for layer in self._layers:
-            end = offset + num_blocks * layer.shape[1]
-            parts.append((layer, chunk[offset:end].reshape(num_blocks, layer.shape[1])))
-            offset = end
+    def parts(self, block_ids: Sequence[int]) -> list[np.ndarray]:
+        """Returns the memory of blocks in the cache, in the order of a chunk: what lies side by side is one part."""
+        parts = []
+        for memory, stride, block_bytes in self._rows:
+            begin = end = block_ids[0] * stride
+            for block_id in block_ids:
+                if block_id * stride != end:
+                    parts.append(memory[begin:end])
+                    begin = block_id * stride
+                end = block_id * stride + block_bytes
+            parts.append(memory[begin:end])
         return parts
 
 
-def _rows(name: str, cache: torch.Tensor) -> np.ndarray:
-    """Returns a layer's cache as `[num_blocks, block_bytes]`, uint8, in the same memory."""
+def _rows(name: str, cache: torch.Tensor) -> tuple[np.ndarray, int, int]:
+    """Returns a layer's memory as bytes, the distance of two blocks in it, and the bytes of a block."""
     if cache.device.type != "cpu":
         message = f"KV cache is on {cache.device}; kvpipe supports vLLM's CPU build only"
         raise ConfigError(message)
@@ -77,7 +89,6 @@ def _rows(name: str, cache: torch.Tensor) -> np.ndarray:
     block_bytes = cache[0].numel() * cache.element_size()
     stride = cache.stride(0) * cache.element_size()
     offset = cache.storage_offset() * cache.element_size()
-    shape, strides = (cache.shape[0], block_bytes), (stride, 1)
-    rows = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage(), offset, shape, strides)
-    found: np.ndarray = rows.numpy()
-    return found
+    num_bytes = (cache.shape[0] - 1) * stride + block_bytes
+    memory = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage(), offset, (num_bytes,), (1,))
+    return memory.numpy(), stride, block_bytes

@@ -21,7 +21,7 @@ _REASONS = {
     "local_cpu": _LOCAL,
     "max_local_cpu_size": _LOCAL,
     "local_disk": "a disk is the store's: kvpipe store serve --disk",
-    "max_local_disk_size": "a disk is the store's: kvpipe store serve --disk-bytes",
+    "max_local_disk_size": "a disk is the store's: kvpipe store serve --disk-capacity",
     "pipelined_backend": "chunks are always loaded side by side, while the engine goes on",
     "save_decode_cache": "only chunks of prompts are saved",
     "error_handling": "what fails is always computed again",

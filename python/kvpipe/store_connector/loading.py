@@ -1,9 +1,12 @@
-"""Loads of a worker: chunks are read into staging memory, verified, and copied into the blocks of their request."""
+"""Loads of a worker: chunks are read into the blocks of their request, or into staging memory first, and verified."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvpipe.exceptions import CorruptDataError
 from kvpipe.store_connector.chunk import HEADER_BYTES
@@ -15,9 +18,7 @@ from kvpipe.store_connector.threads import TaskThreads
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
-
-    from kvpipe.store.base import KVStore
+    from kvpipe.store.base import KVStore, Value
     from kvpipe.store_connector.client import StoreClient
     from kvpipe.store_connector.layout import CacheBytes
     from kvpipe.store_connector.metadata import Load
@@ -52,20 +53,24 @@ class ActiveLoad:
         """Whether a chunk is still of use."""
         return not self._is_closed and index < self._end
 
-    def copy(self, index: int, copy: Callable[[], None]) -> None:
-        """Copies a verified chunk into the blocks, if it is still of use."""
+    def copy(self, index: int, copy: Callable[[], bool]) -> bool:
+        """Copies a chunk into the blocks, if it is still of use. `copy` returns whether it is there, and verified.
+
+        Returns:
+            Whether nothing is left to be done for this chunk.
+        """
         with self._lock:
             if not self.wants(index):
-                return
+                return True
             self._num_copying += 1
         is_copied = False
         try:
-            copy()
-            is_copied = True
+            is_copied = copy()
         finally:
             with self._lock:
                 self._num_copying -= 1
                 self._is_copied[index] = is_copied
+        return is_copied
 
     def fail(self, index: int, reason: str) -> None:
         """Notes that a chunk cannot be loaded."""
@@ -100,7 +105,7 @@ class ActiveLoad:
 
 
 class Loader:
-    """Loads chunks for one rank. Its methods are for the thread of vLLM's hooks; none waits.
+    """Opens the store, and loads chunks for one rank. Its methods are for the thread of vLLM's hooks; none waits.
 
     Args:
         client: The store.
@@ -117,9 +122,14 @@ class Loader:
         self._cache = cache
         self._values = values
         self._chunk_blocks = chunk_blocks
-        self._slots = StagingPool(num_threads * values.slot_bytes, values.slot_bytes)
+        self._slots = StagingPool(num_threads * values.slot_bytes, values.slot_bytes, has_pages=True)
         self._threads = TaskThreads("kvpipe-load", num_threads)
+        # Loads do not queue behind the pages of all of the cache.
+        self._page_thread = TaskThreads("kvpipe-pages", 1)
         self._active: dict[str, ActiveLoad] = {}
+        self._threads.submit(client.open)
+        for layer in range(cache.num_layers):
+            self._page_thread.submit(functools.partial(cache.make_pages, layer))
 
     def begin(self, load: Load, namespace: bytes, now_s: float) -> None:
         """Begins a load. `namespace` is that of this rank."""
@@ -160,9 +170,7 @@ class Loader:
             message = "more threads than slots"
             raise RuntimeError(message)
         try:
-            reason = self._fetch(active.load, index, key, slot)
-            if not reason:
-                active.copy(index, lambda: self._scatter(active.load, index, slot))
+            reason = self._load(active, index, key, slot)
         except CorruptDataError:
             reason = "corrupt"
         except Exception as error:  # noqa: BLE001 - a user's store may raise anything; the load ends with what it has
@@ -172,16 +180,17 @@ class Loader:
         if reason:
             active.fail(index, reason)
 
-    def _fetch(self, load: Load, index: int, key: bytes, slot: np.ndarray) -> str:
-        """Reads a value and verifies it. Returns why it cannot be used; empty if it can."""
-        if index == len(load.chunk_ids):
-            return self._client.run(lambda store: self._take_entry(store, load, key, slot))
-        reason = self._client.run(lambda store: self._read_value(store, key, slot))
+    def _load(self, active: ActiveLoad, index: int, key: bytes, slot: np.ndarray) -> str:
+        """Loads a chunk, or an entry. Returns why it cannot be loaded; empty if it is, or is of no use any more."""
+        if index == len(active.load.chunk_ids):
+            reason = self._client.run(lambda store: self._take_entry(store, active.load, key, slot))
+            return reason or self._scatter(active, index, slot)
+        reason = self._client.run(lambda store: self._load_chunk(store, active, index, key, slot))
         if reason in _WRONG:
             self._client.run(lambda store: store.delete([key]))
         return reason
 
-    def _read_value(self, store: KVStore, key: bytes, slot: np.ndarray) -> str:
+    def _load_chunk(self, store: KVStore, active: ActiveLoad, index: int, key: bytes, slot: np.ndarray) -> str:
         value = store.select(key)
         if value is None:
             return "missing"
@@ -189,8 +198,28 @@ class Loader:
             memory = self._values.buffer_for(value.num_bytes, slot, self._chunk_blocks)
             if memory is None:
                 return "short"
+            if self._is_read_into_blocks(active, index, key, value):
+                return ""
             value.read_into(memory.data)
-        return self._values.restore(memory, key, slot, self._chunk_blocks)
+        reason = self._values.restore(memory, key, slot, self._chunk_blocks)
+        return reason or self._scatter(active, index, slot)
+
+    def _is_read_into_blocks(self, active: ActiveLoad, index: int, key: bytes, value: Value) -> bool:
+        """Reads a chunk straight into its blocks, which saves a copy and a checksum. Returns whether that is done.
+
+        Not if the value has to be decoded, if a part of it is not wanted, or if the store cannot read so.
+        """
+        block_ids = self._block_ids(active.load, index)
+        if not self._values.is_plain or len(block_ids) < self._chunk_blocks:
+            return False
+        header: np.ndarray = np.empty(HEADER_BYTES, np.uint8)
+        parts = [part.data for part in (header, *self._cache.parts(block_ids))]
+
+        def read() -> bool:
+            checksum = value.read_parts(parts)
+            return checksum is not None and self._values.is_whole(header, checksum, key)
+
+        return active.copy(index, read)
 
     def _take_entry(self, store: KVStore, load: Load, key: bytes, slot: np.ndarray) -> str:
         """Reads an entry, which is deleted then, whatever is in it."""
@@ -209,14 +238,26 @@ class Loader:
             return "foreign"
         return self._values.restore(memory, key, slot, num_blocks)
 
-    def _scatter(self, load: Load, index: int, slot: np.ndarray) -> None:
+    def _block_ids(self, load: Load, index: int) -> list[int]:
+        """The blocks that a chunk goes to; the first chunk's may be fewer."""
         start = index * self._chunk_blocks - load.first
-        block_ids = load.block_ids[max(0, start) : start + self._chunk_blocks]
-        if block_ids:
-            self._cache.scatter(slot[HEADER_BYTES:], block_ids, max(0, -start))
+        return load.block_ids[max(0, start) : start + self._chunk_blocks]
+
+    def _scatter(self, active: ActiveLoad, index: int, slot: np.ndarray) -> str:
+        """Copies a verified chunk from staging memory into its blocks."""
+        block_ids = self._block_ids(active.load, index)
+        num_left_out = max(0, active.load.first - index * self._chunk_blocks)
+
+        def copy() -> bool:
+            if block_ids:
+                self._cache.scatter(slot[HEADER_BYTES:], block_ids, num_left_out)
+            return True
+
+        active.copy(index, copy)
+        return ""
 
     def close(self, timeout: float) -> bool:
         """Ends all loads, and returns whether their threads have ended in time."""
         for active in self._active.values():
             active.cancel("cancelled")
-        return self._threads.close(timeout)
+        return all([self._page_thread.close(timeout), self._threads.close(timeout)])

@@ -39,7 +39,7 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the store said.
+    """What the store has answered.
 
     Attributes:
         question: What it was asked.
@@ -57,13 +57,14 @@ class Answer(NamedTuple):
 
 
 class Lookups:
-    """Asks, and keeps the answers for the hooks. No method waits."""
+    """Opens the store, asks, and keeps the answers for the hooks. No method waits."""
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client
         self._threads = TaskThreads("kvpipe-lookup", _NUM_THREADS)
         self._waiting = TaskThreads("kvpipe-entry", _NUM_WAITING_THREADS)
         self._answers: deque[Answer] = deque()
+        self._threads.submit(client.open)
 
     def ask(self, question: Question) -> None:
         """Asks which keys the store has, in one round trip; before that for the entry, which is committed last."""
@@ -71,7 +72,7 @@ class Lookups:
         threads.submit(lambda: self._answers.append(self._answer(question)))
 
     def delete(self, keys: list[bytes]) -> None:
-        """Deletes entries that nobody will take. Those that this does not reach end by their time."""
+        """Deletes entries that nobody will consume. Those that this does not reach end by their time."""
         self._threads.submit(lambda: self._delete(keys))
 
     def answers(self) -> list[Answer]:

@@ -88,7 +88,8 @@ class StoreStepMetadata(KVConnectorMetadata):
         saves: Chunks to save after the forward pass.
         copies: What is copied for entries after the forward pass.
         entries: Entries to save.
-        first_tokens: Token id by handoff, for the requests in this step that have no output yet.
+        first_tokens: Token id by handoff, for the requests in this step that have outputs left to force. The workers
+            have the tokens after the first in the request's parameters.
         restores: Blocks that get back after the forward pass the bytes that they have before it: each is the last one
             of a loaded prompt, and the pass computes the prompt's last token in it.
     """

@@ -1,4 +1,4 @@
-"""State of the requests whose prompts have chunks or entries, as the scheduler role keeps it."""
+"""State of the requests that have chunks, entries or first tokens, as the scheduler role keeps it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prompt:
-    """A request with one full chunk at least, or with a handoff through the store.
+    """A request with one full chunk at least, with a handoff through the store, or with a first token.
 
     `phase`: `new` (the workers have not reported yet) → `asked` (a lookup is under way) → `answered` → `loading` →
     `done`; `done` also from any of the first three. In `done` this engine computes what it does not have.
@@ -27,7 +27,7 @@ class Prompt:
         is_loadable: Whether its KV may be loaded from the store.
         entry: Its entry; `None` without a handoff through the store.
         asked_s: When the store was asked, or was to be.
-        attempt: Number of the lookup under way; answers of earlier ones do not count.
+        attempt: Number of the latest question, posted or not; answers to earlier ones do not count.
         is_stored: For each chunk whether every rank's part is in the store; false where that is not known.
         decision: Whether stored chunks are loaded, once that was decided.
         num_local_tokens: Tokens found in this engine's prefix cache when the load was claimed.
@@ -44,7 +44,7 @@ class Prompt:
     num_chunks: int
     adapter: str
     is_loadable: bool
-    asked_s: float
+    asked_s: float = 0.0
     entry: Entry | None = None
     phase: str = "new"
     attempt: int = 0

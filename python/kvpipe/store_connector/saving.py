@@ -33,7 +33,7 @@ logger = init_logger("vllm.kvpipe.store")
 
 # The store is not to blame for these, or not broken: the breaker does not count them.
 _HARMLESS = ("saved", "present", "store_full", "not_finite")
-# Seconds until the store deletes an entry that nobody has taken.
+# Seconds until the store deletes an entry that nobody has consumed.
 ENTRY_TTL_S = 60.0
 # Seconds that an entry waits for the chunks before it. Without it a store that hangs would hold up all later saves.
 _CHUNKS_S = 1.0

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpipe.store_connector.config import StoreConnectorConfig
+    from kvpipe.store_connector.entries import Entry
     from kvpipe.store_connector.lookups import Answer
     from kvpipe.store_connector.metadata import StoreStepMetadata
     from kvpipe.store_connector.stats import KVStoreStats
@@ -94,33 +95,44 @@ class SchedulerRole:
         if request.abort_immediately:
             return
         entry = self._entries.add(request)
-        if not (num_chunks or entry) or not (is_loadable or self._is_saving):
-            self._entries.remove(request, entry)
+        if not (num_chunks or entry):
+            return
+        if not (is_loadable or self._is_saving):
+            self._add_without_kv(request, entry)
             return
         self._adapters.note(request)
         adapter = self._adapters.describe(request)
         if NOT_COMPARED in adapter:
             self._out.stats.add("decisions", "adapter")
-            self._entries.remove(request, entry)
+            self._add_without_kv(request, entry)
             return
         now_s = time.monotonic()
         prompt = Prompt(request, num_chunks, adapter, is_loadable, now_s, entry)
         self._prompts[request.request_id] = prompt
         self._ask(prompt, now_s)
 
+    def _add_without_kv(self, request: Request, entry: Entry | None) -> None:
+        """Adds a request whose KV is neither loaded nor saved. Only tokens that it brings are of use."""
+        if entry is None or not entry.given_tokens:
+            self._entries.remove(request, entry)
+        else:
+            self._prompts[request.request_id] = Prompt(request, 0, "", is_loadable=False, entry=entry, phase="done")
+
     @property
     def _is_saving(self) -> bool:
         return self._role != "kv_consumer"
 
     def _ask(self, prompt: Prompt, now_s: float) -> None:
-        """Posts one question for all of a prompt, if the workers are known and the store is not broken."""
-        prompt.asked_s = now_s
+        """Posts one question for all that a prompt needs, if the workers are known and the store is not broken."""
+        prompt.asked_s, prompt.attempt = now_s, prompt.attempt + 1
         if not self._names.namespace:
             prompt.phase = "new"
+        elif not (prompt.num_chunks or self._entries.is_to_ask(prompt)):
+            prompt.phase = "done"
         elif not self._breaker.allows(now_s):
             self._compute(prompt, "breaker")
         else:
-            prompt.phase, prompt.attempt = "asked", prompt.attempt + 1
+            prompt.phase = "asked"
             keys = self._names.keys(self._chunk_ids(prompt))
             entry_keys, until_s = self._entries.question(prompt, self._config.lookup_timeout_s, now_s)
             self._lookups.ask(Question(prompt.request.request_id, prompt.attempt, keys, entry_keys, until_s))
@@ -305,11 +317,12 @@ class SchedulerRole:
                 self._load_ended(prompt, now_s)
 
     def _introduced(self, report: WorkerReport, now_s: float) -> None:
-        """Asks for the prompts that have waited, once all workers have said what they add to the fingerprint."""
+        """Asks for the prompts that have waited, once all workers have reported what they add to the fingerprint."""
         self._are_forcing = self._are_forcing and not report.unforced
         if not self._names.introduce(report.properties):
             return
         self._entries.support.are_workers_ready = self._are_forcing
+        self._out.stats.set_forcing(is_forcing=self._entries.support.is_supported())
         for prompt in self._prompts.values():
             if prompt.phase == "new":
                 self._ask(prompt, now_s)

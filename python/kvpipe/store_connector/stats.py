@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 # Of `data`: counters, each with a number for each label value, which add up; and states, of which the latest counts.
+_STATES = ("breakers", "forcing")
 _COUNTERS = ("loaded", "missed", "saved", "skipped", "decisions", "first_tokens", "bytes", "seconds", "operations")
 
 
@@ -31,6 +32,10 @@ class KVStoreStats(KVConnectorStats):
         """Sets whether the store is used."""
         self.data.setdefault("breakers", {})[name] = state
 
+    def set_forcing(self, *, is_forcing: bool) -> None:
+        """Sets whether the engine forces first tokens."""
+        self.data["forcing"] = {"engine": int(is_forcing)}
+
     def reset(self) -> None:
         """Forgets everything."""
         self.data: dict[str, Any] = {}
@@ -46,8 +51,9 @@ class KVStoreStats(KVConnectorStats):
                 # A new dict: vLLM gives the same data to several loggers.
                 self.data[counter] = dict(self.data.get(counter, {}))
                 self.add(counter, label, amount)
-        if "breakers" in other.data:
-            self.data["breakers"] = {**self.data.get("breakers", {}), **other.data["breakers"]}
+        for state in _STATES:
+            if state in other.data:
+                self.data[state] = {**self.data.get(state, {}), **other.data[state]}
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -114,6 +120,15 @@ class KVStorePromMetrics(KVConnectorPromMetrics):
             labelnames=[*labelnames, "breaker"],
         )
 
+        # The proxy reads this one, see `kvpipe.proxy.descriptions.StoreDescriber`.
+        self._reasoning_parser = str(vllm_config.structured_outputs_config.reasoning_parser or "")
+        self._forcing = self._gauge_cls(
+            name="vllm:kvpipe_store_forces_first_tokens",
+            documentation="Whether the engine goes on from the first token that another one has sampled.",
+            multiprocess_mode="mostrecent",
+            labelnames=[*labelnames, "reasoning_parser"],
+        )
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds what has changed in a step of an engine."""
         labels = self.per_engine_labelvalues[engine_idx]
@@ -131,3 +146,5 @@ class KVStorePromMetrics(KVConnectorPromMetrics):
         for breaker, state in transfer_stats_data.get("breakers", {}).items():
             level = {"closed": 0, "half-open": 0.5}.get(state, 1)
             self._breakers.labels(*labels, breaker).set(level)
+        for is_forcing in transfer_stats_data.get("forcing", {}).values():
+            self._forcing.labels(*labels, self._reasoning_parser).set(is_forcing)

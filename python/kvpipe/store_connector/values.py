@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvpipe.exceptions import CorruptDataError
 from kvpipe.store.serde import Layout, Serde
-from kvpipe.store_connector.chunk import HEADER_BYTES, fault, seal
+from kvpipe.store_connector.chunk import HEADER_BYTES, fault, is_whole, seal
+from kvpipe.store_connector.staging import page_aligned
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    import numpy as np
     import torch
 
 # K and V of a head lie side by side: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`.
@@ -32,6 +32,7 @@ class ChunkValues:
 
     Attributes:
         slot_bytes: Staging memory of a chunk: the header, then the bytes of its blocks.
+        is_plain: Whether a value is just that.
 
     Raises:
         ConfigError: The serde cannot write such KV; the message has the remedy.
@@ -43,6 +44,7 @@ class ChunkValues:
         self._digest = digest
         self._block_bytes = block_bytes
         self.slot_bytes = HEADER_BYTES + chunk_blocks * block_bytes
+        self.is_plain = layout is None
         self._max_bytes = self.slot_bytes if layout is None else HEADER_BYTES + serde.max_bytes(layout)
 
     def content(self, slot: np.ndarray, num_blocks: int) -> np.ndarray:
@@ -58,7 +60,7 @@ class ChunkValues:
         content = self.content(slot, num_blocks)
         value, layout = slot[: HEADER_BYTES + content.nbytes], self._layout_of(num_blocks)
         if layout is not None:
-            value = np.empty(self._max_bytes, np.uint8)
+            value = page_aligned(self._max_bytes)
             encoded = self._serde.encode(content.data, layout, value[HEADER_BYTES:].data)
             value = value[: HEADER_BYTES + encoded.nbytes]
         seal(value, key, self._digest)
@@ -69,7 +71,11 @@ class ChunkValues:
         if self._layout_of(num_blocks) is None:
             own_bytes = HEADER_BYTES + num_blocks * self._block_bytes
             return slot[:own_bytes] if num_bytes == own_bytes else None
-        return np.empty(num_bytes, np.uint8) if HEADER_BYTES < num_bytes <= self._max_bytes else None
+        return page_aligned(num_bytes) if HEADER_BYTES < num_bytes <= self._max_bytes else None
+
+    def is_whole(self, header: np.ndarray, checksum: int, key: bytes) -> bool:
+        """Whether a plain value with this header and this checksum is the chunk that its name says."""
+        return is_whole(header, self.slot_bytes - HEADER_BYTES, checksum, key, self._digest)
 
     def restore(self, value: np.ndarray, key: bytes, slot: np.ndarray, num_blocks: int) -> str:
         """Verifies a value, and decodes it into staging memory.

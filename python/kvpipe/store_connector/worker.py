@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 
 from kvpipe.connector.amx import permit_tiles
 from kvpipe.connector.fingerprint import attention_properties, instruction_set
-from kvpipe.connector.first_token import PENDING_FIRST_TOKENS
+from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
 from kvpipe.connector.restore import KeptBlocks
 from kvpipe.store.serde import Serde
 from kvpipe.store_connector.client import StoreClient
@@ -44,6 +44,7 @@ class WorkerRole:
     def __init__(self, vllm_config: VllmConfig, config: StoreConnectorConfig) -> None:
         self._vllm_config = vllm_config
         self._config = config
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.world_size
         self._is_saving = vllm_config.kv_transfer_config.kv_role != "kv_consumer"
         self._client = StoreClient(config.store, config.load_timeout_s)
@@ -87,7 +88,7 @@ class WorkerRole:
         """Begins and cancels loads, and saves entries whose KV is here, before the forward pass."""
         self._step = step
         self._kept.keep(step.restores)
-        PENDING_FIRST_TOKENS.set("KVStoreConnector", step.first_tokens)
+        PENDING_FIRST_TOKENS.set(self._engine_id, "KVStoreConnector", step.first_tokens)
         if self._loader is None or not step.namespace:
             return
         self._namespace = rank_namespace(step.namespace, self._rank)

@@ -1,8 +1,9 @@
-"""The client for scripts and small commands: redis-py, with kvpipe's errors."""
+"""A connected server or cluster: scripts over connections of our own, other commands by redis-py."""
 
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
@@ -12,21 +13,24 @@ from redis.cluster import ClusterNode
 from redis.retry import Retry
 
 from kvpipe.exceptions import ClosedError, ConfigError, ConnectError, IncompatiblePeerError, PeerLostError
-from kvpipe.store.valkey.errors import translated
+from kvpipe.store.valkey.connections import Connections, UnreachedError
+from kvpipe.store.valkey.context import Counters
+from kvpipe.store.valkey.errors import REDIRECTIONS, error_of, translated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvpipe.store.valkey.keys import ValueKeys
     from kvpipe.store.valkey.scripts import Script
-    from kvpipe.store.valkey.settings import ValkeySettings
+    from kvpipe.store.valkey.settings import Address, ValkeySettings
 
 T = TypeVar("T")
-Address = tuple[str, int]
 
 _OLDEST = (6, 2)
 # A client waits for nobody: each thread that calls has a connection.
 _MAX_CONNECTIONS = 1 << 16
+# Of each script.
+_NUM_KEYS = 3
 
 
 class Client:
@@ -35,11 +39,15 @@ class Client:
     Attributes:
         is_cluster: Whether keys are spread over servers.
         capacity_bytes: The server's `maxmemory`, if it is one server and has a limit.
+        connections: Those without TLS, which redis-py does not know.
+        counters: Of the store.
     """
 
     def __init__(self, settings: ValkeySettings, timeout: float) -> None:
         self.settings = settings
         self.address = ",".join(f"{host}:{port}" for host, port in settings.hosts)
+        self.connections = Connections(settings)
+        self.counters = Counters()
         self.is_closed = False
         self._pid = os.getpid()
         info = self._first_info(timeout)
@@ -55,13 +63,26 @@ class Client:
 
     def run(self, script: Script, keys: ValueKeys, second: bytes, *arguments: bytes | int | str) -> Any:
         """Runs a script; `second` is its second key."""
-        of_value = (keys.manifest, second, keys.parts)
+        words = [keys.manifest, second, keys.parts, *map(_encoded, arguments)]
+        if self.settings.is_tls:
+            return self._run_by_library(script, words)
 
+        def run() -> Any:
+            with self.connections.for_commands([self.address_of(keys.manifest)]) as [connection]:
+                reply = connection.run_script(script.sha, script.text, _NUM_KEYS, words)
+            if isinstance(reply, str) and not reply.startswith(REDIRECTIONS):
+                raise error_of(reply, self.address)
+            return reply
+
+        reply = self.call_natively(run)
+        return self._run_by_library(script, words) if isinstance(reply, str) else reply
+
+    def _run_by_library(self, script: Script, words: list[bytes]) -> Any:
         def evaluate() -> Any:
             try:
-                return self.library.evalsha(script.sha, len(of_value), *of_value, *arguments)
+                return self.library.evalsha(script.sha.decode(), _NUM_KEYS, *words)
             except redis.exceptions.NoScriptError:
-                return self.library.eval(script.text, len(of_value), *of_value, *arguments)
+                return self.library.eval(script.text.decode(), _NUM_KEYS, *words)
 
         return self.call(evaluate)
 
@@ -72,11 +93,33 @@ class Client:
             ClosedError: The store was closed here, or this is a forked process.
         """
         self.check()
-        try:
-            with translated(self.address):
+        with self.counting_losses(), translated(self.address):
+            return operation()
+
+    def call_natively(self, operation: Callable[[], T]) -> T:
+        """Runs what uses `connections`; raises as `call`.
+
+        In a cluster it runs once more if a server was not reached, whose replica may have taken its place.
+        """
+        self.check()
+        with self.counting_losses():
+            try:
                 return operation()
+            except UnreachedError:
+                if not self.is_cluster:
+                    raise
+                with translated(self.address):
+                    self.library.nodes_manager.initialize()
+                return operation()
+
+    @contextmanager
+    def counting_losses(self) -> Iterator[None]:
+        """Counts calls that lose the server. Those that have ended because the store was closed raise `ClosedError`."""
+        try:
+            yield
         except PeerLostError:
             self.check()
+            self.counters.add("num_lost")
             raise
 
     def check(self) -> None:
@@ -92,18 +135,23 @@ class Client:
         return self._pid == os.getpid()
 
     def address_of(self, key: bytes) -> Address:
-        """Returns the server that has a key."""
+        """Returns the server that has a key. It is called within `call_natively`."""
         if not self.is_cluster:
             return self._server
-        node = self.call(lambda: self.library.get_node_from_key(key))
+        with translated(self.address):
+            node = self.library.get_node_from_key(key)
         if node is None:
             raise PeerLostError(f"{self.address}: no server of the cluster has the slot of this key")
         return node.host, node.port
 
-    def connection(self) -> Any:
-        """Returns a connection of its own, for subscriptions. A message reaches every server of a cluster."""
+    def any_servers(self) -> list[Address]:
+        """Returns the servers, to subscribe at one of them: a message reaches every server of a cluster."""
         nodes = self.library.get_primaries() if self.is_cluster else []
-        servers = [(node.host, node.port) for node in nodes] or [self._server]
+        return [(node.host, node.port) for node in nodes] or [self._server]
+
+    def library_connection(self) -> Any:
+        """Returns a connection of redis-py, for subscriptions."""
+        servers = self.any_servers()
         for server in servers:
             options = self._options(server)
             tls = options.pop("ssl", False)
@@ -125,6 +173,7 @@ class Client:
         """Ends all connections. A second call does nothing."""
         if not self.is_closed:
             self.is_closed = True
+            self.connections.close()
             self.library.close()
 
     def _first_info(self, timeout: float) -> dict[str, Any]:
@@ -173,6 +222,10 @@ class Client:
         options["retry"] = Retry(NoBackoff(), 1)
         hosts = (self._server, *self.settings.hosts)
         return redis.RedisCluster(startup_nodes=[ClusterNode(host, port) for host, port in hosts], **options)
+
+
+def _encoded(argument: bytes | int | str) -> bytes:
+    return argument if isinstance(argument, bytes) else str(argument).encode()
 
 
 def _check_info(server: Address, info: dict[str, Any]) -> None:

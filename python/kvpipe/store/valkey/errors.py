@@ -35,6 +35,10 @@ _KINDS: dict[str, type[KVPipeError]] = {
 REDIRECTIONS = ("MOVED ", "ASK ", "TRYAGAIN ")
 
 
+class RefusedError(Exception):
+    """An error reply to a command of a subscription: `error_of` its text says what it means."""
+
+
 def error_of(text: str, address: str = "") -> KVPipeError:
     """Returns the error for an error reply. The kind may stand within it, when a script has failed."""
     words = text.replace("-", " ").split()

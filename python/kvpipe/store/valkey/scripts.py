@@ -7,18 +7,21 @@ script that can fail for lack of memory does so at its first write, and has then
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Script:
     """A script and the hash by which the server knows it."""
 
-    text: str
-    sha: str = field(init=False)
+    text: bytes
+    sha: bytes
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sha", hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest())
+    @classmethod
+    def of(cls, text: str) -> Script:
+        """Hashes a script."""
+        encoded = text.encode()
+        return cls(encoded, hashlib.sha1(encoded, usedforsecurity=False).hexdigest().encode())
 
 
 _FUNCTIONS = """
@@ -44,14 +47,14 @@ end
 """
 
 # ARGV: epoch, milliseconds.
-RESERVE = Script("""
+RESERVE = Script.of("""
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 if redis.call('SET', KEYS[2], ARGV[1], 'NX', 'PX', ARGV[2]) then return 1 end
 return 0
 """)
 
 # ARGV: epoch, number of parts, milliseconds.
-EXTEND = Script(
+EXTEND = Script.of(
     _FUNCTIONS
     + """
 if redis.call('GET', KEYS[2]) ~= ARGV[1] then return 0 end
@@ -63,7 +66,7 @@ return 1
 
 # ARGV: epoch, bytes, parts, number of parts, record, milliseconds to live or 0, milliseconds for readers, channel.
 # Answers 1 when the value is visible, 0 when the reservation has ended, -1 when a part is not there.
-COMMIT = Script(
+COMMIT = Script.of(
     _FUNCTIONS
     + """
 if redis.call('HGET', KEYS[1], 'e') == ARGV[1] then return 1 end
@@ -85,7 +88,7 @@ return 1
 )
 
 # ARGV: epoch, number of parts. A value whose commit was not answered stays.
-ABORT = Script(
+ABORT = Script.of(
     _FUNCTIONS
     + """
 if redis.call('HGET', KEYS[1], 'e') == ARGV[1] then return 0 end
@@ -96,7 +99,7 @@ return 1
 )
 
 # ARGV: 'select' or 'take', token, milliseconds. A value that lost a part is deleted.
-FIND = Script(
+FIND = Script.of(
     _FUNCTIONS
     + """
 local found = redis.call('HMGET', KEYS[1], 'e', 'n', 'p', 'r', 'c', 'l')
@@ -125,7 +128,7 @@ return {'found', found[1], found[2], found[3], found[4]}
 )
 
 # ARGV: token, milliseconds.
-PIN = Script(
+PIN = Script.of(
     _FUNCTIONS
     + """
 if not redis.call('ZSCORE', KEYS[2], ARGV[1]) then return 0 end
@@ -138,7 +141,7 @@ return 1
 )
 
 # ARGV: token, channel.
-UNPIN = Script("""
+UNPIN = Script.of("""
 if redis.call('ZREM', KEYS[2], ARGV[1]) == 1 and redis.call('EXISTS', KEYS[2]) == 0 then
   redis.call('PUBLISH', ARGV[2], 'closed')
 end
@@ -146,7 +149,7 @@ return 1
 """)
 
 # ARGV: 'renew', 'acknowledge' or 'release', token, milliseconds, channel.
-LEASE = Script(
+LEASE = Script.of(
     _FUNCTIONS
     + """
 local found = redis.call('HMGET', KEYS[1], 'e', 'c', 'l', 't')
@@ -165,7 +168,7 @@ return 1
 """
 )
 
-DELETE = Script(
+DELETE = Script.of(
     _FUNCTIONS
     + """
 local found = redis.call('HMGET', KEYS[1], 'e', 'c', 'l')
@@ -178,7 +181,7 @@ return 1
 )
 
 # ARGV: epoch. Deletes a value that is not what was committed.
-DISCARD = Script(
+DISCARD = Script.of(
     _FUNCTIONS
     + """
 local found = redis.call('HMGET', KEYS[1], 'e', 'c')

@@ -9,6 +9,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvpipe.exceptions import ConfigError
 from kvpipe.store.base import RESERVATION_S
 
+Address = tuple[str, int]
+
 _TLS_OF_SCHEME = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
 _DEFAULT_PORT = 6379
 
@@ -34,7 +36,7 @@ class ValkeySettings:
         key_file: Its private key.
     """
 
-    hosts: tuple[tuple[str, int], ...]
+    hosts: tuple[Address, ...]
     is_tls: bool
     username: str | None
     password: str | None
@@ -112,7 +114,7 @@ def _number(name: str, text: str, kind: type[Any], least: float) -> Any:
     return number
 
 
-def _host(text: str) -> tuple[str, int]:
+def _host(text: str) -> Address:
     try:
         parsed = urlsplit(f"//{text}")
         host, port = parsed.hostname, parsed.port

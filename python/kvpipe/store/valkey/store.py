@@ -17,10 +17,11 @@ from kvpipe.store.valkey.bulk import LibraryBulk, NativeBulk
 from kvpipe.store.valkey.client import Client
 from kvpipe.store.valkey.context import Context
 from kvpipe.store.valkey.keys import KeySpace
+from kvpipe.store.valkey.library_wakeups import LibraryWakeups
 from kvpipe.store.valkey.pins import PinRenewer
 from kvpipe.store.valkey.settings import ValkeySettings
 from kvpipe.store.valkey.values import Manifest, ValkeyLease, ValkeyReservation, ValkeyValue
-from kvpipe.store.valkey.wakeups import Wakeups
+from kvpipe.store.valkey.wakeups import NativeWakeups, Wakeups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,8 +35,9 @@ _LIST_PAGE = 500
 class ValkeyStore(KVStore):
     """A store in Valkey or Redis 6.2 and newer, one server or a cluster, which keeps and evicts the values.
 
-    The bytes of values travel in parts of at most `part_bytes` over several connections, without a copy in Python. With
-    TLS (`valkeys://`, `rediss://`) redis-py moves them, with a copy. Each part has a checksum, which is verified when
+    The bytes of values travel in parts of at most `part_bytes` over several connections, without a copy in Python.
+    Scripts have connections of their own, and all calls that wait share one. With TLS (`valkeys://`, `rediss://`)
+    redis-py does all of this, with a copy of the bytes. Each part has a checksum, which is verified when
     it is read: a value that was changed or lost a part is deleted, and a miss afterwards.
 
     The server's `maxmemory-policy` says what happens when its memory is used up. Recommended is `allkeys-lru`: values
@@ -53,9 +55,11 @@ class ValkeyStore(KVStore):
     def __init__(self, settings: ValkeySettings, timeout: float = 10) -> None:
         client = Client(settings, timeout)
         bulk = LibraryBulk(client) if settings.is_tls else NativeBulk(client)
-        self._context = Context(settings, client, bulk, PinRenewer(settings.pin_s))
+        self._context = Context(settings, client, bulk, PinRenewer(settings.pin_s), client.counters)
         self._keys = KeySpace(settings.prefix)
-        self._wakeups = Wakeups(client.connection, settings.answer_s)
+        self._wakeups: Wakeups = NativeWakeups(client)
+        if settings.is_tls:
+            self._wakeups = LibraryWakeups(client)
         self._open: WeakSet[Reservation | Value] = WeakSet()
 
     @classmethod
@@ -133,6 +137,7 @@ class ValkeyStore(KVStore):
         deadline_s = None if timeout is None else time.monotonic() + timeout
         found, _ = self._attempt(keys, mode, token, held_s)
         if found is None and (timeout is None or timeout > 0):
+            self._context.counters.add("num_waits")
             with self._wakeups.listening(keys.channel) as waiter:
                 while found is None and (deadline_s is None or time.monotonic() < deadline_s):
                     free_at_s = None
@@ -142,7 +147,12 @@ class ValkeyStore(KVStore):
                         waiter.wait(_until(deadline_s, free_at_s))
                 if found is None:
                     waiter.begin()
-        self._context.count("num_misses" if found is None else "num_hits")
+        counters = self._context.counters
+        if found is None:
+            counters.add("num_misses")
+        else:
+            counters.add("num_hits")
+            counters.add("hit_bytes", found[0].num_bytes)
         return found
 
     def _attempt(
@@ -160,7 +170,7 @@ class ValkeyStore(KVStore):
             self._context.client.call(lambda: self._context.client.library.unlink(keys.manifest))
             outcome = b"corrupt"
         if outcome == b"corrupt":
-            self._context.count("num_corrupt")
+            self._context.counters.add("num_corrupt")
         # A millisecond later than the server's clock, which the script rounds down.
         return None, (time.monotonic() + fields[0] / 1000 + 0.001) if outcome == b"busy" else None
 
@@ -200,11 +210,10 @@ class ValkeyStore(KVStore):
         """Returns counters of this client. The content is not counted: other clients and the server change it."""
         context = self._context
         context.client.check()
-        names = ("num_committed", "num_hits", "num_misses", "num_corrupt")
         return StoreStats(
             capacity_bytes=context.client.capacity_bytes,
             num_waiting=self._wakeups.num_waiting,
-            **{name: context.counters[name] for name in names},
+            **context.counters.snapshot(),
             details={"servers": context.client.address, "is_cluster": context.client.is_cluster},
         )
 
@@ -219,7 +228,6 @@ class ValkeyStore(KVStore):
             # A server that is lost ends them by time; the first one that it does not answer ends this.
             self._end_all()
         client.close()
-        self._context.bulk.close()
 
     def _end_all(self) -> None:
         client = self._context.client

@@ -98,7 +98,10 @@ class ValkeyReservation(Reservation):
 
     def write(self, data: Buffer) -> None:
         """Appends bytes; see `Reservation.write`. Also raises `CapacityError` when the server is out of memory."""
-        view = memoryview(data).cast("B")
+        with self._context.counters.counting_refusals():
+            self._write(memoryview(data).cast("B"))
+
+    def _write(self, view: memoryview) -> None:
         self._check()
         if self._num_written + view.nbytes > self.num_bytes:
             message = f"{self._num_written + view.nbytes} bytes were written, {self.num_bytes} are reserved"
@@ -117,13 +120,14 @@ class ValkeyReservation(Reservation):
 
     def commit(self, record: bytes = b"") -> None:
         """Makes the value visible; see `Reservation.commit`."""
-        self._check()
-        try:
-            self._finish(self._commit(check_record(record)))
-        except BaseException:
-            with suppress(KVPipeError):
-                self.abort()
-            raise
+        with self._context.counters.counting_refusals():
+            self._check()
+            try:
+                self._finish(self._commit(check_record(record)))
+            except BaseException:
+                with suppress(KVPipeError):
+                    self.abort()
+                raise
 
     def _commit(self, record: bytes) -> int:
         if self._num_written != self.num_bytes:
@@ -143,9 +147,11 @@ class ValkeyReservation(Reservation):
         if outcome == 0:
             raise self._ended()
         if outcome < 0:
+            self._context.counters.add("num_lost")
             raise PeerLostError(f"the server has evicted a part of {self.key!r} before its commit")
         self._is_ended = True
-        self._context.count("num_committed")
+        self._context.counters.add("num_committed")
+        self._context.counters.add("committed_bytes", self.num_bytes)
 
     def abort(self) -> None:
         """Ends the reservation; see `Reservation.abort`."""
@@ -197,7 +203,8 @@ class ValkeyReservation(Reservation):
             error = error_of(str(refused))
             if isinstance(error, CapacityError):
                 self.abort()
-            raise error
+            with self._context.client.counting_losses():
+                raise error
 
 
 class ValkeyValue(Value):
@@ -246,25 +253,26 @@ class ValkeyLease(Lease):
     def read_into(self, out: Buffer) -> None:
         """Reads the bytes; see `Value.read_into`."""
         view = check_out(out, self.num_bytes)
-        self._check()
-        try:
-            read_parts(self._context, self._keys, self._manifest, view)
-        except CorruptDataError:
-            raise
-        except PeerLostError:
+        with self._context.counters.counting_refusals():
             self._check()
-            raise
-        self._check()
+            try:
+                read_parts(self._context, self._keys, self._manifest, view)
+            except PeerLostError:
+                self._check()
+                raise
+            self._check()
 
     def renew(self, lease_s: float = LEASE_S) -> None:
         """Extends the lease; see `Lease.renew`."""
         began_s = time.monotonic()
-        self._run("renew", lease_s)
+        with self._context.counters.counting_refusals():
+            self._run("renew", lease_s)
         self._ends_at_s = began_s + lease_s
 
     def acknowledge(self) -> None:
         """Deletes the value; see `Lease.acknowledge`."""
-        self._run("acknowledge")
+        with self._context.counters.counting_refusals():
+            self._run("acknowledge")
         self._is_open = False
 
     def release(self) -> None:
@@ -301,13 +309,16 @@ def read_parts(context: Context, keys: ValueKeys, manifest: Manifest, view: memo
     if not manifest.parts:
         return
     parts = [(keys.part(manifest.epoch, number), size) for number, (size, _) in enumerate(manifest.parts)]
-    problem = _problem(manifest, view, context.bulk.read(view, parts))
+    outcomes = context.bulk.read(view, parts)
+    with context.client.counting_losses():
+        problem = _problem(manifest, view, outcomes)
     if problem is None:
         return
     was_there = context.client.run(scripts.DISCARD, keys, keys.pins, manifest.epoch) == 1
     if not was_there and "-1" in problem:
+        context.counters.add("num_lost")
         raise PeerLostError("the value was deleted while it was open")
-    context.count("num_corrupt")
+    context.counters.add("num_corrupt")
     raise CorruptDataError(f"{problem}; the value was deleted")
 
 
