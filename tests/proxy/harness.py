@@ -23,6 +23,8 @@ from kvpipe.proxy.server import create_runner
 from kvpipe.transfer_params import parse
 
 LIMIT_S = 20.0
+# A limit for an instance that is silent. On a busy machine the others of its scene answer within it.
+SILENCE_S = 1.0
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 REQUEST = {"model": "m", "prompt": "hello", "max_tokens": 8}
@@ -168,6 +170,17 @@ def streams(*pieces, then=None):
         return response
 
     return behaviour
+
+
+def describes(behaviour, value=1.0, parser=""):
+    """A D whose metrics report whether it forces first tokens, as `KVStoreConnector` has them."""
+    labels = f'engine="0",model_name="m",reasoning_parser="{parser}"'
+    text = f"# HELP more\nvllm:kvpipe_store_forces_first_tokens{{{labels}}} {value}\n"
+
+    async def behave(request):
+        return web.Response(text=text) if request.path == "/metrics" else await behaviour(request)
+
+    return behave
 
 
 async def never_ends(request):

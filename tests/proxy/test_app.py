@@ -6,7 +6,7 @@ from aiohttp import web
 
 from kvpipe.exceptions import ConnectError
 
-from .harness import COMPLETIONS, DEAD, REQUEST, answers, never_ends, run, stage
+from .harness import COMPLETIONS, DEAD, REQUEST, SILENCE_S, answers, never_ends, run, stage
 
 HANDOFF = "0123456789abcdef" * 2
 
@@ -30,7 +30,7 @@ def test_health_is_200_when_one_prefill_and_one_decode_answer_theirs():
 @pytest.mark.parametrize(("behaviour", "reason"), [(DEAD, "cannot connect"), (never_ends, "no answer in time")])
 def test_health_is_503_and_names_who_does_not_answer(behaviour, reason):
     async def scene():
-        async with stage(decode=[behaviour], connect_timeout_s=0.3) as s:
+        async with stage(decode=[behaviour], connect_timeout_s=SILENCE_S) as s:
             status, report = await get(s, "/health")
             assert (status, report["status"]) == (503, "unavailable")
             assert report["prefill"] == {s.prefill[0].url: "ok"}
@@ -65,7 +65,7 @@ def test_models_come_from_a_decode_instance_that_answers():
 
 def test_models_are_not_asked_of_another_decode_after_a_time_out():
     async def scene():
-        async with stage(decode=[never_ends, never_ends], silence_timeout_s=0.2) as s:
+        async with stage(decode=[never_ends, never_ends], silence_timeout_s=SILENCE_S) as s:
             async with s.client.get(s.url + "/v1/models") as response:
                 assert response.status == 504
             assert [decode.asked.is_set() for decode in s.decode].count(True) == 1

@@ -9,6 +9,7 @@ from .harness import (
     COMPLETIONS,
     DEAD,
     REQUEST,
+    SILENCE_S,
     RecordingControl,
     answers,
     breaks_off,
@@ -143,7 +144,7 @@ def test_a_fleet_that_is_half_down_answers_every_request():
 def test_a_silent_prefill_ends_the_request_with_504_and_is_released(dispatch):
     async def scene():
         decode = None if dispatch == "sequential" else [never_ends]
-        async with stage([never_ends, answers()], decode, dispatch=dispatch, silence_timeout_s=0.2) as s:
+        async with stage([never_ends, answers()], decode, dispatch=dispatch, silence_timeout_s=SILENCE_S) as s:
             status, body, _ = await s.post()
             assert (status, orjson.loads(body)["error"]["type"]) == (504, "GatewayTimeoutError")
             await s.prefill[0].aborted.wait()
@@ -160,7 +161,7 @@ def test_a_silent_prefill_ends_the_request_with_504_and_is_released(dispatch):
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_a_silent_decode_is_not_followed_by_another(dispatch):
     async def scene():
-        async with stage(decode=[never_ends, answers()], dispatch=dispatch, silence_timeout_s=0.2) as s:
+        async with stage(decode=[never_ends, answers()], dispatch=dispatch, silence_timeout_s=SILENCE_S) as s:
             assert (await s.post())[0] == 504
             await s.decode[0].aborted.wait()
             await s.control.until_released()
@@ -172,7 +173,7 @@ def test_a_silent_decode_is_not_followed_by_another(dispatch):
 def test_a_decode_that_is_silent_after_a_shown_token_ends_the_stream_with_504():
     async def scene():
         decode = [streams(then=never_ends), answers()]
-        async with stage(prefill=[prefilled()], decode=decode, silence_timeout_s=0.2) as s:
+        async with stage(prefill=[prefilled()], decode=decode, silence_timeout_s=SILENCE_S) as s:
             _, body, _ = await s.post(body=STREAMED)
             assert parsed(body)[-1]["error"]["code"] == 504
             assert s.decode[1].bodies == []
@@ -180,7 +181,9 @@ def test_a_decode_that_is_silent_after_a_shown_token_ends_the_stream_with_504():
     run(scene)
 
 
-def test_one_failing_instance_does_not_use_up_the_retries_of_the_others():
+def test_one_failing_instance_does_not_use_up_the_retries_of_the_others(monkeypatch):
+    monkeypatch.setattr("kvpipe.proxy.routing._AVOIDED_S", 1000.0)
+
     async def scene():
         async with stage(prefill=[BUSY, answers()], decode=[answers(), BUSY]) as s:
             statuses = [(await s.post())[0] for _ in range(60)]

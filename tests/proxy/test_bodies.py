@@ -71,7 +71,7 @@ def test_decode_body_is_the_clients_with_the_handoff():
 def test_making_bodies_leaves_the_clients_unchanged():
     before = orjson.dumps(CLIENT)
     prefill_body(CLIENT, CHAT, transfer_params.produce("ab"))
-    loading_body(CLIENT, "ab")
+    loading_body(CLIENT, "ab", 7)
     decode_body(CLIENT, "ab", "host:7100")
     assert orjson.dumps(CLIENT) == before
 

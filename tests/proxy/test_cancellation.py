@@ -4,16 +4,7 @@ import asyncio
 
 import pytest
 
-from .harness import (
-    COMPLETIONS,
-    EVENTS,
-    REQUEST,
-    answers,
-    never_ends,
-    run,
-    stage,
-    streams,
-)
+from .harness import COMPLETIONS, EVENTS, REQUEST, answers, never_ends, run, stage, streams
 
 STREAMED = REQUEST | {"stream": True}
 
@@ -127,7 +118,11 @@ def test_a_concurrent_prefill_that_decode_did_not_need_is_aborted_after_a_grace_
     monkeypatch.setattr("kvpipe.proxy.attempt.PREFILL_GRACE_S", 0.05)
 
     async def scene():
-        async with stage([never_ends], dispatch="concurrent") as s:
+        async def decode(request):
+            await s.prefill[0].asked.wait()
+            return await answers()(request)
+
+        async with stage([never_ends], [decode], dispatch="concurrent") as s:
             s.control.results = {s.decode[0].control: {"result": "full"}}
             assert (await s.post())[0] == 200
             await s.prefill[0].aborted.wait()

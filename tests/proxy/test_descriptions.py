@@ -1,12 +1,17 @@
 """What the proxy knows of the engines without a request that waits for it."""
 
 import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from aiohttp import web
 
 from kvpipe.exceptions import ConnectError
 from kvpipe.proxy.control import FailureLog
-from kvpipe.proxy.descriptions import Descriptions
+from kvpipe.proxy.descriptions import Descriptions, StoreDescriber
+from kvpipe.proxy.upstream import Upstream, open_session
 
-from .harness import RecordingControl, answers, never_ends, run, stage, streams
+from .harness import RecordingControl, StandIn, answers, describes, never_ends, run, stage, streams
 from .test_early_streams import STREAMED, prefilled
 from .test_early_token import DONE, chunk, text_of
 
@@ -147,5 +152,86 @@ def test_an_instance_that_does_not_answer_has_an_error_and_no_description():
         assert (descriptions.of(""), descriptions.error("")) == (None, "")
         assert control.described == ["d:1"]
         await descriptions.close()
+
+    run(scene)
+
+
+# --- from vLLM's metrics
+
+FORCES = {"forces_first_tokens": True, "reasoning_parser": ""}
+WORKING = describes(answers())
+
+
+def metrics(*lines):
+    """A D with these lines in its metrics."""
+
+    async def behaviour(_):
+        return web.Response(text="\n".join(lines))
+
+    return behaviour
+
+
+def sample(labels, value):
+    return f"vllm:kvpipe_store_forces_first_tokens{{{labels}}} {value}"
+
+
+ONE, OTHER = (sample(f'engine="{engine}",reasoning_parser=""', "1.0") for engine in "01")
+
+
+@asynccontextmanager
+async def described_from_metrics(behaviour):
+    """A D, and its descriptions."""
+    decode = StandIn("d", behaviour)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback((await decode.serve()).cleanup)
+        session = await stack.enter_async_context(open_session(5.0, 5.0))
+        descriptions = await described(StoreDescriber(Upstream(session, 5.0)), decode.url)
+        stack.push_async_callback(descriptions.close)
+        yield decode, descriptions
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "expected"),
+    [
+        (WORKING, FORCES),
+        (metrics(ONE, OTHER), FORCES),
+        (metrics(ONE, OTHER.replace("1.0", "0.0")), FORCES | {"forces_first_tokens": False}),
+        (metrics(sample('reasoning_parser="olmo3",tail="x"', "1")), FORCES | {"reasoning_parser": "olmo3"}),
+        (metrics("vllm:something_else 1.0"), FORCES | {"forces_first_tokens": False}),
+    ],
+)
+def test_an_engine_is_described_by_its_metrics(behaviour, expected):
+    async def scene():
+        async with described_from_metrics(behaviour) as (decode, descriptions):
+            assert descriptions.of(decode.url) == expected
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("failing", "reason"),
+    [
+        (answers(503, ONE.encode()), "answered 503"),
+        (answers(404, ONE.encode()), "answered 404"),
+        (metrics(ONE, sample('reasoning_parser=""', "one")), "expected a reasoning_parser, and 0 or 1"),
+        (metrics(sample('reasoning_parser=""', "1.0 x")), "expected a reasoning_parser, and 0 or 1"),
+        (metrics(sample('reasoning_parser=""', "0.5")), "expected a reasoning_parser, and 0 or 1"),
+        (metrics(sample('engine="0"', "1.0")), "expected a reasoning_parser, and 0 or 1"),
+    ],
+)
+def test_an_engine_whose_metrics_fail_has_no_description_until_they_work(monkeypatch, failing, reason):
+    monkeypatch.setattr("kvpipe.proxy.descriptions._REFRESH_S", 1000.0)
+    monkeypatch.setattr("kvpipe.proxy.descriptions._MIN_INTERVAL_S", 0.01)
+
+    async def scene():
+        async with described_from_metrics(failing) as (decode, descriptions):
+            assert descriptions.of(decode.url) is None
+            assert reason in descriptions.error(decode.url)
+            decode.behaviour = WORKING
+            for _ in range(2):  # the second question follows the answer to the first
+                decode.asked.clear()
+                descriptions.refresh(decode.url)
+                await decode.asked.wait()
+            assert (descriptions.of(decode.url), descriptions.error(decode.url)) == (FORCES, "")
 
     run(scene)

@@ -5,19 +5,7 @@ import pytest
 
 from kvpipe.transfer_params import consume, produce
 
-from .harness import (
-    CHAT,
-    COMPLETIONS,
-    DEAD,
-    EVENTS,
-    REQUEST,
-    answers,
-    breaks_off,
-    never_ends,
-    run,
-    stage,
-    streams,
-)
+from .harness import CHAT, COMPLETIONS, DEAD, EVENTS, REQUEST, answers, breaks_off, never_ends, run, stage, streams
 
 DISPATCHES = ["just-in-time", "sequential", "concurrent"]
 BAD_REQUEST = (422, b'{"error":"no"}', "application/problem+json")
@@ -203,6 +191,8 @@ def test_a_failing_prefill_aborts_concurrent_decode_which_is_asked_anew():
 
         async def decode(request):
             d_asked.set()
+            if len(s.decode[0].bodies) == 1:
+                return await never_ends(request)
             await p_done.wait()  # as the connector waits for P's KV
             return await answers()(request)
 

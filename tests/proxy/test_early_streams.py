@@ -5,9 +5,21 @@ import asyncio
 import orjson
 import pytest
 
-from kvpipe.transfer_params import parse
+from kvpipe.transfer_params import SaveParams, load, parse
 
-from .harness import CHAT, COMPLETIONS, REQUEST, RecordingControl, answers, breaks_off, never_ends, run, stage, streams
+from .harness import (
+    CHAT,
+    COMPLETIONS,
+    REQUEST,
+    RecordingControl,
+    answers,
+    breaks_off,
+    describes,
+    never_ends,
+    run,
+    stage,
+    streams,
+)
 from .test_early_token import DONE, chunk, parsed, text_of
 
 STREAMED = REQUEST | {"stream": True}
@@ -15,11 +27,17 @@ MODES = ["sequential", "concurrent", "just-in-time"]
 
 
 def prefilled(path=COMPLETIONS, text="ab", token=7):
-    said = {"message": {"role": "assistant", "content": text}} if path == CHAT else {"text": text}
-    choice = {"index": 0, "finish_reason": "length", **said}
-    params = {"kvpipe": {"first_token": token}}
-    head = {"id": "cmpl-1", "created": 5, "model": "m"}
-    return answers(body=orjson.dumps(head | {"choices": [choice], "kv_transfer_params": params}))
+    """A P that reports its token, and what D needs to load where it saves its handoff in a store."""
+    content = {"message": {"role": "assistant", "content": text}} if path == CHAT else {"text": text}
+    body = {"id": "cmpl-1", "created": 5, "model": "m", "choices": [{"index": 0, "finish_reason": "length", **content}]}
+
+    async def behaviour(request):
+        asked = parse((await request.json())["kv_transfer_params"])
+        is_saved = isinstance(asked, SaveParams)
+        params = load(asked.handoff.hex(), token) if is_saved else {"kvpipe": {"first_token": token}}
+        return await answers(body=orjson.dumps(body | {"kv_transfer_params": params}))(request)
+
+    return behaviour
 
 
 def held(*pieces, then=None):
@@ -39,12 +57,12 @@ def held(*pieces, then=None):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize("dispatch", MODES)
+@pytest.mark.parametrize("dispatch", [*MODES, "store"])
 def test_the_client_has_the_first_token_before_decodes_stream(dispatch, path):
     async def scene():
         decode, go = held(chunk("ab", path), chunk("cd", path), chunk("", path, "length"), DONE)
         async with (
-            stage(prefill=[prefilled(path)], decode=[decode], dispatch=dispatch) as s,
+            stage(prefill=[prefilled(path)], decode=[describes(decode)], dispatch=dispatch) as s,
             s.client.post(s.url + path, json=STREAMED) as response,
         ):
             shown = b""
@@ -64,14 +82,14 @@ NO_CHUNKS = [
 ]
 
 
-@pytest.mark.parametrize("dispatch", MODES)
+@pytest.mark.parametrize("dispatch", [*MODES, "store"])
 @pytest.mark.parametrize("spoiled", [[chunk("xb"), DONE], [chunk("a"), chunk("x")], [chunk("a")], [], *NO_CHUNKS])
 def test_a_decode_that_contradicts_is_replaced_by_one_that_gets_the_token(dispatch, spoiled):
     async def scene():
         first, go = held(*spoiled)
         second = streams(chunk("a"), chunk("bcd", finish_reason="length"), DONE)
         async with (
-            stage(prefill=[prefilled()], decode=[first, second], dispatch=dispatch) as s,
+            stage(prefill=[prefilled()], decode=[describes(first), describes(second)], dispatch=dispatch) as s,
             s.client.post(s.url + COMPLETIONS, json=STREAMED) as response,
         ):
             shown = await response.content.readany()
@@ -79,7 +97,7 @@ def test_a_decode_that_contradicts_is_replaced_by_one_that_gets_the_token(dispat
             go.set()
             assert text_of(shown + await response.content.read()) == "abcd"
             params = parse(s.decode[1].bodies[0]["kv_transfer_params"])
-            assert (params.first_token, params.producer) == (7, "")
+            assert (params.tokens, params.producer) == ((7,), "")
             assert params.handoff.hex() != s.decode[0].handoffs[0]
 
     run(scene)
@@ -126,7 +144,7 @@ def test_a_decode_that_dies_before_its_stream_is_replaced_by_one_that_gets_the_t
         async with stage(prefill=[prefilled()], decode=[streams(then=breaks_off), streams(chunk("abcd"), DONE)]) as s:
             _, body, _ = await s.post(body=STREAMED)
             assert text_of(body) == "abcd"
-            assert s.decode[1].bodies[0]["kv_transfer_params"]["kvpipe"]["first_token"] == 7
+            assert s.decode[1].bodies[0]["kv_transfer_params"]["kvpipe"]["tokens"] == [7]
 
     run(scene)
 
@@ -144,10 +162,22 @@ def test_a_second_contradiction_ends_the_stream_with_an_error():
 
 def test_a_decode_that_dies_after_it_has_spoken_is_not_asked_again():
     async def scene():
-        async with stage(
-            prefill=[prefilled()], decode=[streams(chunk("abc"), then=breaks_off), streams(chunk("abcd"), DONE)]
-        ) as s:
-            _, body, _ = await s.post(body=STREAMED)
+        is_shown = asyncio.Event()
+
+        async def dies(request):
+            await is_shown.wait()
+            await breaks_off(request)
+
+        decode = [streams(chunk("abc"), then=dies), streams(chunk("abcd"), DONE)]
+        async with (
+            stage(prefill=[prefilled()], decode=decode) as s,
+            s.client.post(s.url + COMPLETIONS, json=STREAMED) as response,
+        ):
+            body = b""
+            while text_of(body) != "abc":
+                body += await response.content.readany()
+            is_shown.set()
+            body += await response.read()
             assert text_of(body[: body.rindex(b"data: ")]) == "abc"
             assert parsed(body)[-1]["error"]["code"] == 502
             assert s.decode[1].bodies == []

@@ -19,7 +19,7 @@ FAR_S, NEAR_S = 1000.0, 0.0
 
 
 class Scene:
-    """P's and D's control ports, and P's answer in the test's hands."""
+    """P's and D's control ports, and their answers in the test's hands."""
 
     def __init__(self):
         self.producer = _kvpipe.Control("127.0.0.1:0", b"", "p")
@@ -37,6 +37,7 @@ class Scene:
         self.consumer.watch(handoff, self.producer.address)
         self.consumer.set_result(handoff, '{"result": "full"}')
         await self.client.watched(self.producer.address, handoff.hex())
+        await self.may_answer.wait()  # a D has no answer before P's KV
         return await answers(body=b"decoded")(request)
 
     def open(self, handoff):
@@ -89,6 +90,11 @@ async def is_not_asked(scene, instance):
     assert not instance.asked.is_set()
 
 
+async def is_logged(caplog, text):
+    while text not in caplog.text:  # noqa: ASYNC110 - what is awaited is the proxy's
+        await asyncio.sleep(0.01)
+
+
 async def status_of(s, handoff):
     async with s.client.get(f"{s.url}/status/{handoff}") as response:
         return orjson.loads(await response.read())
@@ -125,7 +131,6 @@ def test_status_has_lead_admission_and_error_of_the_prediction():
         async with prefilling() as (scene, s, posting, handoff):
             scene.producer.progress(handoff, NEAR_S)
             await s.decode[0].asked.wait()
-            # This D answers without P's KV, perhaps before P does, and then nobody measures its admission any more.
             while "admission_ms" not in (await status_of(s, handoff.hex())).get("dispatch", {}):
                 await scene.is_received()
             await asyncio.sleep(0.02)
@@ -203,12 +208,12 @@ def test_a_handoff_that_prefill_withdraws_is_dispatched_sequentially_and_logged(
     async def scene():
         async with prefilling(decode=[answers(body=b"decoded")]) as (scene, s, posting, handoff):
             scene.producer.withdraw(handoff, "preempted")
+            await is_logged(caplog, "subscribe: preempted; sequential dispatch instead")
             await is_not_asked(scene, s.decode[0])
             scene.may_answer.set()
             assert (await posting)[:2] == (200, b"decoded")
 
     run(scene)
-    assert "subscribe: preempted; sequential dispatch instead" in caplog.text
 
 
 @pytest.mark.parametrize("token", ["", "another"])
@@ -218,6 +223,7 @@ def test_a_port_that_refuses_or_is_not_there_means_sequential_dispatch_and_a_lin
         decode = [answers(body=b"decoded")]
         producer = None if token else dead
         async with prefilling(producer=producer, control=control, decode=decode) as (scene, s, posting, _):
+            await is_logged(caplog, "sequential dispatch instead")
             await is_not_asked(scene, s.decode[0])
             scene.may_answer.set()
             assert (await posting)[:2] == (200, b"decoded")
@@ -225,7 +231,6 @@ def test_a_port_that_refuses_or_is_not_there_means_sequential_dispatch_and_a_lin
     with dead_port() as port:
         dead = f"127.0.0.1:{port}"
         run(scene)
-    assert "sequential dispatch instead" in caplog.text
 
 
 def test_leaving_before_decode_is_due_aborts_prefill_and_releases_the_handoff():
@@ -426,7 +431,8 @@ def test_a_prediction_that_comes_too_late_lengthens_the_next_lead():
                 await posting
                 leads.append((await status_of(s, handoff.hex()))["dispatch"])
             assert leads[0]["prediction_error_ms"] > 50_000
-            assert leads[1]["lead_ms"] == 210.0
+            bound_ms = max(200.0, leads[0].get("admission_ms", 0.0)) + 10
+            assert leads[1]["lead_ms"] == pytest.approx(bound_ms, abs=0.01)
 
     run(scene)
 

@@ -4,7 +4,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from .harness import CHAT, COMPLETIONS, EVENTS, REQUEST, answers, breaks_off, run, stage, streams
+from .harness import CHAT, COMPLETIONS, EVENTS, LIMIT_S, REQUEST, SILENCE_S, answers, breaks_off, run, stage, streams
 
 STREAMED = REQUEST | {"stream": True}
 NUM_STREAMS = 200
@@ -69,7 +69,7 @@ def test_decode_silent_in_mid_stream_gives_an_error_event():
         async def stalls(request):
             await asyncio.sleep(5)
 
-        async with stage(decode=[streams(EVENTS[0], then=stalls)], silence_timeout_s=0.2) as s:
+        async with stage(decode=[streams(EVENTS[0], then=stalls)], silence_timeout_s=SILENCE_S) as s:
             _, body, _ = await s.post(body=STREAMED)
             assert b"no answer in time" in body
             await s.decode[0].aborted.wait()
@@ -106,7 +106,8 @@ def test_many_streams_run_side_by_side():
                 all_open.set()
             await all_open.wait()
 
-        async with stage(decode=[streams(EVENTS[0], then=waits_for_all)]) as s:
+        decode = [streams(EVENTS[0], then=waits_for_all)]
+        async with stage(decode=decode, connect_timeout_s=LIMIT_S) as s:
             posts = (s.post(body=STREAMED) for _ in range(NUM_STREAMS))
             answers_seen = await asyncio.gather(*posts)
             assert {(status, body) for status, body, _ in answers_seen} == {(200, EVENTS[0])}

@@ -1,6 +1,7 @@
 """Dispatch `store`: P and D share a KV store, and need not know each other."""
 
 import asyncio
+import itertools
 import json
 
 import pytest
@@ -9,7 +10,22 @@ from kvpipe import ConfigError
 from kvpipe.proxy import Instance, ProxyConfig
 from kvpipe.transfer_params import load, save
 
-from .harness import CHAT, COMPLETIONS, DEAD, EVENTS, REQUEST, answers, breaks_off, never_ends, run, stage, streams
+from .harness import (
+    CHAT,
+    COMPLETIONS,
+    DEAD,
+    EVENTS,
+    REQUEST,
+    answers,
+    breaks_off,
+    describes,
+    never_ends,
+    run,
+    stage,
+    streams,
+)
+from .test_early_streams import STREAMED, prefilled
+from .test_early_token import DONE, chunk, parsed, text_of
 
 ONE_TOKEN = {"max_tokens": 1, "n": 1, "stream": False}
 
@@ -40,7 +56,7 @@ def test_prefill_computes_one_token_and_then_decode_answers_without_a_handoff():
             posting = asyncio.create_task(s.post())
             await s.prefill[0].asked.wait()
             await asyncio.sleep(0.05)
-            assert not s.decode[0].asked.is_set()
+            assert s.decode[0].bodies == []
             may_answer.set()
             status, body, headers = await posting
             assert (status, body) == (200, b'{"id":"d"}')
@@ -111,7 +127,7 @@ def test_another_decode_is_asked_when_one_fails_after_the_prefill_which_is_not_r
     run(scene)
 
 
-def test_decode_loads_what_prefill_says_that_it_saves():
+def test_decode_loads_what_prefill_reports_as_saved():
     async def scene():
         async with stage([saves], [answers(body=b'{"id":"d"}')], dispatch="store") as s:
             assert (await s.post())[:2] == (200, b'{"id":"d"}')
@@ -157,3 +173,81 @@ def test_prefill_instances_need_no_control_address():
     assert ProxyConfig(**instances, dispatch="store").dispatch == "store"
     with pytest.raises(ConfigError, match="dispatch='store'"):
         ProxyConfig(**instances)
+
+
+# --- the early token
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0])
+def test_decode_gets_prefills_token_only_if_the_client_may_have_it_already(value):
+    async def scene():
+        decode = describes(streams(chunk("abcd"), DONE), value)
+        async with stage([prefilled()], [decode], dispatch="store") as s:
+            _, body, _ = await s.post(body=STREAMED)
+            assert text_of(body) == "abcd"
+            [handoff] = s.prefill[0].handoffs
+            params = load(handoff, 7 if value else None)
+            assert s.decode[0].bodies == [STREAMED | {"kv_transfer_params": params}]
+
+    run(scene)
+
+
+def test_a_decode_that_fails_before_its_stream_is_asked_again_whether_it_forces_tokens(monkeypatch):
+    monkeypatch.setattr("kvpipe.proxy.descriptions._REFRESH_S", 1000.0)
+    monkeypatch.setattr("kvpipe.proxy.descriptions._MIN_INTERVAL_S", 0.01)
+
+    async def scene():
+        is_read_again, num_read = asyncio.Event(), itertools.count(1)
+        described = describes(streams(then=breaks_off))
+
+        async def decode(request):
+            if request.path == "/metrics" and next(num_read) > 1:
+                is_read_again.set()
+            return await described(request)
+
+        async with stage([prefilled()], [decode, describes(streams(chunk("abcd"), DONE))], dispatch="store") as s:
+            _, body, _ = await s.post(body=STREAMED)
+            assert text_of(body) == "abcd"
+            await is_read_again.wait()
+
+    run(scene)
+
+
+def test_a_stream_whose_decodes_all_contradict_ends_with_an_error():
+    async def scene():
+        decode = [describes(streams(chunk(text), DONE)) for text in "xy"]
+        async with stage([prefilled()], decode, dispatch="store") as s:
+            _, body, _ = await s.post(body=STREAMED)
+            assert text_of(body[: body.rindex(b"data: ")]) == "ab"
+            assert parsed(body)[-1]["error"]["code"] == 502
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("described", "path"),
+    [
+        (lambda decode: decode, COMPLETIONS),
+        (lambda decode: describes(decode, 0.0), COMPLETIONS),
+        (lambda decode: describes(decode, parser="olmo3"), CHAT),
+    ],
+)
+def test_no_early_token_is_sent_where_decode_may_begin_with_something_else(described, path):
+    async def scene():
+        decode = streams(chunk("xy", path), DONE)
+        async with stage([prefilled(path)], [described(decode)], dispatch="store") as s:
+            _, body, _ = await s.post(path, STREAMED)
+            assert body == chunk("xy", path) + DONE
+
+    run(scene)
+
+
+def test_with_early_token_off_decode_is_not_asked_what_it_forces_and_the_stream_is_its_own():
+    async def scene():
+        decode = streams(chunk("xy"), DONE)
+        async with stage([prefilled()], [describes(decode)], dispatch="store", early_token=False) as s:
+            _, body, _ = await s.post(body=STREAMED)
+            assert body == chunk("xy") + DONE
+            assert len(s.decode[0].headers) == 1
+
+    run(scene)

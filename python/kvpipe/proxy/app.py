@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -11,39 +12,42 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from multidict import CIMultiDict
 
-from kvpipe.proxy.bodies import CHAT_PATH, BodyError, error_body, parse_body
+from kvpipe.proxy.bodies import CHAT_PATH, COMPLETIONS_PATH, BodyError, error_body, parse_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control
 from kvpipe.proxy.dispatch import Dispatcher
 from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.headers import request_headers
-from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.instances import QUEUE, Instance
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.pairs import Pairs
+from kvpipe.proxy.queue_page import queue_page
 from kvpipe.proxy.relay import relay
 from kvpipe.proxy.request_record import RequestRecord
 from kvpipe.proxy.results import RecentHandoff
-from kvpipe.proxy.upstream import InstanceError, Role, Upstream, open_session
+from kvpipe.proxy.upstream import DecodeQueue, InstanceError, Role, Upstream, open_session
 
 # The log has no more of a client's name for a request.
 _MAX_REQUEST_ID = 64
 
 
-def create_app(config: ProxyConfig, control: Control) -> web.Application:
-    """The proxy as an aiohttp application.
+def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None = None) -> web.Application:
+    """The proxy as an aiohttp application. `queue`, with `amqp` dispatch, is entered and left with it.
 
     Run it with `handler_cancellation=True`: when a client leaves, the cancelled handler aborts the instances' requests.
     The caller owns `control` and closes it after the application's cleanup.
     """
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_openai_errors])
-    proxy = _Proxy(config, control)
+    proxy = _Proxy(config, control, queue)
     app.cleanup_ctx.append(proxy.lifespan)
-    app.router.add_post("/v1/completions", proxy.generate)
+    app.router.add_post(COMPLETIONS_PATH, proxy.generate)
     app.router.add_post(CHAT_PATH, proxy.generate)
     app.router.add_get("/v1/models", proxy.models)
     app.router.add_get("/health", proxy.health)
     app.router.add_get("/metrics", proxy.metrics)
     app.router.add_get("/status/{handoff:[0-9a-f]{32}}", proxy.status)
+    if queue is not None:
+        app.router.add_get("/queue", partial(_show_queue, queue))
     return app
 
 
@@ -54,15 +58,18 @@ class _Proxy:
     _dispatcher: Dispatcher
     _pairs: Pairs
 
-    def __init__(self, config: ProxyConfig, control: Control) -> None:
+    def __init__(self, config: ProxyConfig, control: Control, queue: DecodeQueue | None) -> None:
         self._config = config
         self._control = control
+        self._queue = queue
         self._metrics = Metrics()
 
     async def lifespan(self, _: web.Application) -> AsyncIterator[None]:
-        async with open_session(self._config) as session:
-            self._upstream = Upstream(session, self._config.silence_timeout_s)
-            dispatcher = Dispatcher(self._config, self._upstream, self._control, self._metrics)
+        config = self._config
+        session = open_session(config.connect_timeout_s, config.silence_timeout_s)
+        async with session, self._queue or nullcontext():
+            self._upstream = Upstream(session, self._config.silence_timeout_s, self._queue)
+            dispatcher = Dispatcher(self._config, self._upstream, self._control, self._metrics, self._queue)
             async with Pairs(self._config, self._control) as self._pairs, dispatcher as self._dispatcher:
                 yield
 
@@ -81,6 +88,8 @@ class _Proxy:
 
     async def health(self, _: web.Request) -> web.Response:
         prefill, decode = await _probe_instances(self._config, self._upstream)
+        if self._queue is not None:
+            decode = {QUEUE.url: self._queue.health()}
         is_up, report = self._pairs.report(prefill, decode)
         return _json(HTTPStatus.OK if is_up else HTTPStatus.SERVICE_UNAVAILABLE, report)
 
@@ -108,6 +117,14 @@ class _Proxy:
                 return await request.read()
         except TimeoutError:
             raise web.HTTPRequestTimeout from None
+
+
+async def _show_queue(queue: DecodeQueue, request: web.Request) -> web.Response:
+    """The queues and workers: a page for browsers, else JSON."""
+    state = await queue.state()
+    if "text/html" in request.headers.get("Accept", ""):
+        return web.Response(text=queue_page(state), content_type="text/html")
+    return _json(HTTPStatus.OK, state)
 
 
 @contextmanager

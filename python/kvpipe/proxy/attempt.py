@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -11,7 +11,7 @@ from kvpipe import transfer_params
 from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.bodies import decode_body, prefill_body
 from kvpipe.proxy.control import Control, FailureLog
-from kvpipe.proxy.descriptions import Descriptions
+from kvpipe.proxy.descriptions import Describe
 from kvpipe.proxy.early_token import EarlyToken, allows_early_token, repeats_first_token
 from kvpipe.proxy.exchanges import Call, Exchanges
 from kvpipe.proxy.headers import HANDOFF
@@ -36,7 +36,7 @@ class Services:
     exchanges: Exchanges
     control: Control
     control_timeout_s: float
-    descriptions: Descriptions
+    describe: Describe
     failures: FailureLog
     metrics: Metrics
     recent: RecentHandoffs
@@ -60,7 +60,8 @@ class Attempt:
     Attributes:
         handoff: id of the handoff.
         prefill: P.
-        decode: D; one that refuses the connection is replaced by the next one.
+        decode: D; one that refuses the connection is replaced by the next one. Behind a broker it has the control port
+            of the D that has begun with the answer.
         timing: timing of D's part, with just-in-time dispatch.
         prefilling: the exchange with P, when it runs beside the one with D.
         early_token: P's token, if the client may have it before D's stream; None before P has answered.
@@ -198,7 +199,9 @@ class Attempt:
         body = decode_body(call.body, self.handoff, self.prefill.control)
         self._begin_measuring()
         may_come_early = self._may_come_early()
-        answer = await services.exchanges.post("decode", self.decode, call, body, awaits_first_byte=not may_come_early)
+        answer = await services.exchanges.post(
+            "decode", self.decode, call, body, awaits_first_byte=not may_come_early, when_begun=self._decode_begun
+        )
         answer.headers[HANDOFF] = self.handoff
         if may_come_early and not answer.is_complete:
             answer.first_bytes = services.tasks.spawn(services.exchanges.logged(answer.begin()))
@@ -211,7 +214,7 @@ class Attempt:
         """Whether the client can have P's token before D's stream, as far as is known when D is asked."""
         if not self._allows_early_token() or (self._is_prefilled and self.early_token is None):
             return False
-        return repeats_first_token(self.services.descriptions.of(self.decode.control), self._call.path)
+        return repeats_first_token(self.services.describe(self.decode), self._call.path)
 
     def _replace_decode(self, error: InstanceError) -> bool:
         """Continue with the next D on the same handoff; False if none is left."""
@@ -228,6 +231,10 @@ class Attempt:
     def _remember(self) -> None:
         addresses = self.decode.control, self.prefill.control
         self.services.recent.remember(self.handoff, *addresses, record=self._call.record, timing=self.timing)
+
+    def _decode_begun(self, control: str) -> None:
+        self.decode = replace(self.decode, control=control)
+        self.services.recent.begun(self.handoff, control)
 
     def _begin_measuring(self) -> None:
         if self.timing is not None:

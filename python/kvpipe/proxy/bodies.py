@@ -1,5 +1,6 @@
 """Request bodies for P and D, made from the client's body. Pure."""
 
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -8,8 +9,9 @@ import orjson
 from kvpipe import transfer_params
 from kvpipe.exceptions import KVPipeError
 
+COMPLETIONS_PATH = "/v1/completions"
 CHAT_PATH = "/v1/chat/completions"
-_PARAMS = "kv_transfer_params"
+PARAMS = "kv_transfer_params"
 _FIRST_ERROR, _LAST_ERROR = 400, 599
 _ERROR_EVENT = b'data: {"error"'
 _MAX_ERROR_BYTES = 1 << 16
@@ -34,9 +36,9 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         raise BodyError(f"request body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BodyError(f"request body must be a JSON object, not {type(body).__name__}")
-    body.pop(_PARAMS, None)
+    body.pop(PARAMS, None)
     if isinstance(xargs := body.get("vllm_xargs"), dict):
-        xargs.pop(_PARAMS, None)
+        xargs.pop(PARAMS, None)
     return body
 
 
@@ -48,22 +50,22 @@ def prefill_body(body: dict[str, Any], path: str, params: dict[str, Any]) -> byt
         changed["max_completion_tokens"] = 1
     if isinstance(min_tokens := body.get("min_tokens"), int):
         changed["min_tokens"] = min(1, min_tokens)
-    return written(changed | {_PARAMS: params})
+    return written(changed | {PARAMS: params})
 
 
 def decode_body(body: dict[str, Any], handoff: str, producer: str) -> bytes:
     """Body for D: the client's request, consuming `handoff` from the control port `producer`."""
-    return written(body | {_PARAMS: transfer_params.consume(handoff, producer)})
+    return written(body | {PARAMS: transfer_params.consume(handoff, producer)})
 
 
-def loading_body(body: dict[str, Any], handoff: str) -> bytes:
+def loading_body(body: dict[str, Any], handoff: str, first_token: int | None) -> bytes:
     """Body for D: the client's request, loading from the store what P has saved for `handoff`."""
-    return written(body | {_PARAMS: transfer_params.load(handoff)})
+    return written(body | {PARAMS: transfer_params.load(handoff, first_token)})
 
 
-def resumed_body(body: dict[str, Any], handoff: str, first_token: int) -> bytes:
-    """Body for a D that continues alone after an early token; `handoff` is a new id."""
-    return written(body | {_PARAMS: transfer_params.resume(handoff, first_token)})
+def resumed_body(body: dict[str, Any], handoff: str, tokens: Sequence[int]) -> bytes:
+    """Body for a D that continues alone after the tokens that the client has; `handoff` is a new id."""
+    return written(body | {PARAMS: transfer_params.resume(handoff, tokens)})
 
 
 def plain_body(body: dict[str, Any]) -> bytes:

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from kvpipe.exceptions import ConfigError
 from kvpipe.proxy.instances import Instance
 
-Dispatch = Literal["just-in-time", "sequential", "concurrent", "store"]
+Dispatch = Literal["just-in-time", "sequential", "concurrent", "store", "amqp"]
 OnPrefillFailure = Literal["decode", "fail"]
 
 # Tokens of a prompt from which it is worth a handoff; 0 splits every prompt.
@@ -27,14 +27,16 @@ class ProxyConfig:
     """Settings of one proxy. Times are in seconds.
 
     Attributes:
-        prefill: instances that compute prompts; each needs its control address, except with `store`.
-        decode: instances that answer; the control address is optional (without it, `/status` asks P).
+        prefill: instances that compute prompts; each needs its control address, except with `store`. With `amqp` all
+            have one, or none has: then D's load from a store.
+        decode: instances that answer; the control address is optional (without it, `/status` asks P). None with `amqp`:
+            their workers take the requests.
         host: interface to listen on. Default: loopback only.
         port: TCP port to listen on; 0 picks a free one, which the log names.
         dispatch: when D gets a request. `sequential`: after P's answer. `concurrent`: at once, so that D's admission
             overlaps the prefill, while waiting costs CPU on D. `just-in-time`: before the predicted end of the prefill,
             by the time that D takes to admit a request. `store`: after P's answer. P and D share a KV store, from
-            which D loads what P has computed.
+            which D loads what P has computed. `amqp`: after P's answer, through a broker, to a D that has room.
         on_prefill_failure: what happens when no P is left for a request. `decode`: D computes its prompt. `fail`: the
             client gets an error.
         early_token: whether the client of a plain stream is sent P's token before D's stream begins.
@@ -70,8 +72,14 @@ class ProxyConfig:
 
     def __post_init__(self) -> None:
         _check_pool("prefill", self.prefill)
-        _check_pool("decode", self.decode)
-        for instance in self.prefill if self.dispatch != "store" else ():
+        if self.dispatch == "amqp":
+            urls = [instance.url for instance in self.decode]
+            _check("decode", urls, "empty with dispatch='amqp': workers beside them take the requests", ok=not urls)
+        else:
+            _check_pool("decode", self.decode)
+        has_control = any(instance.control for instance in self.prefill)
+        is_checked = has_control if self.dispatch == "amqp" else self.dispatch != "store"
+        for instance in self.prefill if is_checked else ():
             wanted = "http://host:port,control-host:port (D fetches the KV cache there), or dispatch='store'"
             _check("prefill", instance.url, wanted, ok=bool(instance.control))
         for key, choices in (("dispatch", get_args(Dispatch)), ("on_prefill_failure", get_args(OnPrefillFailure))):

@@ -25,7 +25,14 @@ class Moment(Protocol):
         """The reason of `ended`."""
 
 
-class Control(Protocol):
+class Describes(Protocol):
+    """Something that can be asked for the description of an engine."""
+
+    def describe(self, address: str, timeout: float = ...) -> Awaitable[dict[str, Any]]:
+        """Return the engine's description; raises `kvpipe.exceptions.KVPipeError` when the address is not reached."""
+
+
+class Control(Describes, Protocol):
     """A client of control ports; `kvpipe.control.ControlClient` is one.
 
     Its methods raise `kvpipe.exceptions.KVPipeError` when the port is not reached or refuses.
@@ -36,9 +43,6 @@ class Control(Protocol):
 
     def result(self, address: str, handoff: str, timeout: float = ...) -> Awaitable[dict[str, Any] | None]:
         """Return a handoff's result at `address`; None if it is unknown there."""
-
-    def describe(self, address: str, timeout: float = ...) -> Awaitable[dict[str, Any]]:
-        """Return the engine's description."""
 
     def check(self, address: str, producer: str, timeout: float = ...) -> Awaitable[str]:
         """Have the consumer at `address` connect to a producer; returns why it cannot use it, or an empty text."""

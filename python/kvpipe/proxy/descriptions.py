@@ -1,36 +1,92 @@
-"""Descriptions of the instances' engines, read from their control ports in the background.
+"""Descriptions of the instances' engines, read in the background: from their control ports, or from vLLM's metrics.
 
-A request reads the latest description and never waits for a control port.
+A request reads the latest description and never waits for one.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from typing import Any
 
-from kvpipe.exceptions import KVPipeError
-from kvpipe.proxy.control import Control, FailureLog
+from multidict import CIMultiDict
+
+from kvpipe.exceptions import KVPipeError, ProtocolError
+from kvpipe.proxy.control import Describes, FailureLog
+from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.tasks import OwnedTasks
+from kvpipe.proxy.upstream import Upstream, failed
 
 _REFRESH_S = 10.0
 # While an address does not answer, and when instances fail one request after the other.
 _MIN_INTERVAL_S = 1.0
 # The proxy begins to serve after this time even if control ports do not answer.
 _START_S = 1.0
+# Of `kvpipe.store_connector.stats`; there is one sample for each engine behind the URL.
+_FORCING = "vllm:kvpipe_store_forces_first_tokens"
+_FORCING_SAMPLE = re.compile(_FORCING + r'\{(?:.*,)?reasoning_parser="([^"\\]*)"(?:,.*)?\} ([01])(?:\.0)?')
+_LONGEST_LINE = 200
+
+
+class StoreDescriber:
+    """Describes engines with KVStoreConnector, which have no control port, by what it reports in vLLM's metrics.
+
+    Args:
+        upstream: HTTP client of the instances.
+    """
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    async def describe(self, address: str, timeout: float = 5.0) -> dict[str, Any]:  # noqa: ASYNC109 - of `Describes`
+        """Returns whether the engine at this URL forces first tokens, and its reasoning parser.
+
+        Raises:
+            InstanceError: it is not reached, or answers with an error.
+            ProtocolError: its metrics cannot be parsed.
+        """
+        async with asyncio.timeout(timeout):
+            answer = await self._upstream.get("decode", Instance(address), "/metrics", CIMultiDict())
+        answer.close()
+        if answer.status != HTTPStatus.OK:
+            raise failed(answer)
+        return described_in(answer.body.decode(errors="replace"))
+
+
+def described_in(metrics: str) -> dict[str, Any]:
+    """Returns what the metrics of an engine with KVStoreConnector say of it; they do so from its first request on.
+
+    Raises:
+        ProtocolError: they cannot be parsed.
+    """
+    parsers, values = set(), set()
+    for line in metrics.split("\n"):
+        if line.startswith(_FORCING + "{"):
+            sample = _FORCING_SAMPLE.fullmatch(line)
+            if sample is None:
+                raise ProtocolError(f"metric {line[:_LONGEST_LINE]!r}: expected a reasoning_parser, and 0 or 1")
+            parsers.add(sample[1])
+            values.add(sample[2])
+    return {"forces_first_tokens": values == {"1"}, "reasoning_parser": max(parsers, default="")}
+
+
+# The description of a D's engine; None if none is known.
+Describe = Callable[[Instance], dict[str, Any] | None]
 
 
 class Descriptions:
-    """The latest description of each engine, by control address; P's and D's alike.
+    """The latest description of each engine, by its address; P's and D's alike.
 
     Args:
-        control: client of control ports.
-        addresses: control addresses of all instances; empty ones are left out.
-        failures: log of ports that do not answer.
+        source: client of control ports, or a `StoreDescriber`.
+        addresses: addresses that it knows, of all instances; empty ones are left out.
+        failures: log of addresses that do not answer.
         timeout_s: limit for one question.
     """
 
-    def __init__(self, control: Control, addresses: Iterable[str], failures: FailureLog, timeout_s: float) -> None:
-        self._control = control
+    def __init__(self, source: Describes, addresses: Iterable[str], failures: FailureLog, timeout_s: float) -> None:
+        self._source = source
         self._failures = failures
         self._timeout_s = timeout_s
         self._wanted = {address: asyncio.Event() for address in addresses if address}
@@ -78,7 +134,7 @@ class Descriptions:
     async def _ask(self, address: str) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                self._known[address] = await self._control.describe(address, self._timeout_s)
+                self._known[address] = await self._source.describe(address, self._timeout_s)
         except (KVPipeError, OSError) as error:
             reason = str(error) or type(error).__name__
             self._known.pop(address, None)

@@ -10,19 +10,19 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Self
+from typing import Any, Self
 
 from multidict import CIMultiDict
 
 from kvpipe import transfer_params
 from kvpipe.proxy.attempt import PREFILL_GRACE_S, Attempt, Services
-from kvpipe.proxy.bodies import loading_body, plain_body, prefill_body
+from kvpipe.proxy.bodies import plain_body, prefill_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control, FailureLog
-from kvpipe.proxy.descriptions import Descriptions
+from kvpipe.proxy.descriptions import Descriptions, StoreDescriber
 from kvpipe.proxy.exchanges import Call, Exchanges
 from kvpipe.proxy.headers import HANDOFF
-from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.instances import QUEUE, Instance
 from kvpipe.proxy.just_in_time import JustInTime
 from kvpipe.proxy.limits import LengthCheck, is_contradictory, output_limit
 from kvpipe.proxy.metrics import Metrics
@@ -30,11 +30,12 @@ from kvpipe.proxy.modes import MODES, Mode
 from kvpipe.proxy.prefill_answer import PrefillAnswer
 from kvpipe.proxy.prompt_length import PromptLengths
 from kvpipe.proxy.results import RecentHandoffs, ResultRecorder, Results
-from kvpipe.proxy.resumption import Resumption
+from kvpipe.proxy.resumption import HandoffResumption
 from kvpipe.proxy.retries import Retries, RetryBudget
 from kvpipe.proxy.routing import RoundRobin, goes_to_decode_alone
 from kvpipe.proxy.tasks import OwnedTasks
-from kvpipe.proxy.upstream import Answer, EarlyStart, InstanceError, Role, Upstream
+from kvpipe.proxy.through_store import Saved, StoreRequests
+from kvpipe.proxy.upstream import Answer, DecodeQueue, EarlyStart, InstanceError, Role, Upstream
 
 
 class Dispatcher:
@@ -45,15 +46,27 @@ class Dispatcher:
         upstream: HTTP client of the instances.
         control: client of control ports; the caller closes it after the dispatcher.
         metrics: counters of attempts.
+        queue: the decode instances, where a broker gives them their requests.
     """
 
-    def __init__(self, config: ProxyConfig, upstream: Upstream, control: Control, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: ProxyConfig,
+        upstream: Upstream,
+        control: Control,
+        metrics: Metrics,
+        queue: DecodeQueue | None = None,
+    ) -> None:
         self._control_timeout_s = config.control_timeout_s
+        decode = config.decode if queue is None else (QUEUE,)
         self._pools: dict[Role, RoundRobin] = {
             "prefill": RoundRobin(config.prefill),
-            "decode": RoundRobin(config.decode, num_partners=len(config.prefill)),
+            "decode": RoundRobin(decode, num_partners=len(config.prefill)),
         }
-        self._mode = MODES.get(config.dispatch)
+        self._queue = queue
+        self._sends_early_tokens = config.early_token
+        has_control = any(instance.control for instance in config.prefill)
+        self._mode = MODES.get(config.dispatch) if has_control or queue is None else None
         self._split_from = config.split_from
         self._prompts = PromptLengths()
         self._falls_back = config.on_prefill_failure == "decode"
@@ -63,7 +76,11 @@ class Dispatcher:
         failures = FailureLog()
         addresses = dict.fromkeys(instance.control for instance in (*config.decode, *config.prefill))
         self.descriptions = Descriptions(control, addresses, failures, config.control_timeout_s)
-        self._exchanges = Exchanges(upstream, failures, self.descriptions, self._pools)
+        is_described = config.dispatch == "store" and config.early_token
+        urls = [instance.url for instance in config.decode] if is_described else []
+        self._engines = Descriptions(StoreDescriber(upstream), urls, failures, config.control_timeout_s)
+        self._exchanges = Exchanges(upstream, failures, self.descriptions, self._engines, self._pools)
+        self._on_store = StoreRequests(self._exchanges, self._describe_on_store, metrics, self._tasks)
         self._length = LengthCheck(upstream, self.descriptions, config.control_timeout_s)
         self.recent = RecentHandoffs()
         self.results = Results(control, self.recent, config.control_timeout_s)
@@ -73,7 +90,7 @@ class Dispatcher:
             exchanges=self._exchanges,
             control=control,
             control_timeout_s=config.control_timeout_s,
-            descriptions=self.descriptions,
+            describe=self._describe,
             failures=failures,
             metrics=metrics,
             recent=self.recent,
@@ -89,6 +106,7 @@ class Dispatcher:
 
     async def __aenter__(self) -> Self:
         await self.descriptions.start()
+        await self._engines.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -99,6 +117,7 @@ class Dispatcher:
         self._recorder.close()
         await self._tasks.close(self._control_timeout_s + PREFILL_GRACE_S)
         await self.descriptions.close()
+        await self._engines.close()
 
     @asynccontextmanager
     async def answer(self, call: Call) -> AsyncIterator[Answer]:
@@ -119,17 +138,20 @@ class Dispatcher:
                 resumption.latest.settle(is_delivered=answer.is_complete)
 
     async def ask_decode(self, path: str, headers: CIMultiDict[str]) -> Answer:
-        """Send a GET to decode instances, until one answers without a server error."""
-        instances = self._order("decode")
+        """Send a GET to decode instances, or prefill's behind a broker, until one answers without a server error."""
+        role: Role = "decode" if self._queue is None else "prefill"
+        instances = self._order(role)
         while True:
             try:
-                return await self._exchanges.get("decode", instances.pop(0), path, headers)
+                return await self._exchanges.get(role, instances.pop(0), path, headers)
             except InstanceError as error:
                 if not instances or error.failure == "timeout":
                     return _final(error)
 
-    async def _dispatch(self, call: Call) -> tuple[Answer, Resumption | None]:
+    async def _dispatch(self, call: Call) -> tuple[Answer, HandoffResumption | None]:
         self._budget.add_request()
+        if self._queue is not None:
+            self._queue.check()
         if reason := self._alone_reason(call):
             return await self._ask_decode_alone(call, self._retries(prefill=False), reason), None
         retries = self._retries()
@@ -141,10 +163,10 @@ class Dispatcher:
             return await self._ask_through_store(call, retries), None
         return await self._hand_off(call, retries, self._mode)
 
-    async def _hand_off(self, call: Call, retries: Retries, mode: Mode) -> tuple[Answer, Resumption | None]:
+    async def _hand_off(self, call: Call, retries: Retries, mode: Mode) -> tuple[Answer, HandoffResumption | None]:
         while retries.has("prefill") and retries.has("decode"):
             attempt = Attempt(self._services, call, retries)
-            resumption = Resumption(self._services, call, retries, attempt)
+            resumption = HandoffResumption(self._services, call, retries, attempt)
             try:
                 return await self._attempt(attempt, mode, resumption), resumption
             except InstanceError as error:
@@ -163,13 +185,23 @@ class Dispatcher:
         num_tokens = self._prompts.tokens(call.body, call.path) if self._split_from else None
         return "short" if num_tokens is not None and num_tokens < self._split_from else ""
 
+    def _describe(self, decode: Instance) -> dict[str, Any] | None:
+        """The description of a D with a control port."""
+        return self.descriptions.of(decode.control) if self._queue is None else self._queue.describe()
+
+    def _describe_on_store(self, decode: Instance) -> dict[str, Any] | None:
+        """The description of a D that shares a store with P's; None where nobody has to know it."""
+        if self._queue is None:
+            return self._engines.of(decode.url)
+        return self._queue.describe() if self._sends_early_tokens else None
+
     def _retries(self, *, prefill: bool = True) -> Retries:
         return Retries(self._order("prefill") if prefill else (), self._order("decode"), self._budget, self._metrics)
 
     def _order(self, role: Role) -> list[Instance]:
         return self._pools[role].order(asyncio.get_running_loop().time())
 
-    async def _attempt(self, attempt: Attempt, mode: Mode, resumption: Resumption) -> Answer:
+    async def _attempt(self, attempt: Attempt, mode: Mode, resumption: HandoffResumption) -> Answer:
         attempt.begin()
         try:
             answer = await mode(attempt)
@@ -208,12 +240,12 @@ class Dispatcher:
             if prefilled.ends_request(call.body):
                 answer.body = prefilled.final_body()
                 return answer
-            saved = handoff if prefilled.saved == handoff else ""
-            return await self._ask_alone("decode", call, retries, prefilled_at=prefill.url, saved=saved)
+            saved = Saved.of(handoff, prefilled, call)
+            return await self._ask_alone("decode", call, retries, prefill.url, saved)
         return await self._ask_alone("decode", call, retries)
 
     async def _ask_alone(
-        self, role: Role, call: Call, retries: Retries, *, prefilled_at: str = "", saved: str = ""
+        self, role: Role, call: Call, retries: Retries, prefill: str = "", saved: Saved | None = None
     ) -> Answer:
         """Have an instance answer without another one: D, or P where its one token is all that the client wants.
 
@@ -221,23 +253,24 @@ class Dispatcher:
             role: its role.
             call: the client's request.
             retries: the instances that may be asked.
-            prefilled_at: URL of a P that has computed the prompt into a store.
-            saved: id of the handoff that P has saved there, which one D can load.
+            prefill: URL of the P that has computed the prompt into the store that it shares with D.
+            saved: what that P has saved for D alone.
         """
         while True:
-            body = loading_body(call.body, saved) if saved else plain_body(call.body)
             instance = retries.first(role)
-            urls = (instance.url, "") if role == "prefill" else (prefilled_at, instance.url)
+            urls = (instance.url, "") if role == "prefill" else (prefill, instance.url)
             call.record.begin_attempt("", *urls)
             try:
-                return await self._exchanges.post(role, instance, call, body)
+                if saved is not None:
+                    return await self._on_store.ask(instance, call, saved, retries)
+                return await self._exchanges.post(role, instance, call, plain_body(call.body))
             except InstanceError as error:
                 next_role = self._next_role(error, call, retries)
                 if next_role is None:
                     return _final(error)
                 role = next_role
                 if error.failure != "unreached":
-                    saved = ""  # D may have taken it, and another one would wait for it
+                    saved = None  # D may have consumed the entry, and another one would wait for it
 
     def _next_role(self, error: InstanceError, call: Call, retries: Retries) -> Role | None:
         """Role of the instance that is asked after a failure; None if none may be."""
@@ -254,7 +287,7 @@ class Dispatcher:
         return None
 
 
-async def _with_stream_begun(answer: Answer, attempt: Attempt, resumption: Resumption) -> Answer:
+async def _with_stream_begun(answer: Answer, attempt: Attempt, resumption: HandoffResumption) -> Answer:
     """Have P's token sent before the stream begins; without one wait for the stream: until then another D can be asked.
 
     Raises:

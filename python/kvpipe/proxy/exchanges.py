@@ -13,7 +13,7 @@ from kvpipe.proxy.descriptions import Descriptions
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.request_record import RequestRecord
 from kvpipe.proxy.routing import RoundRobin
-from kvpipe.proxy.upstream import Answer, InstanceError, Role, Upstream, failed
+from kvpipe.proxy.upstream import Answer, InstanceError, Role, Upstream, WhenBegun, failed
 
 T = TypeVar("T")
 
@@ -39,24 +39,46 @@ class Exchanges:
     Args:
         upstream: HTTP client of the instances.
         failures: log of failures.
-        descriptions: descriptions of the instances' engines.
+        descriptions: descriptions of the instances' engines, by their control ports.
+        store_descriptions: descriptions of D's that share a store with P's, by their URLs.
         pools: the instances of each role.
     """
 
     def __init__(
-        self, upstream: Upstream, failures: FailureLog, descriptions: Descriptions, pools: Mapping[Role, RoundRobin]
+        self,
+        upstream: Upstream,
+        failures: FailureLog,
+        descriptions: Descriptions,
+        store_descriptions: Descriptions,
+        pools: Mapping[Role, RoundRobin],
     ) -> None:
         self._upstream = upstream
         self._pools = pools
         self._failures = failures
         self._descriptions = descriptions
+        self._store_descriptions = store_descriptions
 
     async def post(
-        self, role: Role, instance: Instance, call: Call, body: bytes, *, awaits_first_byte: bool = True
+        self,
+        role: Role,
+        instance: Instance,
+        call: Call,
+        body: bytes,
+        *,
+        awaits_first_byte: bool = True,
+        when_begun: WhenBegun | None = None,
     ) -> Answer:
         """Post a body to the call's path; arguments and errors as those of `Upstream.post`."""
         return await self._checked(
-            self._upstream.post(role, instance, call.path, call.headers, body, awaits_first_byte=awaits_first_byte)
+            self._upstream.post(
+                role,
+                instance,
+                call.path,
+                call.headers,
+                body,
+                awaits_first_byte=awaits_first_byte,
+                when_begun=when_begun,
+            )
         )
 
     async def get(self, role: Role, instance: Instance, path: str, headers: CIMultiDict[str]) -> Answer:
@@ -71,6 +93,7 @@ class Exchanges:
             now_s = asyncio.get_running_loop().time()
             self._failures.note(error.role, error.instance.url, error.reason, now_s)
             self._descriptions.refresh(error.instance.control)
+            self._store_descriptions.refresh(error.instance.url)
             self._pools[error.role].failed(error.instance, now_s)
             raise
 

@@ -36,6 +36,10 @@ class Instance:
         return cls(url, control)
 
 
+# All decode instances behind a broker, as one: which of them answers is their workers' choice.
+QUEUE = Instance("queue")
+
+
 def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)

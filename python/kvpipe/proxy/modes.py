@@ -34,6 +34,7 @@ MODES: dict[Dispatch, Mode] = {
     "sequential": _sequential,
     "concurrent": _concurrent,
     "just-in-time": _just_in_time,
+    "amqp": _sequential,
 }
 
 

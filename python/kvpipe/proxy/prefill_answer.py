@@ -1,4 +1,4 @@
-"""What P's answer says besides the KV: its token, its usage, and whether that token ends the request. Pure."""
+"""What P's answer reports besides the KV: its token, its usage, and whether that token ends the request. Pure."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -27,12 +27,12 @@ class PrefillAnswer:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Tokens of the prompt; None if P does not say it."""
+        """Tokens of the prompt; None if P does not report it."""
         return _number(_object(self.fields.get("usage")).get("prompt_tokens"))
 
     @property
     def cached_tokens(self) -> int | None:
-        """Of these, those that P found in its prefix cache; None if P does not say it."""
+        """Of these, those that P found in its prefix cache; None if P does not report it."""
         usage = _object(self.fields.get("usage"))
         return _number(_object(usage.get("prompt_tokens_details")).get("cached_tokens"))
 

@@ -49,6 +49,12 @@ class RecentHandoffs:
         if len(self._known) > self._capacity:
             self._known.popitem(last=False)
 
+    def begun(self, handoff: str, decode_control: str) -> None:
+        """Note that a D has begun with the answer, which is asked about the handoff before others."""
+        if (known := self._known.get(handoff)) is not None:
+            others = (address for address in known.addresses if address != decode_control)
+            known.addresses = (decode_control, *others)
+
     def continued(self, handoff: str, by: str) -> None:
         """Note that a stream continues under another handoff."""
         if (known := self._known.get(handoff)) is not None:

@@ -1,12 +1,15 @@
 """Continues a stream at other D's after the client has P's token: they compute the prompt, and begin with the token."""
 
 import secrets
+from abc import ABC, abstractmethod
+from dataclasses import replace
 
 from kvpipe.proxy.attempt import Attempt, Services
 from kvpipe.proxy.bodies import resumed_body
 from kvpipe.proxy.early_token import EarlyToken
 from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.retries import Retries
 from kvpipe.proxy.upstream import Answer, InstanceError, failed
 
@@ -36,8 +39,8 @@ class ResumedAttempt:
         call, decode = self._call, self._decode
         call.record.continue_attempt(self.handoff, "", decode.url)
         self._services.recent.remember(self.handoff, decode.control, record=call.record, timing=None)
-        body = resumed_body(call.body, self.handoff, token.token)
-        answer = await self._services.exchanges.post("decode", decode, call, body)
+        body = resumed_body(call.body, self.handoff, [token.token])
+        answer = await self._services.exchanges.post("decode", decode, call, body, when_begun=self._decode_begun)
         if answer.is_complete:
             raise failed(answer)
         return answer
@@ -49,9 +52,64 @@ class ResumedAttempt:
             counted = self._services.recorder.record(self.handoff, self._decode, None, is_decode_asked=True)
             self._services.tasks.spawn(counted)
 
+    def _decode_begun(self, control: str) -> None:
+        self._decode = replace(self._decode, control=control)
+        self._services.recent.begun(self.handoff, control)
 
-class Resumption:
+
+class Resumption(ABC):
     """The attempts of one stream after its early token.
+
+    Args:
+        metrics: counters of attempts.
+        call: the client's request.
+        retries: the D's that may be asked.
+    """
+
+    def __init__(self, metrics: Metrics, call: Call, retries: Retries) -> None:
+        self._metrics = metrics
+        self._call = call
+        self._retries = retries
+        self._is_first = True
+
+    def token_sent(self) -> None:
+        """Note that the client has the token."""
+        self._metrics.early_token_sent()
+        self._retries.token_shown()
+
+    async def retry(self, token: EarlyToken, error: InstanceError) -> Answer:
+        """Ask for a stream that begins with the token, after one that failed.
+
+        Raises:
+            InstanceError: the last D's, when none may be asked any more.
+        """
+        while True:
+            self._retries.failed(error)
+            decode = self._next(error)
+            if decode is None or not self._retries.allows_after(error):
+                raise error
+            self._call.record.replaced(error)
+            if decode != error.instance:
+                self._metrics.replaced(error)
+            try:
+                return await self._ask(decode, token)
+            except InstanceError as failure:
+                error = failure
+
+    @abstractmethod
+    async def _ask(self, decode: Instance, token: EarlyToken) -> Answer:
+        """Ask a D for a stream that begins with the token; raises as `retry`."""
+
+    def _next(self, error: InstanceError) -> Instance | None:
+        """Another D; where there is none, the one that failed gets a second chance, if it was reached."""
+        is_first, self._is_first = self._is_first, False
+        if self._retries.has("decode"):
+            return self._retries.first("decode")
+        return error.instance if is_first and error.failure != "unreached" else None
+
+
+class HandoffResumption(Resumption):
+    """Continues a stream of a handoff at other D's.
 
     Args:
         services: what all attempts share.
@@ -64,43 +122,21 @@ class Resumption:
     """
 
     def __init__(self, services: Services, call: Call, retries: Retries, attempt: Attempt) -> None:
+        super().__init__(services.metrics, call, retries)
         self.latest: Attempt | ResumedAttempt = attempt
         self._services = services
-        self._call = call
-        self._retries = retries
-        self._is_first = True
-
-    def token_sent(self) -> None:
-        """Note that the client has the token."""
-        self._services.metrics.early_token_sent()
-        self._retries.token_shown()
 
     async def retry(self, token: EarlyToken, error: InstanceError) -> Answer:
-        """Ask for a stream that begins with the token, after one that failed.
+        """As `Resumption.retry`; the attempt that failed is settled."""
+        self.latest.settle(is_delivered=False)
+        return await super().retry(token, error)
 
-        Raises:
-            InstanceError: the last D's, when none may be asked any more.
-        """
-        while True:
-            self.latest.settle(is_delivered=False)
-            self._retries.failed(error)
-            decode = self._next(error)
-            if decode is None or not self._retries.allows_after(error):
-                raise error
-            self._call.record.replaced(error)
-            if decode != error.instance:
-                self._services.metrics.replaced(error)
-            attempt = ResumedAttempt(self._services, self._call, decode)
-            self._services.recent.continued(self.latest.handoff, attempt.handoff)
-            self.latest = attempt
-            try:
-                return await attempt.ask(token)
-            except InstanceError as failure:
-                error = failure
-
-    def _next(self, error: InstanceError) -> Instance | None:
-        """Another D; where there is none, the one that failed gets a second chance, if it was reached."""
-        is_first, self._is_first = self._is_first, False
-        if self._retries.has("decode"):
-            return self._retries.first("decode")
-        return error.instance if is_first and error.failure != "unreached" else None
+    async def _ask(self, decode: Instance, token: EarlyToken) -> Answer:
+        attempt = ResumedAttempt(self._services, self._call, decode)
+        self._services.recent.continued(self.latest.handoff, attempt.handoff)
+        self.latest = attempt
+        try:
+            return await attempt.ask(token)
+        except InstanceError:
+            attempt.settle(is_delivered=False)
+            raise

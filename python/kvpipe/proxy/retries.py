@@ -87,7 +87,7 @@ class Retries:
     def allows_after(self, error: InstanceError) -> bool:
         """Whether another instance may be asked after this failure, which `failed` has noted; uses the budget."""
         denial: Denial | None = None
-        if error.failure == "timeout":
+        if error.failure in ("timeout", "given_up"):
             denial = "timeout"
         elif self._num_broken >= _MAX_BROKEN:
             denial = "limit"

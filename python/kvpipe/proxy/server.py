@@ -10,6 +10,7 @@ from aiohttp import web
 from kvpipe.proxy.app import create_app
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control
+from kvpipe.proxy.upstream import DecodeQueue
 
 # 200 clients that connect at once overflow asyncio's 100; the kernel caps this at somaxconn.
 _BACKLOG = 1024
@@ -18,7 +19,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 logger = logging.getLogger(__name__)
 
 
-def run(config: ProxyConfig) -> None:
+def run(config: ProxyConfig, queue: DecodeQueue | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
     A second signal while draining ends the process at once. The producers' leases then free what was not released.
@@ -32,7 +33,7 @@ def run(config: ProxyConfig) -> None:
     async def main() -> None:
         control = ControlClient(token=config.token)
         try:
-            await serve(config, control)
+            await serve(config, control, queue)
         finally:
             control.close()
 
@@ -40,9 +41,9 @@ def run(config: ProxyConfig) -> None:
         runner.run(main())
 
 
-async def serve(config: ProxyConfig, control: Control) -> None:
+async def serve(config: ProxyConfig, control: Control, queue: DecodeQueue | None = None) -> None:
     """As `run`, in a running loop on the main thread, with the caller's control client."""
-    runner = create_runner(config, control)
+    runner = create_runner(config, control, queue)
     await runner.setup()
     try:
         await web.TCPSite(runner, config.host, config.port, backlog=_BACKLOG).start()
@@ -62,10 +63,10 @@ async def serve(config: ProxyConfig, control: Control) -> None:
     logger.info("proxy.stopped")
 
 
-def create_runner(config: ProxyConfig, control: Control) -> web.AppRunner:
+def create_runner(config: ProxyConfig, control: Control, queue: DecodeQueue | None = None) -> web.AppRunner:
     """The application as a runner that needs a socket; `cleanup` drains it."""
     return web.AppRunner(
-        create_app(config, control),
+        create_app(config, control, queue),
         access_log=None,
         handler_cancellation=True,
         # aiohttp waits for handlers this long, twice, before it cancels them.

@@ -1,32 +1,45 @@
 """HTTP client of the instances. Every failure of an exchange is an `InstanceError`."""
 
+from __future__ import annotations
+
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from io import BytesIO
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import aiohttp
-from multidict import CIMultiDict
 
 from kvpipe.exceptions import KVPipeError
+from kvpipe.proxy.aborts import ABORT_REASON, AbortCheck, is_aborted
 from kvpipe.proxy.bodies import error_in_first_event, may_begin_with_error
-from kvpipe.proxy.config import ProxyConfig
-from kvpipe.proxy.early_token import EarlyToken
 from kvpipe.proxy.headers import response_headers
-from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.instances import QUEUE, Instance
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable
+
+    from multidict import CIMultiDict
+
+    from kvpipe.proxy.early_token import EarlyToken
 
 Role = Literal["prefill", "decode"]
 # How an instance failed: no connection; silence after it was reached; a reset or a broken answer; a server error; a
-# stream that contradicts the early token.
-Failure = Literal["unreached", "timeout", "broken", "answered", "contradicted"]
+# stream that contradicts the early token; no broker that takes requests; as many instances as may be asked.
+Failure = Literal["unreached", "timeout", "broken", "answered", "contradicted", "unavailable", "given_up"]
+# Gets the address of the control port of a D behind a broker that has begun with an answer: several may in turn.
+WhenBegun = Callable[[str], None]
 
 # vLLM's uvicorn closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A POST that races with that
 # close fails and cannot safely be repeated, so the proxy closes idle connections well before.
 _KEEPALIVE_S = 2.0
 # aiohttp warns about larger bodies of type bytes; it writes a file object in pieces.
 _MAX_ONE_PIECE_BYTES = 1 << 20
+_STATUSES: dict[Failure, HTTPStatus] = {
+    "timeout": HTTPStatus.GATEWAY_TIMEOUT,
+    "unavailable": HTTPStatus.SERVICE_UNAVAILABLE,
+}
 
 
 class InstanceError(KVPipeError):
@@ -46,7 +59,7 @@ class InstanceError(KVPipeError):
         instance: Instance,
         reason: str,
         failure: Failure,
-        answer: "Answer | None" = None,
+        answer: Answer | None = None,
     ) -> None:
         super().__init__(f"{role} instance {instance.url}: {reason}")
         self.role: Role = role
@@ -64,7 +77,7 @@ class InstanceError(KVPipeError):
     @property
     def status(self) -> HTTPStatus:
         """HTTP status for the client."""
-        return HTTPStatus.GATEWAY_TIMEOUT if self.failure == "timeout" else HTTPStatus.BAD_GATEWAY
+        return _STATUSES.get(self.failure, HTTPStatus.BAD_GATEWAY)
 
 
 class Resumes(Protocol):
@@ -73,7 +86,7 @@ class Resumes(Protocol):
     def token_sent(self) -> None:
         """Note that the client has the token."""
 
-    async def retry(self, token: EarlyToken, error: InstanceError) -> "Answer":
+    async def retry(self, token: EarlyToken, error: InstanceError) -> Answer:
         """Ask for a stream that begins with the token, after one that failed."""
 
 
@@ -90,6 +103,44 @@ class EarlyStart:
     resumption: Resumes
 
 
+class Stream(Protocol):
+    """The rest of a stream that an instance sends."""
+
+    async def piece(self) -> bytes:
+        """Returns the next bytes, none at the end.
+
+        Raises:
+            InstanceError: the instance died, or sent nothing for the silence timeout.
+        """
+
+    def close(self) -> None:
+        """End it, which aborts the request in vLLM."""
+
+
+@dataclass(frozen=True, slots=True)
+class _HttpStream:
+    role: Role
+    instance: Instance
+    response: aiohttp.ClientResponse
+    check: AbortCheck = field(default_factory=AbortCheck)
+
+    async def read(self) -> bytes:
+        """As `piece`, with aiohttp's errors."""
+        shown = b"" if self.check.has_found else self.check.feed(await self.response.content.readany())
+        if self.check.has_found and not shown:
+            raise InstanceError(self.role, self.instance, ABORT_REASON, "broken")
+        return shown
+
+    async def piece(self) -> bytes:
+        try:
+            return await self.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _instance_error(self.role, self.instance, error, "failed in mid-stream: ") from error
+
+    def close(self) -> None:
+        self.response.close()
+
+
 @dataclass(slots=True)
 class Answer:
     """An instance's answer: complete, or a stream with its first bytes.
@@ -98,7 +149,7 @@ class Answer:
         status: HTTP status.
         headers: headers for the client.
         body: all bytes, or the first bytes of a stream; empty for a stream that has not begun.
-        stream: the open response of an unfinished stream; `close` ends it.
+        stream: the rest of an unfinished stream; `close` ends it.
         is_complete: whether the last byte has arrived.
         first_bytes: waits for the first bytes of a stream that has not begun.
         early_start: what is sent before the stream begins.
@@ -109,12 +160,12 @@ class Answer:
     status: int
     headers: CIMultiDict[str]
     body: bytes
-    stream: aiohttp.ClientResponse | None = None
+    stream: Stream | None = None
     is_complete: bool = True
     first_bytes: asyncio.Task[bytes] | None = None
     early_start: EarlyStart | None = None
 
-    def replace_stream(self, other: "Answer") -> None:
+    def replace_stream(self, other: Answer) -> None:
         """Continue with the stream of another answer."""
         self.close()
         self.instance, self.body, self.stream = other.instance, other.body, other.stream
@@ -145,14 +196,11 @@ class Answer:
         """Returns the next bytes of a stream, none at its end; raises as `rest`."""
         if self.stream is None:
             return b""
-        try:
-            piece = await self.stream.content.readany()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _instance_error(self.role, self.instance, error, "failed in mid-stream: ") from error
+        piece = await self.stream.piece()
         self.is_complete = not piece
         return piece
 
-    def with_first_event_checked(self) -> "Answer":
+    def with_first_event_checked(self) -> Answer:
         """The error in the first event as a complete answer with its status; else this answer."""
         error = error_in_first_event(self.body)
         return self if error is None else self._replaced_by(*error)
@@ -164,7 +212,7 @@ class Answer:
         if self.stream is not None:
             self.stream.close()
 
-    def _replaced_by(self, status: int, body: bytes) -> "Answer":
+    def _replaced_by(self, status: int, body: bytes) -> Answer:
         if self.stream is not None:
             self.stream.close()
         headers = self.headers.copy()
@@ -178,6 +226,38 @@ def failed(answer: Answer) -> InstanceError:
     return InstanceError(answer.role, answer.instance, f"answered {answer.status}: {excerpt}", "answered", answer)
 
 
+class DecodeQueue(Protocol):
+    """The decode instances behind a broker; `kvpipe.queue.front.DecodeQueue` is one."""
+
+    async def __aenter__(self) -> Self:
+        """Connect to the broker."""
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    def check(self) -> None:
+        """Raises `InstanceError` while no request can be queued."""
+
+    def describe(self) -> dict[str, Any] | None:
+        """The description that all of these instances have; None if they differ, or none is known."""
+
+    def health(self) -> str:
+        """`ok`, or why no instance answers."""
+
+    async def state(self) -> dict[str, Any]:
+        """The queues and the workers; raises as `check`."""
+
+    async def post(
+        self,
+        path: str,
+        headers: CIMultiDict[str],
+        body: bytes,
+        *,
+        awaits_first_byte: bool,
+        when_begun: WhenBegun | None,
+    ) -> Answer:
+        """As `Upstream.post`."""
+
+
 class Upstream:
     """Sends requests to instances over one shared session.
 
@@ -185,11 +265,15 @@ class Upstream:
         session: made by `open_session`; the caller closes it.
         silence_timeout_s: limit for an exchange up to the end of its body, or up to the first byte of a stream. The
             session's `sock_read` limits later bytes.
+        queue: takes what is posted to `kvpipe.proxy.instances.QUEUE`.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, silence_timeout_s: float) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, silence_timeout_s: float, queue: DecodeQueue | None = None
+    ) -> None:
         self._session = session
         self._silence_timeout_s = silence_timeout_s
+        self._queue = queue
 
     async def post(
         self,
@@ -200,14 +284,20 @@ class Upstream:
         body: bytes,
         *,
         awaits_first_byte: bool = True,
+        when_begun: WhenBegun | None = None,
     ) -> Answer:
         """Post a body; any status is an answer. Cancelling closes the connection.
 
-        Without `awaits_first_byte`, the answer to a stream returns once its headers have arrived.
+        Without `awaits_first_byte`, the answer to a stream returns once its headers have arrived. `when_begun` is
+        called where a broker chooses the instance.
 
         Raises:
             InstanceError: the instance was not reached, broke off, or sent nothing for too long.
         """
+        if instance is QUEUE and self._queue is not None:
+            return await self._queue.post(
+                path, headers, body, awaits_first_byte=awaits_first_byte, when_begun=when_begun
+            )
         data = body if len(body) <= _MAX_ONE_PIECE_BYTES else BytesIO(body)
         request = self._session.post(instance.url + path, headers=headers, data=data, allow_redirects=False)
         return await self._exchange(role, instance, request, awaits_first_byte=awaits_first_byte)
@@ -232,14 +322,14 @@ class Upstream:
             raise _instance_error(role, instance, error) from error
 
 
-def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
+def open_session(connect_timeout_s: float, silence_timeout_s: float) -> aiohttp.ClientSession:
     """Open the session to all instances: no limit on connections, bytes unchanged."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
         timeout=aiohttp.ClientTimeout(
             total=None,
-            connect=config.connect_timeout_s,
-            sock_read=config.silence_timeout_s,
+            connect=connect_timeout_s,
+            sock_read=silence_timeout_s,
         ),
         headers={"Accept-Encoding": "identity"},
         skip_auto_headers=("User-Agent", "Content-Type"),
@@ -249,17 +339,29 @@ def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
 
 
 async def _read(role: Role, instance: Instance, response: aiohttp.ClientResponse, *, awaits_first_byte: bool) -> Answer:
-    """Read all of a response, or the first bytes of a stream; close it when interrupted."""
+    """Read all of a response, or the first bytes of a stream; close it when interrupted.
+
+    Raises:
+        InstanceError: the instance has aborted the request, or the stream is empty.
+    """
     headers = response_headers(response.headers)
     try:
         if response.status == HTTPStatus.OK and response.content_type == "text/event-stream":
-            first = await _first_bytes(role, instance, response.content.readany) if awaits_first_byte else b""
-            answer = Answer(role, instance, response.status, headers, first, response, is_complete=False)
+            stream = _HttpStream(role, instance, response)
+            first = await _first_bytes(role, instance, stream.read) if awaits_first_byte else b""
+            answer = Answer(role, instance, response.status, headers, first, stream, is_complete=False)
             return answer.with_first_event_checked()
-        return Answer(role, instance, response.status, headers, await response.read())
+        return Answer(role, instance, response.status, headers, await _whole(role, instance, response))
     except BaseException:
         response.close()
         raise
+
+
+async def _whole(role: Role, instance: Instance, response: aiohttp.ClientResponse) -> bytes:
+    body = await response.read()
+    if is_aborted(body):
+        raise InstanceError(role, instance, ABORT_REASON, "broken")
+    return body
 
 
 async def _first_bytes(role: Role, instance: Instance, read: Callable[[], Awaitable[bytes]]) -> bytes:

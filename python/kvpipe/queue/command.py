@@ -1,0 +1,134 @@
+"""`kvpipe worker` and `kvpipe queue`, and a proxy or a prefill node whose decode instances are behind a broker."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import signal
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import uvloop
+
+from kvpipe import proxy
+from kvpipe.exceptions import ConfigError
+from kvpipe.proxy.upstream import Upstream, open_session
+from kvpipe.queue.front import DecodeQueue
+from kvpipe.queue.letters import letters, replay
+from kvpipe.queue.worker import DEFAULT_SLOTS, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpipe.proxy import Instance, ProxyConfig
+    from kvpipe.queue.topology import Topology
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_REPLAY_TIMEOUT_S = 600.0
+# Workers answer a front end that asks who is there.
+_REPORTS_WITHIN_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Settings of a worker. Times are in seconds.
+
+    Attributes:
+        url: of the broker.
+        topology: its queues.
+        decode: D; without its control port D's metrics say what it is.
+        num_slots: requests at once.
+        token: shared secret for D's control port; None leaves the choice to the control client.
+        connect_timeout_s: limit for a connection to D.
+        silence_timeout_s: limit for a D without output.
+        drain_timeout_s: time for requests to end after SIGTERM or SIGINT; then others get them.
+    """
+
+    url: str
+    topology: Topology
+    decode: Instance
+    num_slots: int = DEFAULT_SLOTS
+    token: str | None = None
+    connect_timeout_s: float = 5.0
+    silence_timeout_s: float = 600.0
+    drain_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.num_slots < 1:
+            message = f"slots={self.num_slots}: must be at least 1"
+            raise ConfigError(message)
+
+
+def run_front(config: ProxyConfig, url: str, topology: Topology) -> None:
+    """Serves as `kvpipe.proxy.run`, with a broker between the proxy and the decode instances."""
+    proxy.run(config, DecodeQueue(url, topology, config.silence_timeout_s))
+
+
+def run_worker(config: WorkerConfig) -> None:
+    """Takes requests until SIGTERM or SIGINT, then ends those that it has, and returns.
+
+    Raises:
+        ConfigError: The broker refuses user, password or queues.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_work(config))
+
+
+async def _work(config: WorkerConfig) -> None:
+    from kvpipe.control import ControlClient  # noqa: PLC0415 - it loads the extension
+
+    stopped = asyncio.Event()
+    for number in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    control = ControlClient(token=config.token)
+    session = open_session(config.connect_timeout_s, config.silence_timeout_s)
+    try:
+        async with session:
+            worker = Worker(
+                config.url,
+                config.topology,
+                config.decode,
+                num_slots=config.num_slots,
+                upstream=Upstream(session, config.silence_timeout_s),
+                control=control,
+            )
+            logger.info("worker.started decode=%s slots=%s", config.decode.url, config.num_slots)
+            await worker.run(stopped, config.drain_timeout_s)
+    finally:
+        control.close()
+    logger.info("worker.stopped")
+
+
+def show(action: str, ids: Sequence[str], url: str, topology: Topology) -> int:
+    """Runs `kvpipe queue`: prints JSON lines, and returns the exit status."""
+    if ids and action != "replay":
+        message = f"kvpipe queue {action} {ids[0]}: takes no ids"
+        raise ConfigError(message)
+    if action == "list":
+        for letter in asyncio.run(letters(url, topology)):
+            _print(dataclasses.asdict(letter))
+        return 0
+    if action == "show":
+        _print(asyncio.run(_state(url, topology)))
+        return 0
+    is_good = asyncio.run(replay(url, topology, ids, _REPLAY_TIMEOUT_S, _show_answer))
+    return 0 if is_good else 1
+
+
+def _show_answer(id: str, status: int, body: str) -> None:  # noqa: A002 - as in the messages
+    _print({"id": id, "status": status, "answer": body})
+
+
+def _print(value: object) -> None:
+    sys.stdout.write(orjson.dumps(value).decode() + "\n")
+
+
+async def _state(url: str, topology: Topology) -> dict[str, Any]:
+    async with DecodeQueue(url, topology, _REPLAY_TIMEOUT_S) as queue:
+        await asyncio.sleep(_REPORTS_WITHIN_S)
+        return await queue.state()

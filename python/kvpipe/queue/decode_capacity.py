@@ -1,0 +1,107 @@
+"""Whether D has capacity for another request: what it reports of itself, and whether it is healthy."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from multidict import CIMultiDict
+
+from kvpipe.exceptions import KVPipeError
+from kvpipe.proxy.descriptions import described_in
+from kvpipe.proxy.upstream import InstanceError, failed
+
+if TYPE_CHECKING:
+    from kvpipe.proxy.control import Control
+    from kvpipe.proxy.instances import Instance
+    from kvpipe.proxy.upstream import Upstream
+
+# How often D is asked while it has requests, and while it is not healthy.
+_LOOK_EVERY_S = 1.0
+_TIMEOUT_S = 5.0
+# A busy machine may fail to connect once.
+_UNREACHABLE_AFTER = 2
+# Requests that wait for a place. Those that wait for KV, "deferred", need no other D. Older vLLMs count both as one.
+_WAITING_FOR_PLACE = re.compile(
+    r'^vllm:num_requests_waiting_by_reason\{(?:.*,)?reason="capacity"(?:,.*)?\} (\S+)$', re.MULTILINE
+)
+_WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{.*\})? (\S+)$", re.MULTILINE)
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeCapacity:
+    """Watches one D.
+
+    Args:
+        decode: D.
+        upstream: HTTP client of D.
+        control: client of control ports.
+
+    Attributes:
+        reason: why it takes no request; empty if it does.
+        description: its engine, by itself; empty while it is not known.
+    """
+
+    def __init__(self, decode: Instance, upstream: Upstream, control: Control) -> None:
+        self._decode = decode
+        self._upstream = upstream
+        self._control = control
+        self._wanted = asyncio.Event()
+        self._has_looked = False
+        self._num_unreached = 0
+        self.reason = "not asked yet"
+        self.description: dict[str, Any] = {}
+
+    def failed(self, reason: str) -> None:
+        """Note that D has failed a request: it takes none until it is seen to be healthy."""
+        self.reason = reason
+        self._wanted.set()
+
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether nothing listens at D any more. vLLM that was shut down may keep the connections of answers open."""
+        return self._num_unreached >= _UNREACHABLE_AFTER
+
+    def got_request(self) -> None:
+        """Have D looked at soon."""
+        self._wanted.set()
+
+    async def until_looked(self, *, is_busy: bool) -> None:
+        """Looks at D when it is time: often while it has requests or takes none, else once it has got one."""
+        if not self._has_looked:
+            self._has_looked = True
+        elif is_busy or self.reason:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        else:
+            await self._wanted.wait()
+        self._wanted.clear()
+        before, self.reason = self.reason, await self._look()
+        if before != self.reason:
+            logger.info("decode.capacity url=%s: %s", self._decode.url, self.reason or "takes requests")
+
+    async def _look(self) -> str:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                answer = await self._upstream.get("decode", self._decode, "/health", CIMultiDict())
+                if answer.status != HTTPStatus.OK:
+                    raise failed(answer)
+                metrics = await self._upstream.get("decode", self._decode, "/metrics", CIMultiDict())
+                text = metrics.body.decode(errors="replace")
+                self.description = await self._describe(text)
+        except (InstanceError, KVPipeError, OSError, TimeoutError) as error:
+            self.description = {}
+            is_unreached = isinstance(error, InstanceError) and error.failure == "unreached"
+            self._num_unreached = self._num_unreached + 1 if is_unreached else 0
+            return getattr(error, "reason", "") or str(error) or "no answer in time"
+        self._num_unreached = 0
+        num_waiting = sum(map(float, _WAITING_FOR_PLACE.findall(text) or _WAITING.findall(text)))
+        return f"{num_waiting:.0f} requests wait in it" if num_waiting else ""
+
+    async def _describe(self, metrics: str) -> dict[str, Any]:
+        if not self._decode.control:
+            return described_in(metrics)
+        return self.description or await self._control.describe(self._decode.control, _TIMEOUT_S)

@@ -1,0 +1,258 @@
+"""One delivery of a request at a worker: D answers it, and its answer goes to the front end piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Protocol
+
+import orjson
+from multidict import CIMultiDict
+
+from kvpipe import transfer_params
+from kvpipe.proxy.bodies import PARAMS
+from kvpipe.proxy.upstream import Answer, InstanceError, failed
+from kvpipe.queue.chunks import (
+    Events,
+    chunk_of,
+    event_of,
+    failure_in,
+    is_for_tokens,
+    tokens_of,
+    without_tokens,
+)
+from kvpipe.queue.messages import Control, Reply, ReplyKind, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from kvpipe.proxy.instances import Instance
+    from kvpipe.proxy.upstream import Upstream
+    from kvpipe.queue.messages import ControlKind
+
+# How often a front end is sent a reply that it has to answer. One that does not is without the broker, or has died.
+_ASK_EVERY_S = 2.0
+_NUM_REPEATS = 15
+
+
+class Replies(Protocol):
+    """Where replies go."""
+
+    queue: str
+
+    async def send(self, reply_to: str, reply: Reply) -> None:
+        """Sends a reply, when there is room for it."""
+
+    async def send_confirmed(self, reply_to: str, reply: Reply) -> None:
+        """Sends a reply, and returns once the broker has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a delivery has ended.
+
+    Attributes:
+        is_over: whether the request has ended; else another worker is to have it.
+        failure: D's failure, for which another one is to be asked.
+    """
+
+    is_over: bool
+    failure: InstanceError | None = None
+
+
+class Delivery:
+    """A request that this worker has.
+
+    Args:
+        request: the request.
+        is_redelivered: whether another worker may have begun with it.
+        decode: D.
+        upstream: HTTP client of D.
+        replies: where its answer goes.
+        is_read: whether a front end reads its queue.
+
+    Attributes:
+        id: chosen here; the front end tells the deliveries of a request apart by it.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        decode: Instance,
+        upstream: Upstream,
+        replies: Replies,
+        is_read: Callable[[str], Awaitable[bool]],
+        *,
+        is_redelivered: bool,
+    ) -> None:
+        self.id = secrets.token_hex(8)
+        self.request = request
+        self._is_redelivered = is_redelivered
+        self._is_read = is_read
+        self._decode = decode
+        self._upstream = upstream
+        self._replies = replies
+        self._number = 0
+        self._last: Reply | None = None
+        self._controls: asyncio.Queue[Control] = asyncio.Queue()
+
+    def receive(self, control: Control) -> None:
+        """Takes a message of the front end about the request."""
+        if control.delivery in ("", self.id):
+            self._controls.put_nowait(control)
+
+    async def run(self) -> Finished:
+        """Answers the request, until the front end has the answer or does not want it."""
+        tokens: tuple[int, ...] = ()
+        if self._is_redelivered:
+            control = await self._begin()
+            if control.kind != "continue":
+                return _finished(control)
+            tokens = control.tokens
+        answering = asyncio.create_task(self._answer(tokens))
+        interrupted = asyncio.create_task(self._end_control())
+        try:
+            await asyncio.wait({answering, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                return _finished(interrupted.result())
+            if (failure := answering.result()) is not None:
+                return Finished(is_over=False, failure=failure)
+            return _finished(await self._repeat_last_until(interrupted))
+        finally:
+            for task in (answering, interrupted):
+                task.cancel()
+            await asyncio.wait({answering, interrupted})
+
+    async def fail(self, failure: InstanceError) -> None:
+        """Reports to the front end that no D answers the request."""
+        reply = self._reply("failed", status=failure.status, reason=failure.reason)
+        # Before its front end sees it in the dead-letter queue.
+        await self._replies.send_confirmed(self.request.reply_to, reply)
+
+    async def _begin(self) -> Control:
+        """Asks what the client has. A front end may be without the broker, too."""
+        for _ in range(_NUM_REPEATS):
+            await self._send("begin")
+            if self._controls.empty() and not await self._is_read(self.request.reply_to):
+                return await self._return()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ASK_EVERY_S):
+                    return await self._controls.get()
+        return self._control("requeue")
+
+    async def _return(self) -> Control:
+        """Leaves the request to its front end, which publishes it again if it comes back.
+
+        One that has died does not. Here its request would be delivered again and again, and become a dead letter.
+        """
+        await self._replies.send_confirmed(self.request.reply_to, self._reply("returned"))
+        return self._control("drop")
+
+    def _control(self, kind: ControlKind) -> Control:
+        return Control(kind, self.request.id, self.id)
+
+    async def _end_control(self) -> Control:
+        """Returns what ends the delivery. A `begin` that was sent twice has two answers."""
+        while (control := await self._controls.get()).kind == "continue":
+            pass
+        return control
+
+    async def _repeat_last_until(self, interrupted: asyncio.Task[Control]) -> Control:
+        """Sends the last reply again, until the front end answers it, is away, or has not answered for long."""
+        for _ in range(_NUM_REPEATS):
+            await asyncio.wait({interrupted}, timeout=_ASK_EVERY_S)
+            if interrupted.done():
+                return interrupted.result()
+            if not await self._is_read(self.request.reply_to):
+                return await self._return()  # which is left out if the answer before it is complete
+            if self._last is not None:
+                await self._replies.send(self.request.reply_to, self._last)
+        return self._control("requeue")
+
+    async def _answer(self, tokens: tuple[int, ...]) -> InstanceError | None:
+        """Sends D's answer; returns why another D should be asked."""
+        body, hides_tokens = _body(self.request.body, tokens)
+        headers = CIMultiDict(self.request.headers)
+        try:
+            answer = await self._upstream.post("decode", self._decode, self.request.path, headers, body)
+            try:
+                if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                    raise failed(answer)
+                await self._send_answer(answer, hides_tokens=hides_tokens)
+            finally:
+                answer.close()
+        except InstanceError as error:
+            if error.failure != "timeout":
+                return error
+            await self._send("failed", status=HTTPStatus.GATEWAY_TIMEOUT, reason=error.reason)
+        return None
+
+    async def _send_answer(self, answer: Answer, *, hides_tokens: bool) -> None:
+        head: dict[str, Any] = {
+            "status": answer.status,
+            "headers": tuple(answer.headers.items()),
+            "decode_control": self._decode.control,
+        }
+        if answer.is_complete:
+            await self._send("head", answer.body, **head)
+            return
+        await self._send("head", is_stream=True, **head)
+        events = Events()
+        piece = answer.body
+        while piece:
+            found = [self._visible(event, hides_tokens=hides_tokens) for event in events.feed(piece)]
+            if not self._is_redelivered and found:  # else the front end leaves out events
+                found = [(b"".join(body for body, _ in found), tuple(token for _, ids in found for token in ids))]
+            for body, tokens in found:
+                await self._send("piece", body, tokens=tokens)
+            piece = await answer.piece()
+        if rest := events.end():
+            await self._send("piece", rest)
+        await self._send("end")
+
+    def _visible(self, event: bytes, *, hides_tokens: bool) -> tuple[bytes, tuple[int, ...]]:
+        """What the front end gets of an event: the bytes for the client, and the token ids.
+
+        Raises:
+            InstanceError: D breaks off with it.
+        """
+        chunk = chunk_of(event)
+        if chunk is None:
+            if failure := failure_in(event):
+                raise InstanceError("decode", self._decode, failure, "broken")
+            return event + b"\n\n", ()
+        tokens = tokens_of(chunk)
+        if not hides_tokens:
+            return event + b"\n\n", tokens
+        shown = without_tokens(chunk)
+        return b"" if is_for_tokens(shown) else event_of(shown), tokens
+
+    async def _send(self, kind: ReplyKind, body: bytes = b"", **fields: Any) -> None:
+        reply = self._reply(kind, body, **fields)
+        if kind in ("head", "piece"):
+            self._number += 1
+        self._last = reply
+        await self._replies.send(self.request.reply_to, reply)
+
+    def _reply(self, kind: ReplyKind, body: bytes = b"", **fields: Any) -> Reply:
+        return Reply(kind, self.request.id, self.id, self._replies.queue, self._number, body, **fields)
+
+
+def _finished(control: Control) -> Finished:
+    """What becomes of a message by the front end's answer."""
+    return Finished(is_over=control.kind != "requeue")
+
+
+def _body(raw: bytes, tokens: tuple[int, ...]) -> tuple[bytes, bool]:
+    """The body for D, and whether the client does not want the token ids that D is asked for."""
+    body = orjson.loads(raw)
+    # With `echo` vLLM leaves out the prompt where it returns token ids.
+    if body.get("stream") is not True or body.get("echo"):
+        return raw, False
+    hides_tokens = not body.get("return_token_ids")
+    if tokens:
+        body[PARAMS] = transfer_params.resume(secrets.token_hex(16), tokens)
+    return orjson.dumps(body | {"return_token_ids": True}), hides_tokens

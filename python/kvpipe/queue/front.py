@@ -1,0 +1,391 @@
+"""The front end's side: any worker with capacity answers a request, and its replies become one answer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Self
+
+import orjson
+from aio_pika import Message
+from aio_pika.exceptions import DeliveryError, PublishError
+from multidict import CIMultiDict
+
+from kvpipe.exceptions import ProtocolError
+from kvpipe.proxy.bodies import error_body
+from kvpipe.proxy.instances import QUEUE
+from kvpipe.proxy.tasks import OwnedTasks
+from kvpipe.proxy.upstream import Answer, InstanceError, failed
+from kvpipe.queue.acks import Acks
+from kvpipe.queue.broker import BROKER_ERRORS, Broker, called, num_consumers
+from kvpipe.queue.messages import Control, Reply, Request
+from kvpipe.queue.nodes import Nodes
+from kvpipe.queue.pending import TOO_LATE, Pending, queue_error
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Sequence
+
+    from aio_pika.abc import (
+        AbstractChannel,
+        AbstractConnection,
+        AbstractExchange,
+        AbstractIncomingMessage,
+        AbstractQueue,
+    )
+
+    from kvpipe.proxy.upstream import WhenBegun
+    from kvpipe.queue.topology import Topology
+
+# The broker confirms once a majority of its nodes has the message on disk; one that blocks publishers does not.
+# Two busy cores took 5.5 s for the first messages of new queues.
+_CONFIRM_TIMEOUT_S = 10.0
+_BLOCKED = "does not take requests: it confirms none in time"
+# RabbitMQ 4 takes messages of 16 MiB.
+_LONGEST_BODY_BYTES = 15 << 20
+# For what has been sent to workers when the front end ends.
+_CLOSE_TIMEOUT_S = 1.0
+_PRIORITY = "x-kvpipe-priority"
+_DESCRIPTION = ("forces_first_tokens", "reasoning_parser")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """What a front end has open on one connection."""
+
+    connection: AbstractConnection
+    requests: AbstractChannel
+    controls: AbstractChannel
+    to_workers: AbstractExchange
+    replies: AbstractQueue
+    consumer: str
+
+    @property
+    def channels(self) -> tuple[AbstractChannel, ...]:
+        """All of them."""
+        return self.requests, self.controls
+
+    def lost(self) -> None:
+        """Requests are the broker's, and their replies come to the same queue after it has come back."""
+
+    async def publish(self, message: Message, queue: str, timeout_s: float) -> None:
+        """Publishes a request; returns once the broker has it on disk."""
+        await called(self.requests.default_exchange.publish(message, queue, mandatory=True), timeout_s)
+
+    async def send(self, control: Control, worker: str) -> None:
+        """Sends to a worker, if it is there."""
+        await called(self.controls.default_exchange.publish(control.message(), worker, mandatory=False))
+
+    async def send_to_all(self, message: Message) -> None:
+        """Sends to all workers."""
+        await called(self.to_workers.publish(message, "", mandatory=False))
+
+
+class _QueuedStream:
+    """A stream whose pieces come through the broker."""
+
+    def __init__(self, front: DecodeQueue, id: str, pending: Pending) -> None:  # noqa: A002 - as in the messages
+        self._front = front
+        self._id = id
+        self._pending = pending
+
+    async def piece(self) -> bytes:
+        """Returns the next bytes; none at the end.
+
+        Raises:
+            InstanceError: The request has failed, or its answer is no stream.
+        """
+        while (part := await self._pending.next()).kind != "end":
+            if part.kind == "head" and not part.is_stream:
+                raise failed(Answer("decode", QUEUE, part.status, CIMultiDict(part.headers), part.body))
+            if part.body:
+                return part.body
+        return b""
+
+    def close(self) -> None:
+        """Has the worker abort the request, unless it has ended."""
+        self._front.forget(self._id)
+
+
+class DecodeQueue:
+    """The decode instances behind a broker, as the proxy asks one instance.
+
+    Args:
+        url: of the broker.
+        topology: its queues.
+        silence_timeout_s: limit for the first part of an answer, the wait in the queue included, and between parts.
+    """
+
+    def __init__(self, url: str, topology: Topology, silence_timeout_s: float) -> None:
+        self._topology = topology
+        self._silence_timeout_s = silence_timeout_s
+        name = secrets.token_hex(8)
+        self._replies = topology.replies(name)
+        self._name = name
+        self._broker = Broker(url, f"kvpipe front {name}", self._open)
+        self._pending: dict[str, Pending] = {}
+        self._nodes = Nodes()
+        self._tasks = OwnedTasks()
+        self._is_blocked = False
+
+    async def __aenter__(self) -> Self:
+        """Connects.
+
+        Raises:
+            ConfigError: The broker refuses user, password or queues.
+        """
+        await self._broker.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._tasks.close(_CLOSE_TIMEOUT_S)
+        link = self._broker.link
+        if link is not None:
+            try:
+                await called(link.replies.cancel(link.consumer))
+                await called(link.replies.delete(if_unused=False, if_empty=False))
+            except BROKER_ERRORS as failure:
+                logger.info("queue.kept name=%s it ends by itself: %s", self._replies, failure)
+        await self._broker.__aexit__(*error)
+
+    def check(self) -> None:
+        """Refuses requests while there is no broker.
+
+        Raises:
+            InstanceError: There is none, and why.
+        """
+        if self._broker.link is None:
+            raise queue_error(f"broker {self._broker.address}: {self._broker.reason}", "unavailable")
+        if self._is_blocked:
+            raise queue_error(f"broker {self._broker.address} {_BLOCKED}", "unavailable")
+
+    def describe(self) -> dict[str, Any] | None:
+        """What all decode instances have in common, as one description; `None` while none is known."""
+        return self._nodes.common(_DESCRIPTION, time.monotonic())
+
+    async def post(
+        self,
+        path: str,
+        headers: CIMultiDict[str],
+        body: bytes,
+        *,
+        awaits_first_byte: bool,
+        when_begun: WhenBegun | None = None,
+    ) -> Answer:
+        """Has a decode instance answer. The header `x-kvpipe-priority: high` has it asked before others.
+
+        Raises:
+            InstanceError: The broker does not take the request, or no instance answers it.
+        """
+        self.check()
+        if len(body) > _LONGEST_BODY_BYTES:
+            text = f"{len(body)} bytes: a broker takes at most {_LONGEST_BODY_BYTES}"
+            error = error_body(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
+            json = CIMultiDict({"Content-Type": "application/json"})
+            return Answer("decode", QUEUE, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, json, error)
+        request = Request(secrets.token_hex(16), self._replies, path, list(headers.items()), body)
+        pending = self._pending[request.id] = Pending(request, self._silence_timeout_s, when_begun)
+        try:
+            await self._publish(request)
+            return await self._answer(request.id, pending) if awaits_first_byte else self._begun(request.id, pending)
+        except BaseException:
+            self.forget(request.id)
+            raise
+
+    def health(self) -> str:
+        """`ok`, or why no decode instance answers."""
+        if self._broker.link is None:
+            return self._broker.reason
+        reasons = [report["reason"] for report in self._nodes.all(time.monotonic())]
+        return "ok" if "" in reasons else next(iter(reasons), "no worker takes requests")
+
+    async def state(self) -> dict[str, Any]:
+        """The queues and the workers, for people.
+
+        Raises:
+            InstanceError: There is no broker.
+        """
+        self.check()
+        now_s = time.monotonic()
+        link, names = self._broker.link, self._topology.shared_queues
+        try:
+            depths = {} if link is None else await called(_depths(link.connection, names))
+        except BROKER_ERRORS as error:
+            reason = str(error) or type(error).__name__
+            raise queue_error(f"broker {self._broker.address}: {reason}", "unavailable") from error
+        return {"broker": self._broker.address, "queues": depths, "workers": self._nodes.all(now_s)}
+
+    def forget(self, id: str) -> None:  # noqa: A002 - as in the messages
+        """Waits for a request no longer; whoever has it aborts it."""
+        pending = self._pending.pop(id, None)
+        if pending is not None:
+            self._send(Control("cancel", id), pending.assembly.worker)
+
+    async def _publish(self, request: Request, timeout_s: float = _CONFIRM_TIMEOUT_S) -> None:
+        is_urgent = CIMultiDict(request.headers).get(_PRIORITY, "").lower() == "high"
+        queue = self._topology.urgent_requests if is_urgent else self._topology.requests
+        link = self._broker.link
+        if link is None:
+            self.check()
+            return
+        try:
+            await link.publish(request.message(self._silence_timeout_s), queue, timeout_s)
+        except TimeoutError as error:
+            self._blocked(link)
+            raise queue_error(f"broker {self._broker.address} {_BLOCKED}", "unavailable") from error
+        except (DeliveryError, PublishError) as error:
+            raise queue_error(f"broker {self._broker.address} refuses the request: {error}", "unavailable") from error
+        except BROKER_ERRORS as error:
+            reason = str(error) or type(error).__name__
+            raise queue_error(f"broker {self._broker.address}: {reason}", "unavailable") from error
+
+    def _begun(self, id: str, pending: Pending) -> Answer:  # noqa: A002
+        """A stream that no worker has begun: the request may wait for one."""
+        headers = CIMultiDict({"Content-Type": "text/event-stream; charset=utf-8"})
+        stream = _QueuedStream(self, id, pending)
+        return Answer("decode", QUEUE, HTTPStatus.OK, headers, b"", stream, is_complete=False)
+
+    async def _answer(self, id: str, pending: Pending) -> Answer:  # noqa: A002
+        head = await pending.next()
+        headers = CIMultiDict(head.headers)
+        if not head.is_stream:
+            self._pending.pop(id, None)
+            return Answer("decode", QUEUE, head.status, headers, head.body)
+        stream = _QueuedStream(self, id, pending)
+        answer = Answer("decode", QUEUE, head.status, headers, b"", stream, is_complete=False)
+        answer.body = await answer.begin()
+        return answer
+
+    async def _open(self, connection: AbstractConnection) -> _Link:
+        channel = await connection.channel(publisher_confirms=False)
+        await self._topology.declare(channel)
+        # Replies have ended with a queue from which nobody consumed for too long.
+        has_lost_replies = self._pending and await num_consumers(connection, self._replies) is None
+        queue = await self._topology.declare_replies(channel, self._name)
+        link = _Link(
+            connection,
+            await connection.channel(on_return_raises=True),
+            channel,
+            await channel.get_exchange(self._topology.to_workers, ensure=False),
+            queue,
+            await queue.consume(partial(self._receive, Acks(self._tasks))),
+        )
+        await link.send_to_all(Message(b"", type="report"))
+        for pending in self._pending.values() if has_lost_replies else ():
+            self._tasks.spawn(self._publish_again(pending.request))
+        return link
+
+    async def _receive(self, acks: Acks, message: AbstractIncomingMessage) -> None:
+        acks.add(message)
+        try:
+            if message.type == "node":
+                self._nodes.add(orjson.loads(message.body), time.monotonic())
+            elif message.type == "request":
+                self._is_dead(message)
+            elif message.type == "probe":
+                pass
+            else:
+                for reply in Reply.all_of(message):
+                    self._receive_reply(reply)
+        except (ProtocolError, ValueError) as error:
+            logger.warning("queue.message dropped: %s", error)
+
+    def _receive_reply(self, reply: Reply) -> None:
+        pending = self._pending.get(reply.id)
+        if pending is None:
+            self._send(Control("drop", reply.id, reply.delivery), reply.worker)
+            return
+        if reply.kind == "returned":
+            self._return(pending, reply)
+            return
+        if reply.kind == "begin" and reply.delivery in pending.returned_by:
+            return  # it came twice, and the delivery has ended
+        outcome = pending.assembly.receive(reply)
+        if outcome.control is not None:
+            self._send(outcome.control, reply.worker)
+        if outcome.decode_control:
+            pending.begun(outcome.decode_control)
+        if outcome.part is None:
+            return
+        if outcome.part.is_last:
+            self._pending.pop(reply.id, None)
+        pending.put(outcome.part)
+
+    def _return(self, pending: Pending, reply: Reply) -> None:
+        """A worker has left the request to this front end. Its message may come twice."""
+        if reply.delivery not in pending.returned_by:
+            pending.returned_by.add(reply.delivery)
+            self._tasks.spawn(self._publish_again(pending.request))
+
+    async def _publish_again(self, request: Request) -> None:
+        """Publishes a request again, with the next connection where one is lost meanwhile."""
+        while True:
+            link = await self._broker.until_open()
+            if request.id not in self._pending:
+                return
+            try:
+                again = dataclasses.replace(request, is_again=True)
+                await self._publish(again, self._silence_timeout_s)
+            except InstanceError as error:
+                if link.requests.is_closed or self._broker.link is not link:
+                    continue
+                if pending := self._pending.pop(request.id, None):
+                    pending.put(error)
+            return
+
+    def _is_dead(self, message: AbstractIncomingMessage) -> None:
+        """The dead-letter queue has a request now."""
+        pending = self._pending.pop(str(message.correlation_id), None)
+        if pending is not None:
+            deaths: Any = message.headers.get("x-death") or [{}]
+            reason = deaths[0].get("reason", "unknown")
+            if reason == "expired":
+                pending.put(queue_error(TOO_LATE, "timeout"))
+            else:
+                pending.put(queue_error(f"the request went to the dead-letter queue: {reason}", "given_up"))
+
+    def _send(self, control: Control, worker: str) -> None:
+        """Sends to a worker, or to all as long as nobody knows which one has the request."""
+        link = self._broker.link
+        if link is not None:  # else the worker repeats what has to be answered
+            self._tasks.spawn(self._sent(link.send(control, worker) if worker else link.send_to_all(control.message())))
+
+    def _blocked(self, link: _Link) -> None:
+        """Refuses requests until the broker confirms a message again."""
+        if not self._is_blocked:
+            self._is_blocked = True
+            self._tasks.spawn(self._until_confirmed(link))
+
+    async def _until_confirmed(self, link: _Link) -> None:
+        try:
+            while self._broker.link is link:
+                with contextlib.suppress(TimeoutError):
+                    await link.publish(Message(b"", type="probe"), self._replies, _CONFIRM_TIMEOUT_S)
+                    return
+        except BROKER_ERRORS as error:
+            logger.debug("queue.probe lost: %s", error)
+        finally:
+            self._is_blocked = False
+
+    async def _sent(self, sending: Awaitable[None]) -> None:
+        try:
+            await sending
+        except BROKER_ERRORS as error:
+            logger.debug("queue.control lost: %s", error)
+
+
+async def _depths(connection: AbstractConnection, names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Messages and consumers of queues, on a channel of its own: the broker closes it where one is missing."""
+    async with connection.channel() as channel:
+        counts = {name: (await channel.declare_queue(name, passive=True)).declaration_result for name in names}
+    return {
+        name: {"messages": count.message_count or 0, "consumers": count.consumer_count or 0}
+        for name, count in counts.items()
+    }

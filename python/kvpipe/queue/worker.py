@@ -1,0 +1,338 @@
+"""A worker beside a decode instance: consumes requests as long as D has capacity, and answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aio_pika import DeliveryMode, Message
+from aio_pika.exceptions import MessageProcessError
+
+from kvpipe.exceptions import ProtocolError
+from kvpipe.proxy.tasks import OwnedTasks
+from kvpipe.queue.broker import BROKER_ERRORS, Broker, called, num_consumers
+from kvpipe.queue.decode_capacity import DecodeCapacity
+from kvpipe.queue.delivery import Delivery
+from kvpipe.queue.messages import Control, Request
+from kvpipe.queue.nodes import REPORT_EVERY_S
+from kvpipe.queue.outbox import Outbox
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from aio_pika.abc import (
+        AbstractChannel,
+        AbstractConnection,
+        AbstractExchange,
+        AbstractIncomingMessage,
+        AbstractQueue,
+    )
+
+    from kvpipe.proxy.control import Control as ControlClient
+    from kvpipe.proxy.instances import Instance
+    from kvpipe.proxy.upstream import InstanceError, Upstream
+    from kvpipe.queue.topology import Topology
+
+# Requests at once; while some wait in D no more are taken.
+DEFAULT_SLOTS = 16
+# Requests of high priority need no free slot; so many of them are taken beyond the slots.
+_URGENT_SHARE = 4
+_COUNT = "x-delivery-count"
+_LONGEST_REASON = 500
+_MAX_CANCELLED = 10_000
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Link:
+    """What a worker has open on one connection, and the deliveries that it has on it."""
+
+    requests: AbstractChannel
+    replies: AbstractChannel
+    outbox: Outbox
+    is_read: Callable[[str], Awaitable[bool]]
+    of_workers: AbstractExchange
+    sources: tuple[AbstractQueue, ...] = ()
+    deliveries: dict[str, tuple[Delivery, asyncio.Task[Any]]] = field(default_factory=dict)
+    consumers: dict[str, AbstractQueue] = field(default_factory=dict)
+    is_lost: bool = False
+
+    @property
+    def channels(self) -> tuple[AbstractChannel, ...]:
+        """All of them."""
+        return self.requests, self.replies
+
+    def lost(self) -> None:
+        """The broker gives all of them to other workers."""
+        self.is_lost = True
+        self.outbox.close()
+        for _, task in self.deliveries.values():
+            task.cancel()
+
+    def receive(self, control: Control) -> None:
+        """Gives a control to the deliveries of its request."""
+        for delivery, _ in list(self.deliveries.values()):
+            if delivery.request.id == control.id:
+                delivery.receive(control)
+
+
+class Worker:
+    """Answers requests of the queue with one D.
+
+    Args:
+        url: of the broker.
+        topology: its queues.
+        decode: D.
+        num_slots: requests at once.
+        upstream: HTTP client of D.
+        control: client of control ports.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        topology: Topology,
+        decode: Instance,
+        *,
+        num_slots: int,
+        upstream: Upstream,
+        control: ControlClient,
+    ) -> None:
+        self._topology = topology
+        self._decode = decode
+        self._num_slots = num_slots
+        self._upstream = upstream
+        self._name = secrets.token_hex(8)
+        self._broker = Broker(url, f"kvpipe worker {decode.url}", self._open)
+        self._capacity = DecodeCapacity(decode, upstream, control)
+        self._tasks = OwnedTasks()
+        self._is_draining = False
+        self._changing = asyncio.Lock()
+        # Requests whose clients have left, which may still be in the queue.
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
+
+    async def run(self, until: asyncio.Event, drain_timeout_s: float) -> None:
+        """Takes requests until an event, then ends those that it has; others get what is left after the timeout.
+
+        Raises:
+            ConfigError: The broker refuses user, password or queues.
+        """
+        async with self._broker:
+            watching = asyncio.create_task(self._watch())
+            reporting = asyncio.create_task(self._report_often())
+            try:
+                await until.wait()
+                self._is_draining = True
+                await self._update_consumers()
+                with contextlib.suppress(*BROKER_ERRORS):
+                    await self._report()
+                await self._drain(drain_timeout_s)
+            finally:
+                for task in (watching, reporting):
+                    task.cancel()
+                await asyncio.wait({watching, reporting})
+                with contextlib.suppress(*BROKER_ERRORS):
+                    await self._report(is_here=False)
+        await self._tasks.close(0.0)
+
+    async def _drain(self, timeout_s: float) -> None:
+        link = self._broker.link
+        running = {task for _, task in link.deliveries.values()} if link is not None else set()
+        logger.info("worker.draining requests=%d timeout_s=%s", len(running), timeout_s)
+        if running:
+            await asyncio.wait(running, timeout=timeout_s)
+
+    async def _open(self, connection: AbstractConnection) -> _Link:
+        requests = await connection.channel(publisher_confirms=True, on_return_raises=True)
+        replies = await connection.channel(publisher_confirms=True, on_return_raises=True)
+        await self._topology.declare(replies)
+        controls = await self._topology.declare_controls(replies, self._name)
+        of_workers = await replies.get_exchange(self._topology.of_workers, ensure=False)
+        # Nobody waits for a reply that comes back: the front end's queue has ended.
+        outbox = Outbox(controls.name, replies, lambda it: link.receive(Control("drop", it.id, it.delivery)))
+        link = _Link(requests, replies, outbox, partial(_is_read, connection), of_workers)
+        await controls.consume(partial(self._receive_control, link), no_ack=True)
+        link.sources = (
+            await requests.get_queue(self._topology.urgent_requests, ensure=False),
+            await requests.get_queue(self._topology.requests, ensure=False),
+        )
+        self._tasks.spawn(self._begin(link))
+        return link
+
+    async def _begin(self, link: _Link) -> None:
+        await self._update_consumers(link)
+        with contextlib.suppress(*BROKER_ERRORS):
+            await self._report(link)
+
+    async def _watch(self) -> None:
+        """Looks at D, and consumes requests or not."""
+        while True:
+            await self._capacity.until_looked(is_busy=self._num_running() > 0)
+            await self._update_consumers()
+            if self._capacity.is_unreachable:
+                self._give_back()
+            with contextlib.suppress(*BROKER_ERRORS):
+                await self._report()
+
+    def _give_back(self) -> None:
+        """Has other workers go on with all requests."""
+        link = self._broker.link
+        for delivery, _ in [] if link is None else list(link.deliveries.values()):
+            delivery.receive(Control("requeue", delivery.request.id))
+
+    async def _update_consumers(self, link: _Link | None = None) -> None:
+        """Consumes if D has capacity, and else consumes no more."""
+        link = link or self._broker.link
+        if link is None or link.is_lost:
+            return
+        async with self._changing:
+            try:
+                await called(self._change_consumers(link))
+            except BROKER_ERRORS as error:
+                reason = str(error) or "no answer in time"
+                logger.warning("worker.refused reason=%r", reason)
+                self._capacity.failed(f"broker: {reason}")  # which is looked at again soon
+
+    async def _change_consumers(self, link: _Link) -> None:
+        is_wanted = not self._capacity.reason and not self._is_draining
+        if is_wanted and not link.consumers:
+            for source, num in zip(link.sources, self._prefetches(), strict=True):
+                await link.requests.set_qos(prefetch_count=num)
+                link.consumers[await source.consume(partial(self._receive, link))] = source
+        while link.consumers and not is_wanted:
+            tag, source = link.consumers.popitem()
+            await source.cancel(tag)
+
+    def _prefetches(self) -> tuple[int, int]:
+        return max(1, self._num_slots // _URGENT_SHARE), self._num_slots
+
+    async def _receive(self, link: _Link, message: AbstractIncomingMessage) -> None:
+        if link.is_lost:
+            return
+        if message.correlation_id in self._cancelled:
+            await message.ack()
+            return
+        self._capacity.got_request()
+        try:
+            request = Request.of(message, self._topology.replies(""))
+        except ProtocolError as error:
+            logger.warning("queue.message dropped: %s", error)
+            await self._give_up(link, message, str(error))
+            return
+        count = _delivery_count(message)
+        delivery = Delivery(
+            request,
+            self._decode,
+            self._upstream,
+            link.outbox,
+            link.is_read,
+            is_redelivered=bool(message.redelivered or count or request.is_again),
+        )
+        task = self._tasks.spawn(self._answer(link, message, delivery))
+        link.deliveries[delivery.id] = delivery, task
+        task.add_done_callback(lambda _: link.deliveries.pop(delivery.id, None))
+
+    async def _answer(self, link: _Link, message: AbstractIncomingMessage, delivery: Delivery) -> None:
+        try:
+            finished = await delivery.run()
+            if finished.failure is not None:
+                await self._failed(finished.failure)
+                if _delivery_count(message) >= self._topology.delivery_limit:
+                    await delivery.fail(finished.failure)
+                    await self._give_up(link, message, finished.failure.reason)
+                    return
+            if finished.is_over:
+                await message.ack()
+            else:
+                # Unlike `nack`, it counts in every version of RabbitMQ.
+                await message.reject(requeue=True)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the message is not kept
+            reason = str(error) or type(error).__name__
+            logger.warning("worker.request id=%s is given to another worker: %s", delivery.request.id, reason)
+            with contextlib.suppress(*BROKER_ERRORS, MessageProcessError):
+                await message.reject(requeue=True)
+
+    async def _failed(self, failure: InstanceError) -> None:
+        """Consumes no more, so that another worker gets what has failed here."""
+        logger.warning("decode.failed url=%s: %s", self._decode.url, failure.reason)
+        self._capacity.failed(failure.reason)
+        await self._update_consumers()
+
+    async def _give_up(self, link: _Link, message: AbstractIncomingMessage, reason: str) -> None:
+        """Moves a message to the dead-letter queue, with the reason."""
+        copy = Message(
+            message.body,
+            type=message.type,
+            correlation_id=message.correlation_id,
+            reply_to=message.reply_to,
+            headers={**message.headers, "reason": reason[:_LONGEST_REASON]},
+            content_type=message.content_type,
+            delivery_mode=DeliveryMode.PERSISTENT,
+        )
+        await called(link.requests.default_exchange.publish(copy, self._topology.dead, mandatory=True))
+        await message.ack()
+
+    async def _receive_control(self, link: _Link, message: AbstractIncomingMessage) -> None:
+        if message.type == "report":
+            with contextlib.suppress(*BROKER_ERRORS):
+                await self._report(link)
+            return
+        try:
+            control = Control.of(message)
+        except ProtocolError as error:
+            logger.warning("queue.message dropped: %s", error)
+            return
+        if control.kind == "cancel":
+            self._cancelled[control.id] = None
+            if len(self._cancelled) > _MAX_CANCELLED:
+                self._cancelled.popitem(last=False)
+        link.receive(control)
+
+    def _num_running(self) -> int:
+        link = self._broker.link
+        return 0 if link is None else len(link.deliveries)
+
+    async def _report_often(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            with contextlib.suppress(*BROKER_ERRORS):
+                await self._report()
+
+    async def _report(self, link: _Link | None = None, *, is_here: bool = True) -> None:
+        """Reports to all front ends what this worker is and does."""
+        link = link or self._broker.link
+        if link is None:
+            return
+        described = self._capacity.description
+        report = {
+            "worker": link.outbox.queue,
+            "is_here": is_here,
+            "decode": self._decode.url,
+            "slots": self._prefetches()[1],
+            "running": len(link.deliveries),
+            "reason": "draining" if self._is_draining else self._capacity.reason,
+            "forces_first_tokens": described.get("forces_first_tokens") is True,
+            "reasoning_parser": described.get("reasoning_parser") or "",
+        }
+        await called(link.of_workers.publish(Message(orjson.dumps(report), type="node"), "", mandatory=False))
+
+
+async def _is_read(connection: AbstractConnection, replies: str) -> bool:
+    """Whether a front end reads its replies, also where the broker does not answer."""
+    try:
+        return bool(await called(num_consumers(connection, replies)))
+    except BROKER_ERRORS:
+        return True
+
+
+def _delivery_count(message: AbstractIncomingMessage) -> int:
+    count: Any = message.headers.get(_COUNT, 0)
+    return count if isinstance(count, int) else 0

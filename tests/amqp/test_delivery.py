@@ -1,0 +1,150 @@
+"""A delivery and its front end, in any order of what they send each other. The front end is a stand-in in memory."""
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.upstream import Upstream, open_session
+from kvpipe.queue.delivery import Delivery
+from kvpipe.queue.messages import Control, Request
+from tests.amqp.harness import COMPLETIONS, SILENCE_S, Decode, body, forced_by, run, text_of, written
+
+
+class Front:
+    """Keeps what it gets, and answers as a test says.
+
+    Attributes:
+        is_reading: whether it reads its replies.
+    """
+
+    queue = "the worker's"
+
+    def __init__(self):
+        self.replies = []
+        self.is_reading = True
+        self._changed = asyncio.Event()
+
+    async def send(self, reply_to, reply):
+        self.replies.append(reply)
+        self._changed.set()
+
+    send_confirmed = send
+
+    async def is_read(self, replies):
+        return self.is_reading
+
+    async def until(self, kind, num=1):
+        """Returns once it has got so many replies of a kind."""
+        while [reply.kind for reply in self.replies].count(kind) < num:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+@asynccontextmanager
+async def delivered(*, is_redelivered=False, is_read=True):
+    """A delivery that runs, with D and the front end."""
+    async with AsyncExitStack() as stack:
+        decode = await stack.enter_async_context(Decode(1))
+        session = await stack.enter_async_context(open_session(5.0, SILENCE_S))
+        front = Front()
+        front.is_reading = is_read
+        request = Request("request", "the front end's", COMPLETIONS, [], body())
+        upstream = Upstream(session, SILENCE_S)
+        instance = Instance(decode.url)
+        delivery = Delivery(request, instance, upstream, front, front.is_read, is_redelivered=is_redelivered)
+        running = asyncio.create_task(delivery.run())
+        stack.callback(running.cancel)
+        yield decode, front, delivery, running
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("kvpipe.queue.delivery._ASK_EVERY_S", 0.05)
+
+
+def test_an_answer_of_the_front_end_that_comes_twice_ends_nothing():
+    async def scene():
+        async with delivered(is_redelivered=True) as (decode, front, delivery, running):
+            decode.pause_after = 3
+            await front.until("begin", 2)
+            for _ in range(2):
+                delivery.receive(Control("continue", "request", delivery.id, (7, 8)))
+            await decode.has_paused.wait()
+            assert not running.done()
+            decode.go_on.set()
+            await front.until("end")
+            delivery.receive(Control("done", "request", delivery.id))
+            assert (await running).is_over
+            assert forced_by(decode.bodies[0]) == (7, 8)
+            answer = b"".join(reply.body for reply in front.replies if reply.kind == "piece")
+            assert text_of(answer).endswith(written(decode.tokens((7, 8))[1:]))
+
+    run(scene)
+
+
+def test_the_end_is_sent_until_the_front_end_has_it():
+    async def scene():
+        async with delivered() as (_, front, delivery, running):
+            await front.until("end", 3)
+            delivery.receive(Control("done", "request", delivery.id))
+            assert (await running).is_over
+
+    run(scene)
+
+
+def test_a_request_whose_front_end_does_not_answer_is_given_back(monkeypatch):
+    monkeypatch.setattr("kvpipe.queue.delivery._NUM_REPEATS", 3)
+
+    async def scene():
+        for is_redelivered in (False, True):
+            async with delivered(is_redelivered=is_redelivered) as (_, _, _, running):
+                assert not (await running).is_over
+
+    run(scene)
+
+
+@pytest.mark.parametrize(("kind", "is_over"), [("cancel", True), ("drop", True), ("requeue", False)])
+def test_the_front_end_may_end_a_delivery_at_any_time(kind, is_over):
+    async def scene():
+        async with delivered() as (decode, _, delivery, running):
+            decode.pause_after = 2
+            await decode.has_paused.wait()
+            delivery.receive(Control(kind, "request"))
+            assert (await running).is_over == is_over
+            await decode.until(lambda: decode.num_aborted == 1)
+
+    run(scene)
+
+
+def test_what_is_meant_for_another_delivery_ends_nothing():
+    async def scene():
+        async with delivered() as (decode, front, delivery, running):
+            decode.pause_after = 1
+            await decode.has_paused.wait()
+            delivery.receive(Control("drop", "request", "another"))
+            decode.go_on.set()
+            await front.until("end")
+            assert not running.done()
+
+    run(scene)
+
+
+def test_after_an_answer_that_nobody_reads_the_request_is_left_to_its_front_end():
+    async def scene():
+        async with delivered(is_read=False) as (_, front, _, running):
+            assert (await running).is_over
+            assert [reply.kind for reply in front.replies][-2:] == ["end", "returned"]
+
+    run(scene)
+
+
+def test_a_request_whose_front_end_is_away_is_left_to_it_and_asked_of_no_second_instance():
+    async def scene():
+        async with delivered(is_redelivered=True, is_read=False) as (decode, front, _, running):
+            assert (await running).is_over
+            assert [reply.kind for reply in front.replies] == ["begin", "returned"]
+            assert decode.bodies == []
+
+    run(scene)
