@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from kvpipe import ConfigError, TransportUnavailableError, _kvpipe
-from kvpipe.bench import benchmarks, bounds, command, machine, measure, perftest, report, subjects
+from kvpipe.bench import benchmarks, bounds, command, machine, measure, perftest, plot, report, subjects
 from kvpipe.bench.measure import Case, Summary
 from kvpipe.bench.processes import Process, SubjectError
 from kvpipe.bench.programs import blocks, checksum_tensors, lookup_inserts, lookup_wakes, request, side, tensors
 from kvpipe.bench.progress import Progress
-from kvpipe.bench.results import Entry, rows_of
+from kvpipe.bench.results import Entry, Row, rows_of
 from kvpipe.bench.run import Run
 from kvpipe.bench.runner import Group, Program, Sample, Subject
 
@@ -312,6 +312,24 @@ def test_every_subject_has_a_name_of_its_own_on_its_data_path():
     assert {"NIXL READ", "NIXL WRITE", "ucxx", "Mooncake READ", "gloo", "ZeroMQ tcp", "memcpy"} <= {
         n for n, *_ in names
     }
+
+
+@pytest.mark.parametrize("name", benchmarks.BENCHMARKS)
+def test_each_baseline_is_a_subject(name, monkeypatch):
+    monkeypatch.setattr(subjects, "require_gpu", lambda _: None)
+    benchmark = benchmarks.BENCHMARKS[name]
+    found = benchmarks.subjects_of(benchmark, subjects.DATA_PATHS, command.parse([name]))
+    assert set(benchmark.baselines) <= {one.name for one in found}
+
+
+@pytest.mark.parametrize("kind", measure.UNITS)
+def test_a_plot_and_the_page_have_each_kind_with_its_unit(kind):
+    pytest.importorskip("matplotlib")
+    axis = plot.matplotlib()[1].Figure().subplots()
+    row = Row(Case(kind, 64), "kvpipe", "", "", Summary(1, 1, 1, 1), None, None, None)
+    plot._draw(axis, kind, [row], {"kvpipe": ("black", "o")})
+    assert axis.get_ylabel().rpartition(", ")[2] == measure.UNITS[kind]
+    assert f"`{kind}`" in (Path(__file__).parents[1] / "bench/README.md").read_text()
 
 
 @pytest.mark.ucx

@@ -142,6 +142,11 @@ def test_ttft_counts_from_when_a_request_was_due_and_not_from_when_it_was_sent()
     assert found["lag_max_ms"] == pytest.approx(1500)
 
 
+def test_the_time_of_an_answer_counts_from_when_it_was_due_and_only_of_those_that_are_complete() -> None:
+    found = metrics.figures([outcome(3.0, 4.5, at_s=1.0, sent_s=2.5), outcome(9.0, error="cut")], 1.0, None, {})
+    assert found["e2e_p50_ms"] == found["e2e_max_ms"] == pytest.approx(3500)
+
+
 def test_gaps_are_counted_all_and_first_and_later_ones_apart() -> None:
     found = metrics.figures([outcome(1.0, 1.5, 1.6, 1.7), outcome(1.0, 1.9)], 1.0, None, {})
     assert found["second_max_ms"] == pytest.approx(900)

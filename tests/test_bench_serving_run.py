@@ -44,7 +44,11 @@ class Started:
 
     def start(self, name: str, url: str, command: list[str], env: dict[str, str], log: Path) -> Any:
         self.commands[name], self.env[name] = command, env
-        return argparse.Namespace(name=name, url=url, until_healthy=lambda: None)
+        return argparse.Namespace(name=name, url=url, until_healthy=lambda: None, cpu_s=lambda: 1.0)
+
+    def start_broker(self, folder: Path) -> Any:
+        assert list(folder.iterdir()) == []
+        return argparse.Namespace(url="amqp://guest:guest@127.0.0.1:1/", pid=os.getpid())
 
     def option(self, name: str, option: str) -> str:
         return self.commands[name][self.commands[name].index(option) + 1]
@@ -102,6 +106,56 @@ def test_kvpipe_late_has_the_same_instances_and_a_proxy_without_early_tokens() -
         ["undivided-512"],
         ["nixl"],
     ]
+
+
+@pytest.mark.usefixtures("two_cpus")
+def test_kvpipe_queue_has_the_same_instances_and_a_worker_and_a_proxy_at_one_broker(tmp_path: Path) -> None:
+    (tmp_path / "broker").mkdir()
+    (tmp_path / "broker" / "of an earlier run").touch()
+    pool, group = started(["kvpipe", "kvpipe-queue"], replace(SETTING, work=tmp_path))
+    assert len(group.instances["prefill"]) == len(group.instances["decode"]) == 1
+    assert pool.option("proxy kvpipe-queue", "--dispatch") == "amqp"
+    assert "--decode" not in pool.commands["proxy kvpipe-queue"]
+    assert pool.option("worker 0", "--decode") == pool.option("proxy kvpipe", "--decode")
+    urls = {pool.env[name]["KVPIPE_AMQP"] for name in ("proxy kvpipe-queue", "worker 0")}
+    assert urls == {"amqp://guest:guest@127.0.0.1:1/"}
+
+
+@pytest.mark.usefixtures("two_cpus")
+def test_what_a_broker_connects_is_not_stopped_while_others_are_measured(tmp_path: Path) -> None:
+    _, group = started(["kvpipe", "kvpipe-queue"], replace(SETTING, work=tmp_path))
+    stopped = [server.name for server in group.servers]
+    assert stopped == ["kvpipe prefill 0", "kvpipe decode 0", "proxy kvpipe"]
+
+
+def test_only_requests_through_the_broker_are_charged_for_broker_and_workers() -> None:
+    part = argparse.Namespace(cpu_s=lambda: 1.0)
+    queue = subjects.Queue(argparse.Namespace(pid=os.getpid()), [part, part])  # type: ignore[arg-type]
+    group = Group([], {}, {"kvpipe": part, "kvpipe-queue": part}, queue)  # type: ignore[dict-item]
+    assert group.cpu_s("kvpipe").keys() == {"generator", "proxy"}
+    assert group.cpu_s("kvpipe-queue").keys() == {"generator", "proxy", "broker", "queue workers"}
+    assert group.cpu_s("kvpipe-queue")["queue workers"] == 2.0
+
+
+@pytest.mark.usefixtures("two_cpus")
+def test_a_single_instance_has_both_cores() -> None:
+    pool, group = started(["single-2048"])
+    assert list(pool.commands) == ["single-2048 0"]
+    assert pool.env["single-2048 0"]["VLLM_CPU_OMP_THREADS_BIND"] == "3,5"
+    assert pool.option("single-2048 0", "--max-num-batched-tokens") == "2048"
+    assert len(group.subjects[0].target.urls) == 1
+
+
+def test_the_broker_and_the_single_instance_are_measured_only_if_named() -> None:
+    assert not {"kvpipe-queue", "single-2048"} & set(benchmark._names(arguments())[0])
+    names, skipped = benchmark._names(arguments(only="single-2048"))
+    assert (names, skipped) == (["single-2048"], {})
+
+
+def test_without_rabbitmq_the_broker_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects.broker_process, "missing", lambda: "rabbitmq-server not found")
+    names, skipped = benchmark._names(arguments(only="kvpipe,kvpipe-queue"))
+    assert (names, skipped) == (["kvpipe"], {"kvpipe-queue": "rabbitmq-server not found"})
 
 
 @pytest.mark.usefixtures("two_cpus")

@@ -1,6 +1,6 @@
 """Tensors on a GPU: their memory, and the pending work of their streams.
 
-Written from the documentation of CUDA, torch and the two protocols; it has not run on a GPU (docs/gpu.md).
+docs/gpu.md states what of it has run on a GPU.
 """
 
 from __future__ import annotations
@@ -60,14 +60,29 @@ def of_torch(torch: Any, tensor: Any) -> OnGpu:
     device = tensor.device.index
     memory = _kvpipe.CudaMemory(tensor.data_ptr(), tensor.nbytes, device, tensor)
     _warn_if_not_exportable(memory.address)
-    return OnGpu(memory, record(device))
+    return OnGpu(memory, record_pending(device))
+
+
+def of_range(tensor: Any, offset: int, num_bytes: int) -> _kvpipe.CudaMemory:
+    """Describes bytes of a torch tensor on a GPU, from an offset to its first element. They keep the tensor alive."""
+    memory = _kvpipe.CudaMemory(tensor.data_ptr() + offset, num_bytes, tensor.device.index, tensor)
+    _warn_if_not_exportable(memory.address)
+    return memory
 
 
 def record(device: int) -> _kvpipe.CudaEvent:
-    """Records the pending work of the current stream: torch's, or without torch the legacy default stream."""
+    """Records the work of the current stream: torch's, or without torch the legacy default stream."""
+    return _kvpipe.CudaEvent.record(device, _current_stream(device))
+
+
+def record_pending(device: int) -> _kvpipe.CudaEvent | None:
+    """Records the work of the current stream that is not done yet; `None` if there is none."""
+    return _kvpipe.CudaEvent.record_pending(device, _current_stream(device))
+
+
+def _current_stream(device: int) -> int:
     torch = sys.modules.get("torch")
-    stream = _LEGACY_DEFAULT_STREAM if torch is None else torch.cuda.current_stream(device).cuda_stream
-    return _kvpipe.CudaEvent.record(device, stream)
+    return _LEGACY_DEFAULT_STREAM if torch is None else torch.cuda.current_stream(device).cuda_stream
 
 
 def of_array(tensor: Any, interface: Mapping[str, Any], *, must_be_in_place: bool) -> tuple[str, OnGpu | None]:
@@ -96,7 +111,7 @@ def of_array(tensor: Any, interface: Mapping[str, Any], *, must_be_in_place: boo
     except TransportUnavailableError as error:
         raise _unusable(tensor, "cuda", str(error)) from error
     stream = interface.get("stream")
-    ready = None if stream is None else _kvpipe.CudaEvent.record(device, stream)
+    ready = None if stream is None else _kvpipe.CudaEvent.record_pending(device, stream)
     _warn_if_not_exportable(address)
     return repr(typestr), OnGpu(_kvpipe.CudaMemory(address, num_bytes, device, tensor), ready)
 

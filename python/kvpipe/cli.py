@@ -43,7 +43,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         prog="kvpipe", description="Moves the KV cache between prefill and decode instances."
     )
     commands: Commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_info, _add_up, _add_proxy, _add_store, _add_bench):
+    for add in (_add_info, _add_up, _add_proxy, _add_front, _add_worker, _add_queue, _add_store, _add_bench):
         add(commands)
     if argv[:1] in (["bench"], ["store"]):
         args = parser.parse_args(argv[:1])
@@ -99,6 +99,13 @@ def _add_up(commands: Commands) -> None:
         metavar="N",
         help="OMP threads of each instance's worker, pinned to N cores; default: all instances share all cores",
     )
+    parser.add_argument(
+        "--gpus",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="LIST",
+        help="GPUs for the instances, such as 0,1; in turn, and shared where there are too few",
+    )
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="also write each process's log here")
     parser.set_defaults(command=_up)
 
@@ -114,6 +121,61 @@ def _add_proxy(commands: Commands) -> None:
             help="http://host:port,control-host:port of an instance; may be repeated",
         )
     parser.add_argument(
+        "--dispatch",
+        choices=(*_DISPATCHES, "store", "amqp"),
+        help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once; "
+        "store: after prefill, through a KV store that both share (default without control addresses); "
+        "amqp: after prefill, through a RabbitMQ broker, to a decode instance that has capacity",
+    )
+    _add_broker(parser)
+    _add_choices(parser)
+    _add_endpoint(parser)
+    parser.set_defaults(command=_proxy)
+
+
+def _add_front(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "front", help="run the endpoint of one prefill instance, whose decode instances are behind a broker"
+    )
+    parser.add_argument("--prefill", required=True, metavar="URL,CONTROL", help="the instance, as of kvpipe proxy")
+    _add_broker(parser)
+    _add_choices(parser)
+    _add_endpoint(parser)
+    parser.set_defaults(command=_front)
+
+
+def _add_worker(commands: Commands) -> None:
+    parser = commands.add_parser("worker", help="have a decode instance answer requests from a broker")
+    parser.add_argument("--decode", required=True, metavar="URL,CONTROL", help="the instance, as of kvpipe proxy")
+    parser.add_argument("--slots", type=int, metavar="N", help="requests at once, default 16")
+    _add_broker(parser)
+    parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE")
+    parser.set_defaults(command=_worker)
+
+
+def _add_queue(commands: Commands) -> None:
+    parser = commands.add_parser("queue", help="look at the queues of a broker, and at requests that were given up")
+    parser.add_argument("action", choices=("show", "list", "replay"), help="queues and workers; dead letters; again")
+    parser.add_argument("ids", nargs="*", metavar="ID", help="of dead letters to replay; all without any")
+    _add_broker(parser)
+    parser.set_defaults(command=_queue)
+
+
+def _add_broker(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--amqp", metavar="URL", help="amqp://user:password@host:port/vhost of the broker; better in KVPIPE_AMQP"
+    )
+    parser.add_argument("--queue", default="kvpipe", metavar="NAME", help="what the names of its queues begin with")
+    parser.add_argument(
+        "--delivery-limit",
+        type=int,
+        metavar="N",
+        help="how often a request is delivered again before it is given up; the same for all, default 4",
+    )
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--on-prefill-failure",
         choices=("decode", "fail"),
         default="decode",
@@ -125,14 +187,6 @@ def _add_proxy(commands: Commands) -> None:
         default="on",
         help="whether a plain stream begins with prefill's token before decode has answered (default), or waits",
     )
-    parser.add_argument(
-        "--dispatch",
-        choices=(*_DISPATCHES, "store"),
-        help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once; "
-        "store: after prefill, through a KV store that both share (default without control addresses)",
-    )
-    _add_endpoint(parser)
-    parser.set_defaults(command=_proxy)
 
 
 def _add_endpoint(parser: argparse.ArgumentParser) -> None:
@@ -189,6 +243,7 @@ def _up(args: argparse.Namespace) -> int:
         split_from=args.split_from,
         block_size=args.block_size,
         omp_threads=args.omp_threads,
+        gpus=args.gpus,
         token=args.token,
         vllm_args=args.vllm_args,
         log_dir=args.log_dir,
@@ -206,9 +261,12 @@ def _proxy(args: argparse.Namespace) -> int:
     prefill = tuple(map(proxy.Instance.parse, args.prefill)) or environment.prefill
     has_control = not prefill or any(instance.control for instance in prefill)
     dispatch: Any = args.dispatch or (_DISPATCHES[0] if has_control else "store")
+    if args.amqp and dispatch != "amqp":
+        raise ConfigError(f"--amqp with dispatch {dispatch}: add --dispatch amqp, or leave --amqp out")
+    decode = tuple(map(proxy.Instance.parse, args.decode)) or (() if dispatch == "amqp" else environment.decode)
     config = proxy.ProxyConfig(
         prefill=prefill,
-        decode=tuple(map(proxy.Instance.parse, args.decode)) or environment.decode,
+        decode=decode,
         host=args.host or environment.host or _HOST,
         port=next(port for port in (args.port, environment.port, _PORT) if port is not None),
         dispatch=dispatch,
@@ -218,10 +276,55 @@ def _proxy(args: argparse.Namespace) -> int:
         **({} if args.split_from is None else {"split_from": args.split_from}),
     )
     try:
-        proxy.run(config)
+        if dispatch == "amqp":
+            _queue_commands().run_front(config, *_broker(args))
+        else:
+            proxy.run(config)
     except OSError as error:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
     return 0
+
+
+def _front(args: argparse.Namespace) -> int:
+    args.prefill, args.decode, args.dispatch = [args.prefill], [], "amqp"
+    return _proxy(args)
+
+
+def _worker(args: argparse.Namespace) -> int:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    commands = _queue_commands()
+    from kvpipe.proxy import Instance
+
+    url, topology = _broker(args)
+    slots = {} if args.slots is None else {"num_slots": args.slots}
+    token = args.token or os.environ.get("KVPIPE_TOKEN")
+    commands.run_worker(commands.WorkerConfig(url, topology, Instance.parse(args.decode), token=token, **slots))
+    return 0
+
+
+def _queue(args: argparse.Namespace) -> int:
+    return int(_queue_commands().show(args.action, args.ids, *_broker(args)))
+
+
+def _queue_commands() -> Any:
+    try:
+        from kvpipe.queue import command
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] in {"aio_pika", "aiormq", "yarl"}:
+            raise ConfigError("aio_pika is not installed; pip install 'kvpipe[amqp]'") from error
+        raise _missing_extra(error) from error
+    return command
+
+
+def _broker(args: argparse.Namespace) -> tuple[str, Any]:
+    """URL and queues of the broker that the arguments name."""
+    from kvpipe.queue.topology import Topology
+
+    url = args.amqp or os.environ.get("KVPIPE_AMQP")
+    if not url:
+        raise ConfigError("no broker: expected --amqp amqp://user:password@host:port/vhost, or KVPIPE_AMQP")
+    limit = {} if args.delivery_limit is None else {"delivery_limit": args.delivery_limit}
+    return url, Topology(args.queue, **limit)
 
 
 def _store(args: argparse.Namespace) -> int:

@@ -60,7 +60,7 @@ class Region(Closing):
 
     def _ready(self) -> _kvpipe.CudaEvent | None:
         """Records the current stream's work so far; `None` for blocks in host memory."""
-        return None if self._gpu is None else _cuda.record(self._gpu)
+        return None if self._gpu is None else _cuda.record_pending(self._gpu)
 
     def close(self, timeout: float | None = 10) -> None:
         """Closes the region, and waits until no peer reads its memory. A second call does nothing.

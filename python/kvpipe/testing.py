@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -19,9 +20,9 @@ from kvpipe import _kvpipe
 from kvpipe._transport import override_transport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["memory_transport"]
+__all__ = ["LateDevice", "memory_transport"]
 
 
 @contextmanager
@@ -43,3 +44,62 @@ def memory_transport(data_path: Literal["remote_read", "stream"] = "remote_read"
     """
     with override_transport(_kvpipe.Transport.memory(data_path)):
         yield
+
+
+class LateDevice:
+    """Stands in for a GPU: what is launched runs later, in order, when the test says so.
+
+    It has the interface of the connector's `CudaOrder`, so that a worker role takes it for the order of its device.
+
+    Attributes:
+        is_async: Whether hooks are called before the device has done their work.
+    """
+
+    is_async = True
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], object] | _kvpipe.ManualEvent] = deque()
+        self._is_capturing = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Kernels and events that have not been reached."""
+        return len(self._waiting)
+
+    def launch(self, kernel: Callable[[], object]) -> None:
+        """Queues a kernel: a function that writes or reads memory."""
+        self._waiting.append(kernel)
+
+    def record(self) -> _kvpipe.ManualEvent:
+        """Returns an event that is completed when all that was launched so far has run."""
+        event = _kvpipe.ManualEvent()
+        self._waiting.append(event)
+        return event
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return self._is_capturing
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Captures what is launched in the block: it is not run."""
+        kept, self._waiting, self._is_capturing = self._waiting, deque(), True
+        try:
+            yield
+        finally:
+            self._waiting, self._is_capturing = kept, False
+
+    def run(self, count: int | None = None, *, error: str | None = None) -> None:
+        """Runs what was launched first: `count` kernels and events, or all.
+
+        Args:
+            count: How many at most.
+            error: With it the kernels do nothing, and events fail with this error.
+        """
+        left = len(self._waiting) if count is None else min(count, len(self._waiting))
+        for _ in range(left):
+            first = self._waiting.popleft()
+            if isinstance(first, _kvpipe.ManualEvent):
+                first.complete(error)
+            elif error is None:
+                first()

@@ -44,16 +44,16 @@ class ConsumeParams:
 
     Attributes:
         handoff: The handoff's id.
-        host: Host of the producer's control port; empty: there is no producer, only its first token.
+        host: Host of the producer's control port; empty: there is no producer, and the request brings tokens.
         port: The control port.
-        first_token: Without a producer, the token to go on from. A producer's token comes from itself, with the prompt
-            that it belongs to.
+        tokens: Without a producer, the first tokens of the answer, which the client has already. A producer's token
+            comes from itself, with the prompt that it belongs to.
     """
 
     handoff: bytes
     host: str
     port: int
-    first_token: int | None
+    tokens: tuple[int, ...] = ()
 
     @property
     def producer(self) -> str:
@@ -79,9 +79,12 @@ class LoadParams:
 
     Attributes:
         handoff: The handoff's id.
+        first_token: The token, from the answer of that engine: a client may have it already. The request goes on from
+            it, also without an entry in the store; not if that is of another prompt or adapter.
     """
 
     handoff: bytes
+    first_token: int | None = None
 
 
 TransferParams = ProduceParams | ConsumeParams | SaveParams | LoadParams
@@ -109,14 +112,14 @@ def consume(handoff: str, producer: str) -> dict[str, Any]:
     }
 
 
-def resume(handoff: str, first_token: int) -> dict[str, Any]:
-    """Returns parameters of a request that continues alone after a token that its producer sampled.
+def resume(handoff: str, tokens: Sequence[int]) -> dict[str, Any]:
+    """Returns parameters of a request that another engine has begun to answer, and that continues alone.
 
     Args:
         handoff: A new id, of which the engine keeps the result.
-        first_token: The token.
+        tokens: The tokens of the answer so far, one at least. The engine samples them again, then goes on.
     """
-    return {"kvpipe": {"handoff": handoff, "first_token": first_token}}
+    return {"kvpipe": {"handoff": handoff, "tokens": list(tokens)}}
 
 
 def save(handoff: str) -> dict[str, Any]:
@@ -128,9 +131,15 @@ def save(handoff: str) -> dict[str, Any]:
     return {"kvpipe": {"handoff": handoff, "store": "save"}}
 
 
-def load(handoff: str) -> dict[str, Any]:
-    """Returns parameters of a request that loads what another one has saved with `save`; that one's answer has them."""
-    return {"kvpipe": {"handoff": handoff, "store": "load"}}
+def load(handoff: str, first_token: int | None = None) -> dict[str, Any]:
+    """Returns parameters of a request that loads what another one has saved with `save`; that one's answer has them.
+
+    Args:
+        handoff: The id.
+        first_token: The token that the other one has sampled, if a client may have it already.
+    """
+    known = {} if first_token is None else {"first_token": first_token}
+    return {"kvpipe": {"handoff": handoff, "store": "load", **known}}
 
 
 def produced(
@@ -157,8 +166,13 @@ def produced(
     }
 
 
-def parse(params: object) -> TransferParams | None:
+def parse(params: object, *, max_model_len: int | None = None) -> TransferParams | None:
     """Parses a request's parameters; returns `None` if they ask for nothing.
+
+    Args:
+        params: The parameters.
+        max_model_len: The engine's longest sequence, which bounds the tokens that a request may bring; `None`: the
+            caller does not use them before the scheduler has compared.
 
     Raises:
         ConfigError: The parameters are wrong. Any client may have sent them, so that the message shows no more of them
@@ -182,11 +196,11 @@ def parse(params: object) -> TransferParams | None:
         return ProduceParams(None if handoff is None else parse_handoff(handoff))
     if is_consuming:
         host, port = _host(params.get("remote_host")), _port(params.get("remote_port"))
-        return ConsumeParams(parse_handoff(params.get("remote_request_id")), host, port, None)
-    if (token := ours.get("first_token")) is not None:
-        return ConsumeParams(parse_handoff(ours.get("handoff")), "", 0, _token(token))
+        return ConsumeParams(parse_handoff(params.get("remote_request_id")), host, port)
+    if (tokens := ours.get("tokens")) is not None:
+        return ConsumeParams(parse_handoff(ours.get("handoff")), "", 0, _tokens(tokens, max_model_len))
     if ours:
-        message = "kvpipe alone: expected do_remote_decode or do_remote_prefill beside it, a store, or a first_token"
+        message = "kvpipe alone: expected do_remote_decode or do_remote_prefill beside it, a store, or tokens"
         raise ConfigError(message)
     return None
 
@@ -198,7 +212,8 @@ def _through_store(store: object, ours: dict[str, Any], *, is_alone: bool) -> Sa
     if store == "save":
         return SaveParams(parse_handoff(ours.get("handoff")))
     if store == "load":
-        return LoadParams(parse_handoff(ours.get("handoff")))
+        token = ours.get("first_token")
+        return LoadParams(parse_handoff(ours.get("handoff")), None if token is None else _token(token, "first_token"))
     message = f"kvpipe.store of type {type(store).__name__}: expected 'save' or 'load'"
     raise ConfigError(message)
 
@@ -220,8 +235,21 @@ def _port(port: object) -> int:
     return port
 
 
-def _token(token: object) -> int:
+def _tokens(tokens: object, max_model_len: int | None) -> tuple[int, ...]:
+    if not isinstance(tokens, list):
+        message = f"tokens of type {type(tokens).__name__}: expected a list of token ids"
+        raise ConfigError(message)
+    if not tokens:
+        message = "tokens of length 0: expected one at least"
+        raise ConfigError(message)
+    if max_model_len is not None and len(tokens) > max_model_len:
+        message = f"tokens of length {len(tokens)}: expected {max_model_len} at most, the engine's max_model_len"
+        raise ConfigError(message)
+    return tuple(_token(token, "tokens") for token in tokens)
+
+
+def _token(token: object, name: str) -> int:
     if type(token) is not int or abs(token) > _TOKENS_CAP:
-        message = f"first_token of type {type(token).__name__}: expected a token id"
+        message = f"{name} of type {type(token).__name__}: expected a token id"
         raise ConfigError(message)
     return token

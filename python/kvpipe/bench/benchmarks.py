@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvpipe.bench import subjects as of
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _WAKE_BYTES = 8  # the time at which the insert began
 # Namespace and block hash.
 _KEY_BYTES, _NUM_KEYS = 48, 1000
+# A GPU moves the amount of other rounds in a tenth of a millisecond. Ids of more blocks would take most of the time.
+_GPU_ROUND_BYTES, _GPU_ROUND_BLOCKS = 32 << 30, 1 << 19
 _LAYOUTS = ("contiguous", "scattered")
 _BLOCKS = "4Kx8192,16Kx2048,64Kx512,256Kx128,1Mx32"
 
@@ -110,7 +112,15 @@ def _peers_subjects(data_path: str, args: argparse.Namespace) -> list[Subject]:
 
 def _gpu_subjects(data_path: str, args: argparse.Namespace) -> list[Subject]:
     of.require_gpu(args.device)
-    return [*of.kvpipe_gpu(data_path, args.device), *of.ucx_perftest_gpu(data_path)]
+    sizes = _sizes(args)
+    # Torch's copies have no data path.
+    gather = of.torch_gather(args.device, sizes) if data_path == of.DATA_PATHS[0] else []
+    return [*of.kvpipe_gpu(data_path, args.device, sizes), *of.ucx_perftest_gpu(data_path), *gather]
+
+
+def _gpu(args: argparse.Namespace) -> list[Case]:
+    cases = (*_tensors(args), *_blocks(args))
+    return [replace(case, round_bytes=min(_GPU_ROUND_BYTES, _GPU_ROUND_BLOCKS * case.num_bytes)) for case in cases]
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -133,12 +143,12 @@ BENCHMARKS: dict[str, Benchmark] = {
         lambda args: of.kvpipe_blocks("default", (), _remote(args, "agent_blocks", _sizes(args))),
     ),
     "gpu": Benchmark(
-        "GB/s of tensors on a GPU through a Pipe into another process, beside ucx_perftest -m cuda",
-        _tensors,
+        "GB/s of tensors and blocks on a GPU into another process, beside ucx_perftest -m cuda and torch's gather",
+        _gpu,
         _gpu_subjects,
         list,
-        ("ucx_perftest -m cuda (hot)",),
-        {"sizes": "64K,1M,16M,64M", "device": "cuda:0"},
+        ("ucx_perftest -m cuda (hot)", "torch gather"),
+        {"sizes": "64K,1M,16M,64M", "blocks": "4Kx8192,64Kx1024,1Mx64", "layout": "both", "device": "cuda:0"},
     ),
     "latency": Benchmark(
         "half a round trip through two Pipes, beside bare UCX and ucx_perftest",
@@ -162,7 +172,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         _store,
         lambda data_path, _: [*of.kvpipe_store(data_path), *of.pipe_beside_store(data_path)],
         of.other_stores,
-        ("kvpipe Pipe", "redis-py", "kvpipe store"),
+        ("kvpipe Pipe", "redis-benchmark, 4 connections, Redis", "redis-py, Redis", "kvpipe store"),
         {"sizes": "4M"},
     ),
     "peers": Benchmark(

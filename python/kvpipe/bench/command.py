@@ -14,7 +14,9 @@ from kvpipe.bench.bounds import Bound, bounds_of
 from kvpipe.bench.handoff import command as handoff
 from kvpipe.bench.measure import UNITS
 from kvpipe.bench.progress import Progress
+from kvpipe.bench.queue import command as queue
 from kvpipe.bench.results import Findings, Row, rows_of
+from kvpipe.bench.reuse import command as reuse
 from kvpipe.bench.run import Run
 from kvpipe.bench.scale import command as scale
 from kvpipe.bench.serving import command as serving
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _LEAST_ROUNDS = 5
 _KINDS = ("tensors", "blocks", "latency")
+_WITHOUT_VLLM = ("sizes", "data_path", "baseline", "working_set", "pin", "against")
 _ASSUMED_CACHE_BYTES = 32 << 20
 _LATENCY_BUFFER_BYTES = 1 << 20
 _HELP = {
@@ -63,13 +66,15 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if args.benchmark == "handoff":
         return handoff.main(args)
+    if args.benchmark == "queue":
+        return queue.main(args)
     if args.benchmark == "scale":
         return scale.main(args)
     if args.benchmark == "serving":
         return serving.main(args)
     _check(args)
     old = report.read_json(args.compare) if args.compare else None
-    found = _measure(BENCHMARKS[args.benchmark], args)
+    found = reuse.measure(args) if args.vllm else _measure(BENCHMARKS[args.benchmark], args)
     sys.stdout.write(f"{report.text(found)}\n")
     if old:
         sys.stdout.write(f"\n{report.comparison(old, found)}\n")
@@ -95,6 +100,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             benchmark,
         )
     handoff.add_arguments(benchmarks.add_parser("handoff", help=handoff.SUMMARY, description=handoff.SUMMARY))
+    queue.add_arguments(benchmarks.add_parser("queue", help=queue.SUMMARY, description=queue.SUMMARY))
     scale.add_arguments(benchmarks.add_parser("scale", help=scale.SUMMARY, description=scale.SUMMARY))
     serving.add_arguments(benchmarks.add_parser("serving", help=serving.SUMMARY, description=serving.SUMMARY))
     server = benchmarks.add_parser("serve", help="the other side of a benchmark between two hosts")
@@ -127,7 +133,9 @@ def _add_benchmark(parser: argparse.ArgumentParser, benchmark: Benchmark) -> Non
         help="measure the kvpipe of another environment in the same rounds; "
         f"all processes are started anew every {builds.ROUNDS_A_START} rounds",
     )
-    parser.set_defaults(peer=None, token=None)
+    if benchmark is BENCHMARKS["store"]:
+        reuse.add_arguments(parser)
+    parser.set_defaults(peer=None, token=None, vllm=False)
     if benchmark.remote:
         parser.add_argument(
             "--peer", metavar="HOST:PORT", help="measure between this host and the one that runs `kvpipe bench serve`"
@@ -156,6 +164,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.plot:
         plot.require()
     _check_against(args)
+    _check_vllm(args)
     if args.peer:
         _check_peer(args)
 
@@ -165,6 +174,13 @@ def _check_against(args: argparse.Namespace) -> None:
         _refuse("--against", "with --peer", "builds are compared on one host")
     if args.against and not os.access(args.against, os.X_OK):
         _refuse("--against", args.against, "expected the Python of an environment with kvpipe")
+
+
+def _check_vllm(args: argparse.Namespace) -> None:
+    defaults = parse(["store"])
+    for name in _WITHOUT_VLLM if args.vllm else ():
+        if getattr(args, name) != getattr(defaults, name):
+            _refuse(f"--{name.replace('_', '-')}", "with --vllm", "it has no meaning there")
 
 
 def _check_peer(args: argparse.Namespace) -> None:
@@ -188,8 +204,11 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace) -> Findings:
     pinned: dict[str, object] = {"is_pinned": 1} if args.pin else {}
     facts |= pinned | {"working_set_bytes": total, "rounds": args.rounds, "peer": args.peer}
     subjects = subjects_of(benchmark, _data_paths(args), args)
-    if not any(one.can(case) for one in subjects for case in cases):
+    fitting = [one for one in subjects if any(one.can(case) for case in cases)]
+    if not fitting:
         _refuse("--only", args.only, "no subject has such a name")
+    if all(one.missing for one in fitting):
+        _refuse("--only", args.only, fitting[0].missing)
     baselines = (args.baseline,) if args.baseline else benchmark.baselines
     if args.against:
         subjects = builds.beside(subjects, str(args.against))
@@ -233,7 +252,7 @@ def _working_set(args: argparse.Namespace, cache_bytes: int | None, cases: Seque
 def _words(run: Run, total: int, kind: str) -> dict[str, object]:
     """Words for every process, if there is enough memory for all."""
     if UNITS[kind] == "us":
-        total = max(_LATENCY_BUFFER_BYTES, *(entry.case.num_bytes for entry in run.entries))
+        total = max([_LATENCY_BUFFER_BYTES, *(entry.case.num_bytes for entry in run.entries)])
     there, needed = machine.available_bytes(), total * run.num_processes
     if there is not None and needed > there:
         text = f"{needed / 1e9:.1f} GB for {run.num_processes} processes, {there / 1e9:.1f} GB are available"

@@ -20,6 +20,8 @@ UNITS = {
     "latency": "us",
     "wake": "us",
     "exists": "us",
+    "first ask": "ms",
+    "second ask": "ms",
 }
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # A round then takes about 30 ms, so that clock resolution and a single late wake-up do not matter.
@@ -69,16 +71,18 @@ class Case:
 
     Attributes:
         kind: `tensors`, `blocks` or `latency`; of a LookupBuffer `insert` or `wake`; of a KVStore `put`, `get`, `wake`
-            or `exists`.
+            or `exists`; of vLLM with one `first ask` or `second ask`, for a prompt whose KV has `num_bytes`.
         num_bytes: Bytes of a tensor, block, entry, value or key.
         num_blocks: Blocks of one transfer, or keys of one question.
         layout: Of blocks: `contiguous` or `scattered`.
+        round_bytes: About what a round moves.
     """
 
     kind: str
     num_bytes: int
     num_blocks: int = 1
     layout: str = ""
+    round_bytes: int = ROUND_BYTES
 
     @property
     def label(self) -> str:
@@ -101,7 +105,7 @@ class Case:
     @property
     def count(self) -> int:
         """Tensors, transfers or round trips of one round."""
-        fitting = ROUND_BYTES // (self.num_bytes * self.num_blocks)
+        fitting = self.round_bytes // (self.num_bytes * self.num_blocks)
         if self.kind == "blocks":
             return max(1, fitting)
         most = _MOST_PINGS if self.is_timed else _MOST_TENSORS

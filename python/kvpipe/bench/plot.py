@@ -14,8 +14,25 @@ if TYPE_CHECKING:
     from kvpipe.bench.results import Row
 
 _WIDTH, _HEIGHT = 8.0, 4.4  # inches of one panel
-_THINGS = dict.fromkeys(UNITS, "a tensor") | {"blocks": "a block", "insert": "an entry", "wake": "an entry"}
-_TIMES = {"latency": "half a round trip, us", "wake": "from insert to the end of drop_select, us"}
+_THINGS = {
+    "tensors": "a tensor",
+    "latency": "a tensor",
+    "blocks": "a block",
+    "insert": "an entry",
+    "wake": "an entry",
+    "put": "a value",
+    "get": "a value",
+    "exists": "a key",
+    "first ask": "the prompt's KV",
+    "second ask": "the prompt's KV",
+}
+_TIMES = {
+    "latency": "half a round trip",
+    "wake": "until the waiting consumer has its entry",
+    "exists": "one question",
+    "first ask": "time to the first token",
+    "second ask": "time to the first token",
+}
 _MARKERS = "osD^vPX*<>"
 # The strong colours of tab20, then the pale ones
 _SHADES = (*range(0, 20, 2), *range(1, 20, 2))
@@ -91,7 +108,7 @@ def _draw(axis: Any, kind: str, rows: Sequence[Row], styles: Mapping[str, tuple[
     axis.set_xticks(ticks, [size_text(tick) for tick in ticks], rotation=30, ha="right", fontsize=8)
     axis.minorticks_off()
     axis.set_xlabel(f"bytes of {_THINGS[kind]}")
-    axis.set_ylabel(_TIMES.get(kind, "GB/s"))
+    axis.set_ylabel(", ".join(filter(None, [_TIMES.get(kind), UNITS[kind]])))
     if kind == "latency":
         axis.set_yscale("log")
     else:

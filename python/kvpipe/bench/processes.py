@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import select
 import subprocess
@@ -44,6 +45,20 @@ class Side(Protocol):
 
     def close(self) -> None:
         """Ends the process."""
+
+
+@contextmanager
+def requests_to(url: str) -> Iterator[None]:
+    """Requests to a server of a subject.
+
+    Raises:
+        SubjectError: The server does not answer, or breaks off.
+    """
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as error:
+        message = f"{url} does not answer: {type(error).__name__}: {error}"
+        raise SubjectError(message) from error
 
 
 def parse_answer(line: str) -> dict[str, str]:

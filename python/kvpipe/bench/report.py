@@ -52,7 +52,8 @@ def _table_of(kind: str, rows: Sequence[Row]) -> str:
     header = [kind, "subject", "data path", UNITS[kind], "ratio", "to", "CPU s/GiB"]
     lines, last = [], ""
     for row in rows:
-        data_path = f"{row.data_path} ({row.transport})" if row.transport not in ("", row.data_path) else row.data_path
+        is_shown = row.transport not in ("", row.data_path)
+        data_path = f"{row.data_path} ({row.transport})".strip() if is_shown else row.data_path
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         cpu = cell(row.cpu_s_per_gib) if row.cpu_s_per_gib else ""
         label = "" if row.case.label == last else row.case.label

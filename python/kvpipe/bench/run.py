@@ -32,8 +32,9 @@ class Run:
     def __init__(self, subjects: Sequence[Subject], cases: Sequence[Case], progress: Progress) -> None:
         self._progress = progress
         self._runners: dict[Startable, Runner] = {}
-        self.entries = [Entry(case, one) for case in cases for one in subjects if one.can(case)]
-        self.skipped: dict[str, str] = {}
+        wanted = [Entry(case, one) for case in cases for one in subjects if one.can(case)]
+        self.entries = [entry for entry in wanted if not entry.subject.missing]
+        self.skipped = {_name(entry): entry.subject.missing for entry in wanted if entry.subject.missing}
         self.versions: set[str] = set()
         self._words: Mapping[str, object] = {}
         self._num_starts = 0

@@ -108,6 +108,7 @@ class Subject:
         options: Words of each request.
         is_ours: Whether it is kvpipe, so that its failure fails the benchmark.
         fits: Whether it supports a case of these kinds.
+        missing: What it needs and is not installed, with the remedy; empty if it can take part.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Subject:
     options: Pairs = ()
     is_ours: bool = False
     fits: Callable[[Case], bool] = field(default=lambda _: True, compare=False)
+    missing: str = ""
 
     def can(self, case: Case) -> bool:
         """Whether it supports a case."""

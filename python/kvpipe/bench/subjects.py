@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,8 @@ WAKE, INSERT, EXISTS = (frozenset({kind}) for kind in ("wake", "insert", "exists
 VALUES = frozenset({"put", "get"})
 DATA_PATHS = ("default", "tcp")
 IN_FLIGHT: Pairs = (("in_flight", "4"),)
+# A GPU copies 64 MiB in less time than an operation's messages take: these hide behind other copies.
+_GPU_IN_FLIGHT: Pairs = (("in_flight", "16"),)
 # An expert's setting: UCX's defaults make TCP several times slower
 _TUNED_TCP: Pairs = (("UCX_TCP_TX_SEG_SIZE", "256k"), ("UCX_TCP_RX_SEG_SIZE", "1m"))
 # As kvpipe sets it: otherwise UCX drops its one-sided lanes in the error mode that kvpipe needs
@@ -38,8 +42,11 @@ _LOOPBACK: Pairs = (("UCX_NET_DEVICES", "lo"),)
 # kvpipe.bench.bounds finds pairs by this suffix
 WITHOUT_CHECKSUM = ", no checksum"
 HASH = "kvpipe checksum"
+LMCACHE_PYTHON = "KVPIPE_BENCH_LMCACHE_PYTHON"
 _EAGER_CAP = 32 << 10
 _BUSY_POLL_US = "1000"
+# Of jemalloc: memory that was freed is not given back to the kernel, and costs no page faults when it is used again.
+_KEEPING_MEMORY: Pairs = (("MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1"),)
 
 
 def ucx_env(data_path: str) -> Pairs:
@@ -146,18 +153,69 @@ def pipe_beside_store(data_path: str) -> list[Subject]:
 
 def other_stores() -> list[Subject]:
     """Stores in which kvpipe is the client only, or that are made of its lookup buffers."""
-    found = []
-    for name, server, query in (
-        ("Redis, 1 connection", "redis_server", "?connections=1"),
-        ("Redis, 4 connections", "redis_server", "?connections=4"),
-        ("LookupBufferStore", "lookup_server", ""),
-    ):
-        program = ours("store_values", (("query", query),), roles=("client", server))
-        found.append(Subject(name, "", program, VALUES | EXISTS, (("threads", "1"),), is_ours=True))
-    for name, server in (("Redis", "redis_server"), ("LookupBufferStore", "lookup_server")):
-        program = ours("store_values", roles=("consumer", "producer", server))
-        found.append(Subject(name, "", program, WAKE, is_ours=True))
-    return [*found, Subject("redis-py", "", ours("redis_values", roles=("client", "server")), VALUES)]
+    lookup = _stores_of("LookupBufferStore", "lookup_server")
+    return [*lookup, *_on_server("Redis"), _redis_keeping_memory(), *_on_server("Valkey"), *lmcache()]
+
+
+def program_missing(program: str) -> str:
+    """Why a server cannot take part: its program is not there; empty if it is."""
+    return "" if shutil.which(program) else f"{program} is not installed; scripts/servers fetches it"
+
+
+def _on_server(name: str) -> list[Subject]:
+    """What uses a Redis or Valkey server."""
+    server = f"{name.lower()}-server"
+    setup: Pairs = (("server", server),)
+    found = [*_stores_of(name, "redis_server", setup), *_clients_of(name, setup)]
+    return [replace(one, missing=program_missing(server)) for one in found]
+
+
+def _redis_keeping_memory() -> Subject:
+    """Four threads on Redis. Its allocator is jemalloc, that of Valkey is another one here."""
+    program = ours("store_values", (("server", "redis-server"),), _KEEPING_MEMORY, ("client", "redis_server"))
+    name, threads = "Redis keeping memory, 4 threads", (("threads", "4"),)
+    return Subject(name, "", program, VALUES, threads, is_ours=True, missing=program_missing("redis-server"))
+
+
+def _stores_of(name: str, server: str, setup: Pairs = ()) -> list[Subject]:
+    """A store, used by one thread and by four, and by a consumer that waits."""
+    client = ours("store_values", setup, roles=("client", server))
+    apart = ours("store_values", setup, roles=("consumer", "producer", server))
+    return [
+        Subject(name, "", client, VALUES | EXISTS, (("threads", "1"),), is_ours=True),
+        Subject(f"{name}, 4 threads", "", client, VALUES, (("threads", "4"),), is_ours=True),
+        Subject(name, "", apart, WAKE, is_ours=True),
+    ]
+
+
+def _clients_of(name: str, setup: Pairs) -> list[Subject]:
+    """Other clients of a server."""
+    clients = {"redis-py": "client", "redis-benchmark, 4 connections": "benchmark"}
+    return [
+        Subject(f"{client}, {name}", "", ours("redis_values", setup, roles=(role, "server")), VALUES)
+        for client, role in clients.items()
+    ]
+
+
+def lmcache() -> list[Subject]:
+    """LMCache's C++ client for Redis, with its default of eight connections and with one; and its `lm://` server."""
+    python = os.environ.get(LMCACHE_PYTHON) or sys.executable
+    command = (python, "-c", _ALONE, str(_BENCH), "lmcache_values")
+    redis = [
+        Program(
+            "lmcache_values",
+            command,
+            ("redis_client", "redis_server"),
+            (("connections", connections), ("server", "redis-server")),
+        )
+        for connections in ("1", "8")
+    ]
+    server = Program("lmcache_values", command, ("server_client", "server"))
+    return [
+        Subject("LMCache on Redis, 1 connection", "", redis[0], VALUES),
+        Subject("LMCache on Redis, 8 connections", "", redis[1], VALUES | EXISTS),
+        Subject("LMCache, lm:// server", "", server, VALUES | EXISTS),
+    ]
 
 
 def bare(data_path: str) -> list[Subject]:
@@ -209,10 +267,20 @@ def require_gpu(device: str) -> None:
         raise TransportUnavailableError(message)
 
 
-def kvpipe_gpu(data_path: str, device: str) -> list[Subject]:
-    """A Pipe between tensors on a GPU, in place."""
-    program = ours("gpu_tensors", (("device", device),), _gpu_env(data_path))
-    return [Subject("kvpipe out= on the GPU", data_path, program, TENSORS, IN_FLIGHT, is_ours=True)]
+def kvpipe_gpu(data_path: str, device: str, sizes: Pairs) -> list[Subject]:
+    """A Pipe between tensors on a GPU, in place, and an Agent that reads blocks of these sizes."""
+    setup, env = (("device", device), *sizes), _gpu_env(data_path)
+    pipe, agent = ours("gpu_tensors", setup, env), ours("gpu_blocks", setup, env)
+    return [
+        Subject("kvpipe out= on the GPU", data_path, pipe, TENSORS, _GPU_IN_FLIGHT, is_ours=True),
+        Subject("kvpipe", data_path, agent, BLOCKS, _GPU_IN_FLIGHT, is_ours=True),
+    ]
+
+
+def torch_gather(device: str, sizes: Pairs) -> list[Subject]:
+    """Torch's copies of blocks within one process."""
+    program = ours("gpu_blocks", (("device", device), *sizes), roles=("gather",))
+    return [Subject("torch gather", "", program, BLOCKS)]
 
 
 def ucx_perftest_gpu(data_path: str) -> list[Subject]:
@@ -305,6 +373,7 @@ REMEDIES = {
     "ucxx_tensors": "make bench-peers",
     "zmq_tensors": "make bench-peers",
     "mooncake_blocks": "make bench-peers",
+    "lmcache_values": f"{LMCACHE_PYTHON} names the Python of an environment with LMCache",
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from kvpipe.exceptions import ConfigError
 from kvpipe.launch.cores import BIND_VARIABLE, Cores, assign_cores
+from kvpipe.launch.gpus import GpuShare, assign_gpus
 from kvpipe.launch.process import ChildProcess
 from kvpipe.launch.spec import LOOPBACK, OWN_STORE, DeploymentSpec
 from kvpipe.launch.watchdog import Watchdog
@@ -44,6 +45,8 @@ class Instance:
     cores: Cores
     """Cores of its worker's OMP threads; empty if they are not pinned."""
     child: ChildProcess
+    gpu_share: GpuShare
+    """Its GPUs and its share of their memory; empty if none are assigned."""
 
     @property
     def name(self) -> str:
@@ -75,6 +78,7 @@ class Planner:
         self._ports = iter(free_ports(2 * num_engines + spec.num_undivided + 3))
         cores = assign_cores(num_engines + spec.num_undivided, spec.omp_threads, {**os.environ, **spec.env})
         self._cores = iter(cores)
+        self._gpu_shares = iter(assign_gpus(num_engines + spec.num_undivided, spec.gpus, spec.vllm_args))
         self._store_url = f"kvpipe://{LOOPBACK}:{next(self._ports)}" if spec.store == OWN_STORE else spec.store
 
     def plan(self) -> Plan:
@@ -94,7 +98,9 @@ class Planner:
         metrics_port = next(self._ports)
         address = self._store_url.partition("://")[2]
         command = [*self._spec.store_command, "--listen", address, "--metrics-port", str(metrics_port)]
-        return Instance("store", f"http://{LOOPBACK}:{metrics_port}", address, (), self._child("store", command, ()))
+        return Instance(
+            "store", f"http://{LOOPBACK}:{metrics_port}", address, (), self._child("store", command, ()), GpuShare()
+        )
 
     def _instance(self, role: Role, index: int) -> Instance:
         spec, port = self._spec, str(next(self._ports))
@@ -110,10 +116,10 @@ class Planner:
             command += ["--kv-transfer-config", json.dumps(_kv_transfer_config(spec, role, control))]
             if role == "decode" and is_cpu_vllm():
                 command += DECODE_ARGS_ON_CPU
-        command += spec.vllm_args
-        cores = next(self._cores)
-        child = self._child(f"{role}-{index}", command, cores)
-        return Instance(role, f"http://{LOOPBACK}:{port}", control, cores, child)
+        cores, share = next(self._cores), next(self._gpu_shares)
+        command += [*share.args, *spec.vllm_args]
+        child = self._child(f"{role}-{index}", command, cores, share.gpus)
+        return Instance(role, f"http://{LOOPBACK}:{port}", control, cores, child, share)
 
     def _proxy(self, command: Sequence[str], engines: Sequence[Instance]) -> Instance:
         spec, port = self._spec, self._spec.port or next(self._ports)
@@ -123,12 +129,13 @@ class Planner:
             command += ["--split-from", str(spec.split_from)]
         for engine in engines:
             command += [f"--{engine.role}", f"{engine.url},{engine.control}" if engine.control else engine.url]
-        return Instance("proxy", f"http://{spec.host}:{port}", None, (), self._child("proxy", command, ()))
+        return Instance("proxy", f"http://{spec.host}:{port}", None, (), self._child("proxy", command, ()), GpuShare())
 
-    def _child(self, name: str, command: Sequence[str], cores: Cores) -> ChildProcess:
+    def _child(self, name: str, command: Sequence[str], cores: Cores, gpus: Sequence[str] = ()) -> ChildProcess:
         log_dir = self._spec.log_dir
         log_path = None if log_dir is None else log_dir / f"{name}.log"
         bind = {BIND_VARIABLE: ",".join(map(str, cores))} if cores else {}
+        bind |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         return ChildProcess(
             name,
             command,

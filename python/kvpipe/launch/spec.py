@@ -41,6 +41,8 @@ class DeploymentSpec:
     """Tokens in a KV block; None leaves it to vLLM."""
     omp_threads: int | None = None
     """OMP threads of each instance's worker, which is pinned to as many cores; None pins nothing."""
+    gpus: Sequence[str] = ()
+    """GPUs for the instances, as `CUDA_VISIBLE_DEVICES` names them; dealt out in turn, and shared where too few."""
     token: str | None = dataclasses.field(default=None, repr=False)
     """Shared secret of all processes; None means KVPIPE_TOKEN, or a random one for this run."""
     vllm_args: Sequence[str] = ()

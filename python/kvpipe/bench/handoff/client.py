@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from kvpipe.bench.instances.vllm import MODEL
-from kvpipe.bench.processes import SubjectError
+from kvpipe.bench.processes import SubjectError, requests_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -37,7 +37,9 @@ def _body(tokens: list[int], more: Mapping[str, Any]) -> dict[str, Any]:
 
 def _post(url: str, body: dict[str, Any], headers: Mapping[str, str]) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_LIMIT_S)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json", **headers})
+    # A response that closes the connection owns it.
+    own = {"Content-Type": "application/json", "Connection": "close"}
+    connection.request("POST", "/v1/completions", json.dumps(body), own | dict(headers))
     response = connection.getresponse()
     if response.status != http.HTTPStatus.OK:
         message = f"{url} answered {response.status}: {response.read()[:300]!r}"
@@ -49,12 +51,13 @@ def stream(url: str, tokens: list[int], headers: Mapping[str, str] | None = None
     """Streams a completion until its end.
 
     Raises:
-        SubjectError: The answer is an error, or has fewer than two pieces of text.
+        SubjectError: There is no answer, it is an error, or it has fewer than two pieces of text.
     """
     asked_s = time.monotonic()
     body = _body(tokens, {"max_tokens": OUTPUT_TOKENS, "stream": True, **more})
-    response = _post(url, body, headers or {})
-    texts_s = list(_texts_s(response))
+    with requests_to(url):
+        response = _post(url, body, headers or {})
+        texts_s = list(_texts_s(response))
     if len(texts_s) < 2:  # noqa: PLR2004 - first and second token
         message = f"{url}: a stream of {len(texts_s)} pieces of text"
         raise SubjectError(message)

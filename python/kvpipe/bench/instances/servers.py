@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
+from kvpipe.bench.instances.broker_process import BrokerProcess
 from kvpipe.bench.processes import SubjectError
 from kvpipe.launch.watchdog import Watchdog, group_members, kill_members
 
@@ -33,9 +34,12 @@ class Server:
         url: Its base URL.
     """
 
-    def __init__(self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], log: Path, *, health: str = "/health"
+    ) -> None:
         self.name = name
         self.url = url
+        self._health = health
         self._log = log
         self._command = list(command)
         self._env = {**os.environ, **env}
@@ -61,7 +65,7 @@ class Server:
         return self._process.pid
 
     def until_healthy(self) -> None:
-        """Waits until `/health` answers with 200.
+        """Waits until its health is answered with 200.
 
         Raises:
             SubjectError: The server has ended, or takes too long.
@@ -87,10 +91,10 @@ class Server:
         return "\n".join([f"{self.name} {what}; {self._log} ends with", *lines[-_TAIL_LINES:]])
 
     def is_healthy(self) -> bool:
-        """Whether `/health` answers with 200."""
+        """Whether its health is answered with 200."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=5)
         try:
-            connection.request("GET", "/health")
+            connection.request("GET", self._health)
             return connection.getresponse().status == http.HTTPStatus.OK
         except (OSError, http.client.HTTPException):
             return False
@@ -99,22 +103,34 @@ class Server:
 
     def cpu_s(self) -> float:
         """Seconds of CPU that all threads of its processes have used."""
-        return sum(map(_clock_s, self._members))
+        return sum(map(clock_s, self._members))
 
     def worker_cpu_s(self) -> float:
         """The same for its worker alone."""
-        return max(_clock_s(pid) for pid in self._members if _part(pid) == "workers")
+        return max(clock_s(pid) for pid in self._members if _part(pid) == "workers")
 
     def cpu_s_by_part(self) -> dict[str, float]:
         """The same for each part of a vLLM instance: `API servers`, `EngineCores`, `workers`."""
         found: dict[str, float] = {}
         for pid in self._members:
-            found[_part(pid)] = found.get(_part(pid), 0.0) + _clock_s(pid)
+            found[_part(pid)] = found.get(_part(pid), 0.0) + clock_s(pid)
         return found
 
     def signal(self, number: int) -> None:
         """Sends a signal to all its processes."""
         os.killpg(self.group, number)
+
+    def stop(self, within_s: float) -> None:
+        """Has its first process end in order, and waits for it.
+
+        Raises:
+            SubjectError: It takes too long.
+        """
+        self._process.terminate()
+        try:
+            self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise SubjectError(self._last_lines(f"did not end within {within_s:.0f} s")) from None
 
     def end(self) -> None:
         """Ends all its processes."""
@@ -126,7 +142,8 @@ class Server:
             time.sleep(0.05)
 
 
-def _clock_s(pid: int) -> float:
+def clock_s(pid: int) -> float:
+    """Seconds of CPU that all threads of another process have used."""
     # Linux's clock of another process: its id inverted, and CPUCLOCK_SCHED (2)
     return time.clock_gettime((~pid << 3) | 2)
 
@@ -144,6 +161,7 @@ class ServerPool:
     def __init__(self) -> None:
         self._watchdog = Watchdog()
         self._servers: list[Server] = []
+        self._brokers: list[BrokerProcess] = []
 
     def __enter__(self) -> Self:
         return self
@@ -152,14 +170,31 @@ class ServerPool:
         for server in self._servers:
             server.end()
             self._watchdog.forget(server.group)
+        for broker in self._brokers:
+            self._watchdog.forget(broker.pid)
+            broker.kill()
         asyncio.run(self._watchdog.close())
 
-    def start(self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> Server:
+    def start(
+        self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], log: Path, *, health: str = "/health"
+    ) -> Server:
         """Starts a server; the caller waits until it is healthy."""
-        server = Server(name, url, command, env, log)
+        server = Server(name, url, command, env, log, health=health)
         self._servers.append(server)
         self._watchdog.watch(server.group)
         return server
+
+    def start_broker(self, folder: Path) -> BrokerProcess:
+        """Starts a RabbitMQ broker with its data in an empty folder, and waits for it.
+
+        Raises:
+            SubjectError: It does not start.
+        """
+        broker = BrokerProcess(folder)
+        broker.start()
+        self._brokers.append(broker)
+        self._watchdog.watch(broker.pid)
+        return broker
 
     def restart(self, server: Server) -> None:
         """Starts a server again that has been ended; the caller waits until it is healthy."""

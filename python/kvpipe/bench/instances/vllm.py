@@ -41,6 +41,7 @@ def start_instance(
     *,
     transfer: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
+    python: str = sys.executable,
 ) -> Server:
     """Starts an instance of the model in `work`, with weights that vLLM draws; its log is there too.
 
@@ -51,9 +52,10 @@ def start_instance(
         args: vLLM's arguments beyond those of every instance.
         transfer: `--kv-transfer-config`.
         env: Variables beyond those of every instance.
+        python: The interpreter of an environment with vLLM.
     """
     (port,) = free_ports(1)
-    command = [*VLLM_COMMAND, "--model", str(work / "model"), "--host", LOOPBACK, "--port", str(port)]
+    command = [python, *VLLM_COMMAND[1:], "--model", str(work / "model"), "--host", LOOPBACK, "--port", str(port)]
     command += ["--served-model-name", MODEL, "--load-format", "dummy", "--dtype", dtype()]
     command += ["--block-size", str(BLOCK_SIZE), "--enforce-eager", *args]
     if transfer and (transfer["kv_connector"], transfer["kv_role"]) == ("KVPipeConnector", "kv_consumer"):
@@ -86,6 +88,8 @@ def start_proxy(
     name: str,
     instances: Mapping[str, Sequence[tuple[Server, str]]],
     options: Sequence[str] = (),
+    *,
+    env: Mapping[str, str] | None = None,
 ) -> Server:
     """Starts a proxy and waits for it.
 
@@ -95,6 +99,7 @@ def start_proxy(
         name: Name of the server.
         instances: Servers with their control ports, by role.
         options: More options of `kvpipe proxy`.
+        env: Variables beyond the token.
     """
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "kvpipe", "proxy", "--port", str(port), *options]
@@ -102,9 +107,19 @@ def start_proxy(
         for server, control in servers:
             command += [f"--{role}", f"{server.url},{control}"]
     url = f"http://{LOOPBACK}:{port}"
-    proxy = pool.start(name, url, command, {"KVPIPE_TOKEN": TOKEN}, _log(work, name))
+    proxy = pool.start(name, url, command, {"KVPIPE_TOKEN": TOKEN, **(env or {})}, _log(work, name))
     proxy.until_healthy()
     return proxy
+
+
+def start_worker(pool: ServerPool, work: Path, name: str, decode: tuple[Server, str], broker_url: str) -> Server:
+    """Starts `kvpipe worker` beside a decode instance, which is given with its control port."""
+    server, control = decode
+    command = [sys.executable, "-m", "kvpipe", "worker", "--decode", f"{server.url},{control}"]
+    env = {"KVPIPE_TOKEN": TOKEN, "KVPIPE_AMQP": broker_url}
+    worker = pool.start(name, server.url, command, env, _log(work, name))
+    worker.until_healthy()
+    return worker
 
 
 def nixl_transfer(connector: str, role: str, num_threads: int) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 import kvpipe
 
 from .blocks import verify_blocks
-from .request import LOCAL, REMOTE, pattern
+from .request import LOCAL, REMOTE, memory, pattern
 from .side import INTEGRITY, MODES, Idle, Setup, Words, seconds
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ class Active(Idle):
     """Reads the blocks."""
 
     def __init__(self, setup: Setup) -> None:
-        self._buffer: Any = np.ones(setup.total, np.uint8)
+        self._buffer = memory(setup.total)
         self._agents = {way: kvpipe.Agent(f"{setup.host}:0", integrity=INTEGRITY[way]) for way in MODES}
         self._regions = {way: _regions(agent, self._buffer, setup) for way, agent in self._agents.items()}
 

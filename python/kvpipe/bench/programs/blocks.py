@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from .request import LOCAL, REMOTE, pattern
+from .request import LOCAL, REMOTE, memory, pattern
 from .side import Idle, Setup, expect
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ def verify_blocks(buffer: Any, task: Task, *, swap: bool = False) -> None:
     local, remote = task.transfers(total, LOCAL), task.transfers(total, REMOTE)
     if swap:
         local, remote = remote, local
-    for i in task.chosen(total):
+    for i in dict.fromkeys(task.chosen(total)):
         expect(here[local[i]], there[remote[i]], "blocks")
 
 
@@ -41,7 +39,7 @@ class OneSided(Idle):
 
     def __init__(self, setup: Setup) -> None:
         self._is_filled = self.is_active == (setup.options["op"] == "READ")
-        self.buffer: Any = np.ones(setup.total, np.uint8) if self._is_filled else pattern(setup.total)
+        self.buffer = memory(setup.total) if self._is_filled else pattern(setup.total)
 
     def clear(self, task: Task) -> None:
         """Clears the destination."""

@@ -1,4 +1,4 @@
-"""kvpipe's Pipe between tensors on a GPU, in one direction, in place. It has not run on a GPU yet."""
+"""kvpipe's Pipe between tensors on a GPU, in one direction, in place."""
 
 from __future__ import annotations
 

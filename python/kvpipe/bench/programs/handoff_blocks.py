@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 import kvpipe
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
 
 from .blocks import verify_blocks
-from .request import LOCAL, REMOTE, pattern
+from .request import LOCAL, REMOTE, memory, pattern
 from .side import Idle, Setup, Words, seconds
 
 if TYPE_CHECKING:
@@ -69,7 +67,7 @@ class Active(_Node):
     """The consumer."""
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup, np.ones(setup.total, np.uint8))
+        super().__init__(setup, memory(setup.total))
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 import kvpipe
 
-from .request import pattern
+from .request import memory, pattern
 from .side import INTEGRITY, MODES, Idle, Setup, Words, half_round_trip_us, keep_in_flight, seconds
 from .tensors import ReceiveBuffer, Receiving
 
@@ -66,7 +64,7 @@ class Active(Idle):
 
     def _latency(self, task: Task) -> Words:
         ping = self._source[: task.num_bytes]
-        pong: Any = np.empty(task.num_bytes, np.uint8)
+        pong = memory(task.num_bytes)
         there = self._there[task.options["way"]]
 
         def once() -> None:

@@ -1,14 +1,15 @@
-"""A Redis or Valkey server, and redis-py, with which most programs speak to it."""
+"""A Redis or Valkey server, redis-py, with which most programs speak to it, and the server's own benchmark."""
 
 from __future__ import annotations
 
+import re
 import shutil
-import socket
 import subprocess
-import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from .request import pattern
+from .server_program import ServerProgram
 from .side import Idle, Setup, Words, expect, seconds
 
 if TYPE_CHECKING:
@@ -19,42 +20,68 @@ if TYPE_CHECKING:
 _START_S = 10.0
 
 
-class Server(Idle):
-    """Runs the server of this machine in a process of its own, which ends with this one."""
+class Server(ServerProgram):
+    """A Redis or Valkey server."""
 
     def __init__(self, setup: Setup) -> None:
-        server = shutil.which("valkey-server") or shutil.which("redis-server")
-        if server is None:
-            message = "neither valkey-server nor redis-server is installed; scripts/servers fetches one"
-            raise FileNotFoundError(message)
-        with socket.socket() as holder:
-            holder.bind((setup.host, 0))
-            self._address = holder.getsockname()
-        host, port = self._address
-        settings = ("--bind", host, "--port", str(port), "--save", "", "--appendonly", "no", "--daemonize", "no")
-        self._process = subprocess.Popen(  # noqa: S603 - what the user has installed
-            [shutil.which("setpriv") or "setpriv", "--pdeathsig", "KILL", server, *settings],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+        program = _program(setup.options["server"])
+        settings = ("--save", "", "--appendonly", "no", "--daemonize", "no")
+        super().__init__(
+            setup.host, lambda host, port: (program, "--bind", host, "--port", str(port), *settings), _START_S
         )
-        self._wait_for_start()
-
-    def _wait_for_start(self) -> None:
-        ends_at = time.monotonic() + _START_S
-        while True:
-            try:
-                socket.create_connection(self._address, timeout=1).close()
-            except OSError:
-                if time.monotonic() > ends_at or self._process.poll() is not None:
-                    raise
-                time.sleep(0.05)
-            else:
-                return
 
     def hello(self) -> Words:
         """Returns the URL of the store."""
         host, port = self._address
         return {"url": f"redis://{host}:{port}"}
+
+
+class RedisBenchmark(Idle):
+    """Sets and gets values by `redis-benchmark`, over four connections at once. It does not look at what it gets."""
+
+    _NUM_CONNECTIONS = 4
+    _RATE = re.compile(r"([\d.]+) requests per second")
+
+    def __init__(self, setup: Setup) -> None:
+        self._program = _program("redis-benchmark")
+        self._total = setup.total
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Connects to the server."""
+        import redis  # noqa: PLC0415 - of this role
+
+        self._port = str(urlsplit(words["url"]).port)
+        self._client = redis.Redis.from_url(words["url"])
+        return {}
+
+    def clear(self, task: Task) -> None:
+        """Sets each key that the program may draw, because a GET of a key without a value moves nothing."""
+        self._client.flushdb()
+        for number in range(self._num_values(task)):
+            self._client.set(f"key:{number:012}", bytes(task.num_bytes))
+
+    def run(self, task: Task) -> Words:
+        """Sets or gets; the start of the program is not counted."""
+        before = self._num_misses()
+        rate = self._requests_per_s(task, "set" if task.kind == "put" else "get", task.count)
+        if missed := self._num_misses() - before:
+            message = f"{missed} of {task.count} keys had no value"
+            raise ValueError(message)
+        return {"seconds": task.count / rate}
+
+    def _num_misses(self) -> int:
+        return int(self._client.info("stats")["keyspace_misses"])
+
+    def _num_values(self, task: Task) -> int:
+        return self._total // task.num_bytes
+
+    def _requests_per_s(self, task: Task, test: str, count: int) -> float:
+        options = {"-p": self._port, "-t": test, "-n": count, "-d": task.num_bytes, "-c": self._NUM_CONNECTIONS}
+        # As many keys as the other subjects have: one key alone would stay in the cache.
+        options["-r"] = self._num_values(task)
+        words = [str(word) for option in options.items() for word in option]
+        ended = subprocess.run([self._program, "-q", *words], capture_output=True, text=True, check=True)  # noqa: S603 - what the user has installed
+        return float(self._RATE.findall(ended.stdout)[-1])
 
 
 class RedisPy(Idle):
@@ -104,4 +131,12 @@ class RedisPy(Idle):
             expect(bytearray(self._last.pop(at)), self._source[at : at + task.num_bytes], "values")
 
 
-ROLES = {"client": RedisPy, "server": Server}
+def _program(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        message = f"{name} is not installed; scripts/servers fetches it"
+        raise FileNotFoundError(message)
+    return found
+
+
+ROLES = {"client": RedisPy, "benchmark": RedisBenchmark, "server": Server}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,20 @@ def _transfers(places: int, num_blocks: int, seed: int) -> Sequence[Any]:
     return list(ids[: num_transfers * num_blocks].reshape(num_transfers, num_blocks))
 
 
+def memory(num_bytes: int) -> Any:
+    """Returns ones that begin at a page, so that all subjects copy from and to the same place within a cache line.
+
+    The kernel copies between processes at half the speed where the two ends lie differently (docs/benchmarks.md).
+    NumPy's own memory begins 16 or 48 bytes behind a cache line, torch's at one.
+    """
+    whole: Any = np.ones(num_bytes + mmap.PAGESIZE, np.uint8)
+    first = -whole.ctypes.data % mmap.PAGESIZE
+    return whole[first : first + num_bytes]
+
+
 def pattern(total: int) -> Any:
-    """Returns bytes that differ between positions."""
-    words = np.arange(total // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    """Returns bytes that differ between positions, in `memory`."""
+    words = memory(total + -total % 8).view(np.uint64)
+    words[:] = np.arange(len(words), dtype=np.uint64)
+    words *= np.uint64(0x9E3779B97F4A7C15)
     return words.view(np.uint8)[:total]

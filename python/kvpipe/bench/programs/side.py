@@ -139,14 +139,23 @@ def seconds(work: Callable[[], object]) -> Words:
     return {"seconds": time.perf_counter() - started}
 
 
+def median_us(count: int, once: Callable[[], object]) -> Words:
+    """Measures the median of `count` calls, as an answer."""
+    return {"us": statistics.median(_samples_s(count, once)) * 1e6}
+
+
 def half_round_trip_us(count: int, once: Callable[[], object]) -> Words:
     """Measures half of the median of `count` round trips, as an answer."""
+    return half_median_us(_samples_s(count, once))
+
+
+def _samples_s(count: int, once: Callable[[], object]) -> list[float]:
     samples = []
     for _ in range(count):
         started = time.perf_counter()
         once()
         samples.append(time.perf_counter() - started)
-    return half_median_us(samples)
+    return samples
 
 
 def half_median_us(samples: Sequence[float]) -> Words:

@@ -7,15 +7,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvpipe.store import KVStore, LookupBufferStore
 from kvpipe.store.server import StoreServer
 from kvpipe.store.urls import open_store
 
 from . import redis_values
-from .request import pattern
-from .side import Idle, Setup, Words, expect, seconds
+from .request import memory, pattern
+from .side import Idle, Setup, Words, expect, median_us, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,7 +33,7 @@ class Client(Idle):
     def __init__(self, setup: Setup) -> None:
         self._query = setup.options.get("query", "")
         self._source = pattern(setup.total)
-        self._out = np.empty_like(self._source)
+        self._out = memory(len(self._source))
         self._threads = ThreadPoolExecutor(_MOST_THREADS)
         self._store: KVStore
 
@@ -60,9 +58,12 @@ class Client(Idle):
         return {"put": self._run_put, "get": self._run_get, "exists": self._run_exists}[task.kind](task)
 
     def _run_put(self, task: Task) -> Words:
-        offsets = task.offsets(len(self._source))
-        self._store.delete([_key(task, at) for at in offsets])
-        return self._timed(task, lambda at: self._put(task, at))
+        """Replaces values, as SET does for other clients: a server in use has memory only of values that it deletes."""
+        return self._timed(task, lambda at: self._replace(task, at))
+
+    def _replace(self, task: Task, at: int) -> None:
+        self._store.delete([_key(task, at)])
+        self._put(task, at)
 
     def _put(self, task: Task, at: int) -> None:
         if not self._store.put(_key(task, at), self._source[at : at + task.num_bytes]):
@@ -93,12 +94,12 @@ class Client(Idle):
         return seconds(lambda: list(self._threads.map(work_of, range(number))))
 
     def _run_exists(self, task: Task) -> Words:
-        keys, samples = _keys(task), []
-        for _ in range(task.count):
-            began = time.perf_counter()
+        keys = _keys(task)
+
+        def once() -> None:
             self._found = self._store.exists(keys)
-            samples.append(time.perf_counter() - began)
-        return {"us": statistics.median(samples) * 1e6}
+
+        return median_us(task.count, once)
 
     def verify(self, task: Task) -> None:
         """Raises unless the values are those that were put, and the answers right."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from .request import pattern
+from .request import memory, pattern
 from .side import Idle, Setup, expect
 
 if TYPE_CHECKING:
@@ -22,7 +20,7 @@ class ReceiveBuffer:
     """
 
     def __init__(self, total: int) -> None:
-        self.data: Any = np.ones(total, np.uint8)
+        self.data = memory(total)
         self.fresh: Any = None
 
     def clear(self) -> None:

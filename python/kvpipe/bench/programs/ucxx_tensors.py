@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ucxx
 
-from .request import pattern
+from .request import memory, pattern
 from .side import Idle, Setup, Words, half_median_us, seconds
 from .tensors import Receiving
 
@@ -116,7 +116,7 @@ class Active(_Node):
 
     def _latency(self, task: Task) -> Words:
         ping = self._source[: task.num_bytes]
-        pong: Any = np.empty(task.num_bytes, np.uint8)
+        pong = memory(task.num_bytes)
         # one run of the event loop for all of them, because its start costs more than a message
         return self.do(self._pings(task.count, ping, pong))  # type: ignore[no-any-return]
 

@@ -16,7 +16,7 @@ from kvpipe.bench.serving import plots, report
 from kvpipe.bench.serving.measure import Measured, Measurement, Wanted
 from kvpipe.bench.serving.results import Findings
 from kvpipe.bench.serving.run import LONG_PROMPT_TOKENS, STREAM_TOKENS
-from kvpipe.bench.serving.subjects import NAMES, Setting, unavailable_reason
+from kvpipe.bench.serving.subjects import NAMES, ON_REQUEST, SINGLE, Setting, unavailable_reason
 from kvpipe.bench.serving.workload import MIXES, Mix, parse_range
 from kvpipe.exceptions import ConfigError
 
@@ -72,7 +72,7 @@ def _report(text: str) -> None:
 
 
 def _names(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    chosen = list(NAMES)
+    chosen = [name for name in NAMES if name not in ON_REQUEST]
     if args.faults:
         chosen = ["kvpipe"]
     elif args.only:
@@ -157,6 +157,7 @@ def _check(args: argparse.Namespace, names: Sequence[str]) -> None:
         require()
     num_undivided = sum(name.startswith("undivided") for name in names)
     num_instances = 2 * (num_undivided + args.instances * any(name.startswith("kvpipe") for name in names))
+    num_instances += SINGLE in names
     each = _PROCESSES_BYTES + model.weight_bytes(args.layers)
     each += args.kv_blocks * BLOCK_SIZE * model.kv_bytes_per_token(args.layers)
     there, needed = machine.available_bytes(), num_instances * each

@@ -17,12 +17,13 @@ SUMMARY = "many requests at once to real vLLM: TTFT, ITL and goodput, beside und
 # 64 KiB of KV a token, with which eight instances fit into 24 GB.
 _LAYERS = {"bfloat16": model.NUM_LAYERS, "float32": model.NUM_LAYERS // 2}
 _NAMES = "kvpipe, kvpipe-late (without early token), undivided-2048, undivided-512, undivided-128 (chunks), nixl"
+_ON_REQUEST = "kvpipe-queue (through a RabbitMQ broker), single-2048 (one instance)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add = parser.add_argument
-    add("--only", metavar="NAMES", help=f"subjects: {_NAMES}; default all")
+    add("--only", metavar="NAMES", help=f"subjects: {_NAMES}, which are the default; {_ON_REQUEST}")
     add(
         "--quick",
         action="store_true",

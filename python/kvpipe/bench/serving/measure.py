@@ -114,7 +114,7 @@ class Measurement:
         if wanted.num_requests is None:
             return f"about {wanted.minutes:.0f} minutes"
         if not wanted.rates:
-            return "a time that is told when the rates are known"
+            return "a time that is known when the rates are known"
         offers = [Offer(rate, wanted.num_requests) for rate in wanted.rates]
         pairs_s = (START_PAIR_S + (wanted.idle_requests + wanted.has_timeline * TIMELINE_ANSWERS) * ANSWER_S) * len(
             wanted.names

@@ -82,6 +82,7 @@ def figures(outcomes: Sequence[Outcome], rate: float, slo: Slo | None, cpu_s: Ma
         **quantiles("later", [gap for outcome in begun for gap in outcome.gaps_s[1:]]),
         **quantiles("beside", gaps_beside_prompts(begun)),
         **quantiles("tpot", [outcome.tpot_s for outcome in answered if outcome.tpot_s is not None]),
+        **quantiles("e2e", [outcome.end_s - outcome.request.at_s for outcome in answered]),
         **quantiles("lag", [outcome.sent_s - outcome.request.at_s for outcome in outcomes]),
         **{f"cpu {part}": seconds for part, seconds in cpu_s.items()},
     }

@@ -24,6 +24,8 @@ _LEAST_MS = 5.0  # of the axis of gaps
 _STYLES = {
     "kvpipe": ("tab:red", "o"),
     "kvpipe-late": ("lightcoral", "v"),
+    "kvpipe-queue": ("tab:orange", "P"),
+    "single-2048": ("tab:cyan", "p"),
     "undivided-2048": ("tab:blue", "s"),
     "undivided-512": ("tab:green", "D"),
     "undivided-128": ("tab:purple", "^"),

@@ -25,11 +25,13 @@ beside prompts: later gaps during which another request waited for its first tex
 tokens/s: of requests that were answered, from the beginning to the end of the last one.
 goodput: requests/s offered, times the share of requests that were answered in full with TTFT and mean time of a token
   after the first (TPOT) within the limits. each gap: that share with the limit for each gap instead of the mean.
+E2E: from when a request was due to the end of its answer.
 lost: failed before the first text. cut: failed after it.
 lag: from when a request was due until the generator sent it, p99 / max.
-CPU: seconds of all requests of a round. The generator, API servers, EngineCores and the proxy share the two cores with
-  the workers, of which each has one thread, on a core of its own.
-While a subject is measured the others are stopped (SIGSTOP). Requests and arrivals are the same for all subjects."""
+CPU: seconds of all requests of a round. The generator, API servers, EngineCores, proxy, broker and its workers share
+  the two cores with vLLM's workers, whose threads have a core each.
+While a subject is measured the instances of others are stopped (SIGSTOP). All subjects have the same requests and
+  arrivals."""
 _NIXL_NOTE = """\
 nixl: its workers spin, also when idle, so that on these two cores it is measured idle and at one rate only, with 32
   requests at most, when the others have ended. The generator does what a proxy would do."""
@@ -76,6 +78,7 @@ def _latencies(phase: str, rows: Sequence[Row]) -> str:
         "later": "later",
         "beside prompts": "beside",
         "TPOT": "tpot",
+        "E2E": "e2e",
     }
     lines = [[_where(row), row.subject, *(_quantiles(row, name) for name in columns.values())] for row in rows]
     return markdown([phase, "subject", *columns], lines)

@@ -1,13 +1,17 @@
-"""The subjects, each on the same two cores: kvpipe, undivided instances with several chunk sizes, NixlConnector."""
+"""The subjects, each on the same two cores: kvpipe, also behind a broker, undivided instances, NixlConnector."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvpipe.bench.instances import broker_process
+from kvpipe.bench.instances.servers import clock_s
 from kvpipe.bench.instances.vllm import (
     kvpipe_transfer,
     nixl_env,
@@ -15,6 +19,7 @@ from kvpipe.bench.instances.vllm import (
     nixl_unavailable_reason,
     start_instance,
     start_proxy,
+    start_worker,
 )
 from kvpipe.bench.serving.generator import NixlPull, RoundRobin
 from kvpipe.exceptions import ConfigError
@@ -24,11 +29,15 @@ from kvpipe.launch.spec import LOOPBACK
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvpipe.bench.instances.broker_process import BrokerProcess
     from kvpipe.bench.instances.servers import Server, ServerPool
     from kvpipe.bench.serving.generator import Target
 
 BASELINE = "undivided-2048"
-NAMES = ("kvpipe", "kvpipe-late", BASELINE, "undivided-512", "undivided-128", "nixl")
+QUEUED, SINGLE = "kvpipe-queue", "single-2048"
+NAMES = ("kvpipe", "kvpipe-late", QUEUED, BASELINE, "undivided-512", "undivided-128", SINGLE, "nixl")
+# Measured only where they are asked for by name.
+ON_REQUEST = (QUEUED, SINGLE)
 _NUM_CPUS = 2
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
@@ -63,17 +72,17 @@ class Setting:
         self,
         pool: ServerPool,
         name: str,
-        place: int,
+        bound: Sequence[int],
         chunk: int,
         *,
         transfer: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Server:
-        """Starts an instance whose worker has one thread, on the CPU of its place."""
+        """Starts an instance whose worker has a thread on each of the CPUs."""
         args = ["--max-num-batched-tokens", str(chunk), "--max-model-len", str(self.max_model_len)]
         args += ["--num-gpu-blocks-override", str(self.num_blocks)]
         # A list of CPUs is taken as it is: vLLM reserves some for a connector only where it chooses them (`auto`).
-        pinned = {"VLLM_CPU_OMP_THREADS_BIND": str(cpus()[place])}
+        pinned = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, bound))}
         return start_instance(pool, self.work, name, args, transfer=transfer, env={**pinned, **self.env, **(env or {})})
 
 
@@ -105,6 +114,14 @@ class Subject:
     one: Target
 
 
+@dataclass(frozen=True)
+class Queue:
+    """A broker, and the workers beside the decode instances."""
+
+    broker: BrokerProcess
+    workers: Sequence[Server]
+
+
 @dataclass
 class Group:
     """Servers that run together while all others are stopped.
@@ -113,16 +130,19 @@ class Group:
         subjects: What they are measured as.
         instances: vLLM instances by role.
         proxies: Proxies by the name of their subject.
+        queue: What one of the proxies dispatches through.
     """
 
     subjects: list[Subject]
     instances: dict[str, list[Server]]
     proxies: dict[str, Server] = field(default_factory=dict)
+    queue: Queue | None = None
 
     @property
     def servers(self) -> list[Server]:
-        """All of them."""
-        return [*(server for servers in self.instances.values() for server in servers), *self.proxies.values()]
+        """All that are stopped while others are measured: a broker would end connections to stopped processes."""
+        proxies = [proxy for name, proxy in self.proxies.items() if name != QUEUED]
+        return [*(server for servers in self.instances.values() for server in servers), *proxies]
 
     def cpu_s(self, subject: str) -> dict[str, float]:
         """Seconds of CPU by part, the generator (this process) included."""
@@ -134,6 +154,9 @@ class Group:
                     found[key] = found.get(key, 0.0) + seconds
         if subject in self.proxies:
             found["proxy"] = self.proxies[subject].cpu_s()
+        if self.queue is not None and subject == QUEUED:
+            found["broker"] = clock_s(self.queue.broker.pid)
+            found["queue workers"] = sum(worker.cpu_s() for worker in self.queue.workers)
         return found
 
 
@@ -153,12 +176,15 @@ def grouped(names: Sequence[str]) -> list[list[str]]:
 
 def unavailable_reason(name: str, nixl_path: Path) -> str:
     """Why a subject cannot run here; empty if it can."""
+    if name == QUEUED:
+        return broker_process.missing() or ("" if importlib.util.find_spec("aio_pika") else "aio_pika is not installed")
     return nixl_unavailable_reason(nixl_path) if name == "nixl" else ""
 
 
 def _undivided(pool: ServerPool, setting: Setting, name: str) -> Group:
     chunk = int(name.rpartition("-")[2])
-    servers = [setting.start(pool, f"{name} {place}", place, chunk) for place in range(_NUM_CPUS)]
+    bounds = [cpus()] if name == SINGLE else [[cpu] for cpu in cpus()]
+    servers = [setting.start(pool, f"{name} {place}", bound, chunk) for place, bound in enumerate(bounds)]
     for server in servers:
         server.until_healthy()
     target = RoundRobin([server.url for server in servers])
@@ -172,34 +198,51 @@ def _kvpipe(pool: ServerPool, setting: Setting, names: Sequence[str]) -> Group:
         role: [
             (
                 setting.start(
-                    pool, f"kvpipe {role} {number}", place, chunks[role], transfer=kvpipe_transfer(kv_role, control)
+                    pool, f"kvpipe {role} {number}", [cpu], chunks[role], transfer=kvpipe_transfer(kv_role, control)
                 ),
                 control,
             )
             for number, control in zip(range(setting.num_a_role), controls, strict=False)
         ]
-        for place, (role, kv_role) in enumerate(_ROLES.items())
+        for cpu, (role, kv_role) in zip(cpus(), _ROLES.items(), strict=True)
     }
     instances = {role: [server for server, _ in found] for role, found in pairs.items()}
     for servers in instances.values():
         for server in servers:
             server.until_healthy()
-    proxies = {}
+    proxies, queue = {}, None
     for name in names:
-        options = ["--early-token", "off"] if name == "kvpipe-late" else []
-        proxies[name] = start_proxy(pool, setting.work, f"proxy {name}", pairs, options)
+        if name == QUEUED:
+            queue = _queue(pool, setting, pairs["decode"])
+            options, env = ["--dispatch", "amqp"], {"KVPIPE_AMQP": queue.broker.url}
+            prefill = {"prefill": pairs["prefill"]}
+            proxies[name] = start_proxy(pool, setting.work, f"proxy {name}", prefill, options, env=env)
+        else:
+            options = ["--early-token", "off"] if name == "kvpipe-late" else []
+            proxies[name] = start_proxy(pool, setting.work, f"proxy {name}", pairs, options)
     targets = {name: RoundRobin([proxy.url]) for name, proxy in proxies.items()}
-    return Group([Subject(name, target, target) for name, target in targets.items()], instances, proxies)
+    return Group([Subject(name, target, target) for name, target in targets.items()], instances, proxies, queue)
+
+
+def _queue(pool: ServerPool, setting: Setting, decode: Sequence[tuple[Server, str]]) -> Queue:
+    folder = setting.work / "broker"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    broker = pool.start_broker(folder)
+    workers = [
+        start_worker(pool, setting.work, f"worker {number}", each, broker.url) for number, each in enumerate(decode)
+    ]
+    return Queue(broker, workers)
 
 
 def _nixl(pool: ServerPool, setting: Setting) -> Group:
     chunks = (setting.prefill_chunk, setting.decode_chunk)
     ports = free_ports(_NUM_CPUS)
     servers = []
-    for place, ((role, kv_role), chunk) in enumerate(zip(_ROLES.items(), chunks, strict=True)):
+    for cpu, port, (role, kv_role), chunk in zip(cpus(), ports, _ROLES.items(), chunks, strict=True):
         transfer = nixl_transfer("NixlConnector", kv_role, setting.nixl_threads)
-        env = nixl_env(setting.nixl_path, ports[place])
-        servers.append(setting.start(pool, f"nixl {role}", place, chunk, transfer=transfer, env=env))
+        env = nixl_env(setting.nixl_path, port)
+        servers.append(setting.start(pool, f"nixl {role}", [cpu], chunk, transfer=transfer, env=env))
     for server in servers:
         server.until_healthy()
     target = NixlPull(*(server.url for server in servers))

@@ -1,0 +1,1 @@
+"""Prompts that are asked again: real vLLM with KV in a store, beside vLLM without one."""
