@@ -27,7 +27,7 @@ test-all: setup ## all tests, those below and a short soak included, one target 
 
 test-gpu: setup ## the tests that need a CUDA device; skipped with the reason where there is none
 	@scripts/test rust -p kvpipe-ucx --lib on_a_gpu -- --nocapture
-	@scripts/test python -m gpu tests/test_cuda.py
+	@scripts/test python tests/gpu
 
 test-rdma: setup ## a named part of the tests over RDMA verbs, on Debian's UCX, in QEMU
 	@tests/rdma/run

@@ -280,8 +280,8 @@ def interrupted(end):
     receiver = Pipe.listen()
     sender = Pipe.connect(receiver.address)
     wait = endless_waits(receiver, sender)[end]
-    say("waiting")
     try:
+        say("waiting")
         wait()
     except KeyboardInterrupt:
         say("KeyboardInterrupt")
@@ -494,8 +494,8 @@ def interrupted_entries(what, is_remote):
         "select": lambda: buffer.drop_select(tokens + 1, None),
         "insert": lambda: buffer.insert(tokens, None, full, None, None),
     }
-    say("waiting")
     try:
+        say("waiting")
         waits[what]()
     except KeyboardInterrupt:
         say("KeyboardInterrupt")

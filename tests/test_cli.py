@@ -87,3 +87,9 @@ def test_a_missing_command_shows_the_usage(capsys):
     with pytest.raises(SystemExit, match="2"):
         main([])
     assert "usage: kvpipe" in capsys.readouterr().err
+
+
+def test_a_broker_without_its_dispatch_is_refused(capsys):
+    arguments = ["proxy", "--prefill", "http://p:1,p:2", "--decode", "http://d:1", "--amqp", "amqp://b"]
+    assert main(arguments) == 1
+    assert "--amqp with dispatch just-in-time: add --dispatch amqp" in capsys.readouterr().err

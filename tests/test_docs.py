@@ -1,6 +1,7 @@
 """README.md and docs/ beside the code: the links, settings, flags, variables, metrics, messages and tests they name."""
 
 import ast
+import collections
 import dataclasses
 import functools
 import re
@@ -160,7 +161,8 @@ def test_every_variable_that_the_product_reads_is_in_the_reference():
 
 def store_metrics():
     stats = StoreStats(
-        **dict.fromkeys((field.name for field in dataclasses.fields(StoreStats)), 0) | {"details": {"num_clients": 0}}
+        **dict.fromkeys((field.name for field in dataclasses.fields(StoreStats)), 0)
+        | {"details": collections.defaultdict(int)}
     )
     exposed = generate_latest(StoreMetrics(lambda: stats).registry).decode()
     return set(re.findall(r"^# TYPE (\S+)", exposed, re.MULTILINE))

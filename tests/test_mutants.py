@@ -189,6 +189,23 @@ def test_a_run_that_is_ended_leaves_no_copy_and_no_process(repository, number):
     wait_until(lambda: has_ended(test))
 
 
+def test_a_signal_while_a_process_is_started_ends_that_one_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "TREE", tmp_path)
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+            mutants.SIGNALS.handle(signal.SIGINT, None)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with pytest.raises(SystemExit) as ended:
+        mutants.run(["sleep", "600"])
+    assert ended.value.code == 128 + signal.SIGINT
+    assert started[0].returncode == -signal.SIGKILL
+
+
 def has_ended(pid):
     """Whether a process of nobody here has ended; init may not have looked at it yet."""
     try:

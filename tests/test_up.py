@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvpipe.exceptions import ConfigError, KVPipeError
+from kvpipe.launch import gpus
 from kvpipe.launch.cores import sharing_text
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread
 from kvpipe.launch.plan import is_cpu_vllm
@@ -415,3 +416,67 @@ def test_a_spec_that_cannot_be_started_names_field_and_value(change, message):
 )
 def test_served_model_is_the_name_that_clients_use(vllm_args, name):
     assert stand_ins(vllm_args=vllm_args).served_model == name
+
+
+# --- GPUs
+
+
+def placed(**changes):
+    """The GPUs of each instance as its environment names them, and its share of their memory."""
+    with DeploymentThread(stand_ins(proxy_command=None, **changes)) as running:
+        instances = running.deployment.instances
+        found = [environment_of(instance).get("CUDA_VISIBLE_DEVICES") for instance in instances]
+        commands = [command_of(instance) for instance in instances]
+    flag = "--gpu-memory-utilization"
+    return found, [command[command.index(flag) + 1] if flag in command else None for command in commands]
+
+
+def test_instances_get_the_gpus_in_turn(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert placed() == ([None, None], [None, None])
+    assert placed(gpus=("2", "5")) == (["2", "5"], [None, None])
+    args = ("--tensor-parallel-size", "2")
+    assert placed(gpus=("0", "1", "2", "3"), vllm_args=args) == (["0,1", "2,3"], [None, None])
+
+
+def test_instances_that_share_a_gpu_have_equal_parts_of_its_memory_unless_the_user_has_chosen():
+    assert placed(gpus=("0",), num_decode=2) == (["0", "0", "0"], ["0.3", "0.3", "0.3"])
+    assert placed(gpus=("0", "1"), num_decode=2) == (["0", "1", "0"], ["0.45", None, "0.45"])
+    chosen = ("--gpu-memory-utilization=0.2",)
+    with DeploymentThread(stand_ins(proxy_command=None, gpus=("0",), vllm_args=chosen)) as running:
+        assert all(command_of(each).count("--gpu-memory-utilization") == 0 for each in running.deployment.instances)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gpus": ("0", "0")}, "gpus=0,0: 0 is named twice"),
+        ({"gpus": ("0",), "vllm_args": ("-tp=2",)}, "--tensor-parallel-size 2 needs 2 GPUs"),
+        ({"gpus": ("0",), "vllm_args": ("-tp", "two")}, "--tensor-parallel-size two: expected a number"),
+    ],
+)
+def test_gpus_that_do_not_fit_are_refused_with_both_numbers(change, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        DeploymentThread(stand_ins(**change))
+
+
+def test_a_gpu_that_is_shared_or_short_of_memory_is_named():
+    shares, memory = gpus.assign_gpus(2, ("0",), ()), {"0": gpus.GpuMemory(total=80 << 10, free=60 << 10)}
+    shared, short = gpus.sharing_text(shares, (), memory)
+    assert shared == "2 instances share GPU 0: 0.45 of its memory each"
+    assert short.startswith("GPU 0 is short of memory: 72.0 GiB are wanted, 60.0 of 80.0 are free")
+    assert gpus.sharing_text(gpus.assign_gpus(2, ("0", "1"), ()), (), {}) == []
+    chosen = ("--gpu-memory-utilization", "0.3")
+    assert len(gpus.sharing_text(gpus.assign_gpus(2, ("0",), chosen), chosen, memory)) == 1
+
+
+def test_the_memory_of_gpus_is_what_nvidia_smi_reports(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, GPU-ab, 81559, 81000'\necho '1, GPU-cd, [N/A], [N/A]'\necho 'No devices'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    memory = gpus.query_memory()
+    assert memory["0"] == memory["GPU-ab"] == gpus.GpuMemory(81559, 81000)
+    assert "1" not in memory
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert gpus.query_memory() == {}

@@ -53,8 +53,7 @@ async def main() -> int:
         block_size=BLOCK_SIZE,
         store=args.store,
         # A tiny model computes faster than any store answers: without this, it would compute.
-        # Its first answer may take long, while everything starts.
-        connector_config={"chunk_size": CHUNK_SIZE, "always_load": True, "lookup_timeout_s": 10},
+        connector_config={"chunk_size": CHUNK_SIZE, "always_load": True},
         token=os.environ.get("KVPIPE_TOKEN") or secrets.token_hex(16),
         vllm_args=(*VLLM_ARGS, "--served-model-name", MODEL),
         env={"VLLM_NO_USAGE_STATS": "1"},

@@ -105,6 +105,15 @@ def until(condition: Callable[[], Any], timeout_s: float = 90.0) -> Any:
     return value
 
 
+def result_of(handoff: str, asked: Iterable[Instance]) -> dict[str, Any]:
+    """How a handoff ended, as the control port of one of these instances says."""
+    client = ControlClient(TOKEN)
+    try:
+        return until(lambda: next(filter(None, (client.result(each.control, handoff).wait(5) for each in asked)), None))
+    finally:
+        client.close()
+
+
 class Servers:
     """The deployment, and the questions that tests ask of it."""
 
@@ -139,14 +148,7 @@ class Servers:
 
     def result(self, handoff: str, instance: Instance | None = None) -> dict[str, Any]:
         """How a handoff ended, as its consumer's control port says: that of decode, or prefill where they changed."""
-        asked = [instance] if instance is not None else [self.decode, self.prefill]
-        client = ControlClient(TOKEN)
-        try:
-            return until(
-                lambda: next(filter(None, (client.result(each.control, handoff).wait(5) for each in asked)), None)
-            )
-        finally:
-            client.close()
+        return result_of(handoff, [instance] if instance is not None else [self.decode, self.prefill])
 
     def metric(self, instance: Instance, name: str) -> float:
         """The sum of a metric over its labels."""

@@ -46,7 +46,8 @@ class KVPipeConnector(connector.KVPipeConnector):
             connector_metadata.restores.clear()
         for handoff in connector_metadata.committed:
             self._spoil_loaded(self._requests.pop(handoff, ""))
-        whole = [ids for _, first, ids in connector_metadata.ready if first == 0 and len(ids) > SPOILT]
+        ready = [each.block_ids for each in connector_metadata.ready if each.first == 0]
+        whole = [block_ids for block_ids in ready if len(block_ids) > SPOILT]
         self._sources = whole[-1] if whole else []
         super().bind_connector_metadata(connector_metadata)
 

@@ -1,4 +1,4 @@
-"""P's first token is D's: sampled answers, too, are those of one undivided instance."""
+"""P's first token is D's, and a D goes on after another one's tokens: answers are those of one undivided instance."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -138,26 +138,91 @@ def test_a_stop_string_may_begin_in_the_first_token(servers: Servers) -> None:
 @pytest.mark.parametrize("token", [17, 1500])
 def test_decode_begins_with_the_token_that_it_is_given_and_goes_on_from_it(servers: Servers, token: int) -> None:
     """Any token at all, without a producer: what it would have sampled itself does not matter."""
-    ids, handoff = prompt(70, seed=token), new_handoff()
-    body = completion(ids, max_tokens=8, return_token_ids=True)
-    params = {"kv_transfer_params": transfer_params.resume(handoff, token)}
-    found = answer(servers.decode.url, COMPLETIONS, body | params)[0]["choices"][0]["token_ids"]
-    assert found[0] == token
-    rest = body | {"prompt": [*ids, token], "max_tokens": 7}
-    assert found[1:] == answer(servers.undivided.url, COMPLETIONS, rest)[0]["choices"][0]["token_ids"]
+    goes_on_after(servers, prompt(70, seed=token), [token])
+
+
+def resuming(tokens: list[int]) -> dict[str, Any]:
+    """Parameters of a request that another instance has begun to answer with these tokens."""
+    return {"kv_transfer_params": transfer_params.resume(new_handoff(), tokens)}
+
+
+def token_ids(url: str, path: str, body: dict[str, Any]) -> list[int]:
+    ids: list[int] = answer(url, path, body | {"return_token_ids": True})[0]["choices"][0]["token_ids"]
+    return ids
+
+
+def goes_on_after(servers: Servers, ids: list[int], tokens: list[int]) -> None:
+    body = completion(ids, max_tokens=len(tokens) + 7)
+    found = token_ids(servers.decode.url, COMPLETIONS, body | resuming(tokens))
+    assert found[: len(tokens)] == tokens
+    rest = body | {"prompt": [*ids, *tokens], "max_tokens": 7}
+    assert found[len(tokens) :] == token_ids(servers.undivided.url, COMPLETIONS, rest)
+
+
+RESUMED = {kind: SAMPLED[kind] for kind in SAMPLED if kind != "hot, streamed"} | {
+    "greedy": (COMPLETIONS, completion(prompt(300, seed=31), max_tokens=16)),  # in two chunks
+    "one token of prompt": (COMPLETIONS, hot(32, prompt=prompt(1, seed=32))),
+}
+
+
+@pytest.mark.parametrize("kind", kinds(RESUMED, "penalties", "hot chat", "greedy"))
+def test_a_request_that_was_cut_off_goes_on_at_decode_as_on_one_instance(servers: Servers, kind: str) -> None:
+    path, body = RESUMED[kind]
+    plain = {name: value for name, value in body.items() if name != "stream"}
+    whole = token_ids(servers.undivided.url, path, plain)
+    assert len(whole) > 3
+    for num_tokens in (1, len(whole) // 2, len(whole) - 1, len(whole)):
+        params = resuming(whole[:num_tokens])
+        if body.get("stream"):
+            assert servers.answer(servers.decode.url, path, body | params)[0] == servers.expected(path, body)
+        else:
+            found = answer(servers.decode.url, path, body | params)[0]
+            assert said(found) == said(answer(servers.undivided.url, path, body)[0])
+        result = servers.result(params["kv_transfer_params"]["kvpipe"]["handoff"])
+        assert result["first_token"] == "exact"
+
+
+def test_decode_goes_on_after_the_tokens_of_another_answer(servers: Servers) -> None:
+    others = token_ids(servers.undivided.url, COMPLETIONS, hot(33))
+    goes_on_after(servers, prompt(70, seed=34), others)
+
+
+def test_what_ends_an_answer_among_the_tokens_that_a_request_brings_ends_it(servers: Servers) -> None:
+    body = completion(prompt(90, seed=35), max_tokens=12)
+    tokens = token_ids(servers.undivided.url, COMPLETIONS, body)
+    whole, four = (servers.expected(COMPLETIONS, body | {"max_tokens": num}) for num in (12, 4))
+    for more in (
+        {"max_tokens": 5},
+        {"stop_token_ids": [tokens[4]]},
+        {"stop": [whole[len(four) - 1 : len(four) + 2]]},
+        {"stop": [whole[len(four) - 1 : len(four) + 2]], "include_stop_str_in_output": True},
+    ):
+        expected = answer(servers.undivided.url, COMPLETIONS, body | more)[0]
+        assert expected["usage"]["completion_tokens"] < 10
+        found = answer(servers.decode.url, COMPLETIONS, body | more | resuming(tokens[:10]))[0]
+        assert said(found) == said(expected)
+
+
+def test_a_token_outside_the_vocabulary_has_decode_sample_its_own_answer(servers: Servers) -> None:
+    body = completion(prompt(50, seed=36))
+    tokens = token_ids(servers.undivided.url, COMPLETIONS, body)
+    for given in ([17, 1 << 31], [17, -1]):
+        params = resuming(given)
+        assert token_ids(servers.decode.url, COMPLETIONS, body | params) == tokens
+        result = servers.result(params["kv_transfer_params"]["kvpipe"]["handoff"])
+        assert "outside the vocabulary" in result["first_token_reason"]
 
 
 @pytest.mark.smoke
-def test_requests_of_one_batch_each_get_their_own_first_token(servers: Servers) -> None:
-    tokens = [100 + 37 * number for number in range(8)]
+def test_requests_of_one_batch_each_get_their_own_tokens(servers: Servers) -> None:
+    given = [prompt(1 + number, seed=number) for number in range(8)]
 
-    def first(token: int) -> int:
-        params = {"kv_transfer_params": transfer_params.resume(new_handoff(), token)}
-        body = completion(prompt(40 + token % 50, seed=token), max_tokens=4, temperature=1.2, return_token_ids=True)
-        return answer(servers.decode.url, COMPLETIONS, body | params)[0]["choices"][0]["token_ids"][0]
+    def first(tokens: list[int]) -> list[int]:
+        body = completion(prompt(40 + len(tokens), seed=37), max_tokens=12, temperature=1.2, ignore_eos=True)
+        return token_ids(servers.decode.url, COMPLETIONS, body | resuming(tokens))[: len(tokens)]
 
-    with ThreadPoolExecutor(len(tokens)) as threads:
-        assert list(threads.map(first, tokens)) == tokens
+    with ThreadPoolExecutor(len(given)) as threads:
+        assert list(threads.map(first, given)) == given
 
 
 @pytest.mark.smoke

@@ -1,5 +1,6 @@
 """Instances that share a store: P and D that have never heard of each other, and both beside a handoff."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 
 from kvpipe.launch.deployment import Instance
-from tests.e2e.client import COMPLETIONS, Servers, completion, get, prompt, until
+from kvpipe.store import KVStore, open_store
+from kvpipe.transfer_params import resume
+from tests.e2e.client import COMPLETIONS, TOKEN, Servers, completion, get, new_handoff, prompt, until
 from tests.e2e.groups import STORE_CHUNK as CHUNK
 from tests.e2e.groups import Groups
 from tests.e2e.identity import BY_ID, Said, ask, differences
@@ -131,9 +134,36 @@ def test_a_token_that_is_sampled_without_a_seed_is_prefills(sharing: Servers) ->
     until(lambda: first_tokens(sharing.decode, "none") == before + 4)
 
 
+def test_a_request_that_was_cut_off_goes_on_at_a_decode_that_loads_its_prompt(sharing: Servers, folder: Path) -> None:
+    body = completion(prompt(2 * CHUNK + 9, seed=380)) | {"temperature": 1.2, "seed": 5}
+    stored(sharing.prefill, folder, body)
+    expected, before = said(sharing.undivided.url, body), chunks(sharing.decode, "loaded")
+    params = {"kv_transfer_params": resume(new_handoff(), expected.token_ids[:7])}
+    assert not differences([expected], [said(sharing.decode.url, body | params)])
+    until(lambda: chunks(sharing.decode, "loaded") == before + 2)
+
+
+def test_prefills_token_is_sent_before_decodes_stream_and_the_text_is_that_of_one_instance(sharing: Servers) -> None:
+    proxy = sharing.through("store")
+
+    def num_early() -> float:
+        lines = get(proxy, "/metrics").decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("kvpipe_early_tokens_total"))
+
+    def is_early(seed: int) -> bool:
+        before, body = num_early(), completion(prompt(2 * CHUNK + 9, seed=seed), stream=True)
+        assert sharing.answer(proxy, COMPLETIONS, body)[0] == sharing.expected(COMPLETIONS, body)
+        return num_early() > before
+
+    # The proxy learns within seconds that decode forces tokens.
+    seeds = itertools.count(400)
+    until(lambda: is_early(next(seeds)))
+
+
 def test_nothing_but_chunks_stays_in_the_store(sharing: Servers, folder: Path) -> None:
     before = set(folder.iterdir())
-    said(sharing.through("store"), completion(prompt(2 * CHUNK + 9, seed=380)))
+    # No other test asks for this prompt: its chunks are new.
+    said(sharing.through("store"), completion(prompt(2 * CHUNK + 9, seed=385)))
     until(lambda: len(set(folder.iterdir()) - before) == 2)
 
 
@@ -146,6 +176,43 @@ def test_chunks_that_are_gone_are_computed(sharing: Servers, folder: Path, which
     for file in REMOVED[which](stored(sharing.prefill, folder, body)):
         file.unlink()
     assert is_right(sharing, sharing.decode, body)
+
+
+# --- connector over LookupBuffer over Pipe
+
+
+def lookups(groups: Groups) -> KVStore:
+    """The store of instances that share a lookup buffer."""
+    return open_store(groups.lookup_server.url, TOKEN)
+
+
+def test_what_prefill_has_saved_in_a_lookup_buffer_decode_loads_and_answers_as_one_instance(
+    sharing_lookups: Servers, groups: Groups
+) -> None:
+    servers = sharing_lookups
+    with lookups(groups) as store:
+        for seed, length in enumerate((NUM_TOKENS, 4 * CHUNK, CHUNK + 1), start=390):
+            body, num_before = completion(prompt(length, seed=seed)), store.stats().num_values
+            said(servers.prefill.url, body | {"max_tokens": 1})
+            until(lambda before=num_before, length=length: store.stats().num_values - before == length // CHUNK)
+            before = chunks(servers.decode, "loaded")
+            assert is_right(servers, servers.decode, body)
+            until(lambda before=before, length=length: chunks(servers.decode, "loaded") - before == length // CHUNK)
+
+
+def test_decode_goes_on_from_prefills_token_where_both_share_a_lookup_buffer_only(
+    sharing_lookups: Servers, groups: Groups
+) -> None:
+    servers, before = sharing_lookups, first_tokens(sharing_lookups.decode, "none")
+    proxy = servers.through("store")
+    with lookups(groups) as store:
+        num_before = store.stats().num_values
+        for number, length in enumerate((5, CHUNK, 3 * CHUNK + 37)):
+            body = completion(prompt(length, seed=395), temperature=1.2, seed=5)
+            assert not differences([said(servers.undivided.url, body)], [said(proxy, body)])
+            until(lambda number=number: first_tokens(servers.decode, "none") == before + number + 1)
+        # Entries were dropped, chunks stay.
+        until(lambda: store.stats().num_values - num_before == 1 + 3)
 
 
 def until_saved(groups: Groups, num_chunks: float) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvpipe.launch.deployment import Instance
-from tests.e2e.client import COMPLETIONS, Servers, completion, prompt, until
+from kvpipe.transfer_params import resume
+from tests.e2e.client import COMPLETIONS, Servers, completion, new_handoff, prompt, until
 from tests.e2e.identity import BY_ID, Said, ask, differences
 from tests.e2e.test_answers import BLOCK, REQUESTS
 
@@ -81,6 +82,23 @@ def test_sampled_answers_that_decode_preempts_are_those_of_one_instance(tight: S
     assert preemptions(tight, tight.decode) > before
     for body, (found, _) in zip(bodies, answers, strict=True):
         assert Said.of(found).token_ids == Said.of(ask(tight.undivided.url, COMPLETIONS, body)[0]).token_ids
+
+
+def test_resumed_requests_that_decode_preempts_go_on_where_they_were(tight: Servers) -> None:
+    before = preemptions(tight, tight.decode)
+    bodies = [
+        completion(prompt(50 + seed, seed=130 + seed), **BY_ID | HOT | {"seed": seed}, ignore_eos=True)
+        for seed in range(7)
+    ]
+    expected = [Said.of(ask(tight.undivided.url, COMPLETIONS, body)[0]).token_ids for body in bodies]
+    resumed = [
+        body | {"kv_transfer_params": resume(new_handoff(), tokens[:160])}
+        for body, tokens in zip(bodies, expected, strict=True)
+    ]
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        answers = list(threads.map(lambda body: ask(tight.decode.url, COMPLETIONS, body), resumed))
+    assert preemptions(tight, tight.decode) > before
+    assert [Said.of(found).token_ids for found, _ in answers] == expected
 
 
 @contextmanager

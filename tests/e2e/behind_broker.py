@@ -1,0 +1,124 @@
+"""Two prefill and two decode instances of real vLLM, and the front ends and workers that a broker connects."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+from kvpipe.bench.instances.servers import Server, ServerPool
+from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread, Instance
+from kvpipe.launch.plan import free_ports
+from kvpipe.launch.spec import OWN_STORE
+from tests.e2e.client import TOKEN, get, until
+from tests.e2e.groups import COMMON, LOGS, STORE_CHUNK, tiny_model
+from tests.e2e.two_by_two import SMALL
+
+# Whole prompts in one step: vLLM on CPU dies of a seeded request that is computed in several chunks.
+ONE_STEP = ("--max-model-len", "4096", "--max-num-batched-tokens", "4096")
+SPECS: dict[str, dict[str, Any]] = {
+    "handoff": {},
+    "store": {"store": OWN_STORE, "connector_config": {"chunk_size": STORE_CHUNK, "always_load": True}},
+}
+
+
+class Queued:
+    """The front ends and workers of a deployment on one broker; a context manager that ends them.
+
+    Args:
+        broker: URL of the broker.
+        name: what its queues are called.
+        prefill: instances that the proxy asks.
+        decode: instances with a worker each.
+
+    Attributes:
+        url: The proxy's address.
+        workers: The workers, in the order of the decode instances.
+    """
+
+    def __init__(self, broker: str, name: str, prefill: Sequence[Instance], decode: Sequence[Instance]) -> None:
+        self._env = {"KVPIPE_AMQP": broker, "KVPIPE_TOKEN": TOKEN}
+        self._name = name
+        self._logs = LOGS / f"queue-{name}"
+        self._prefill, self._decode = prefill, decode
+        self._pool = ServerPool()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._pool)
+            self._logs.mkdir(parents=True, exist_ok=True)
+            prefill = [part for each in self._prefill for part in ("--prefill", address(each))]
+            self.url = self._front("proxy", "proxy", "--dispatch", "amqp", *prefill)
+            self.workers = [
+                self._start(f"worker-{number}", each.url, "worker", "--decode", address(each))
+                for number, each in enumerate(self._decode)
+            ]
+            self.until_taken()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def front(self, prefill: Instance) -> str:
+        """The address of a front end beside a prefill instance."""
+        url = self._front(f"front-{prefill.name}", "front", "--prefill", address(prefill))
+        self.until_taken(url)
+        return url
+
+    def replace(self, worker: Server) -> None:
+        """Starts a worker that has been killed again."""
+        self._pool.restart(worker)
+        self.until_taken()
+
+    def state(self, url: str = "") -> dict[str, Any]:
+        """Queues and workers as a front end sees them."""
+        return json.loads(get(url or self.url, "/queue"))
+
+    def until_taken(self, url: str = "") -> None:
+        """Waits until as many workers take requests as there are."""
+        until(lambda: [each["reason"] for each in self.state(url)["workers"]] == [""] * len(self._decode))
+
+    def _front(self, name: str, *arguments: str) -> str:
+        port = str(free_ports(1)[0])
+        server = self._start(name, f"http://127.0.0.1:{port}", *arguments, "--port", port)
+        # Not its health, which needs workers.
+        until(lambda: server.require_running() or is_listening(server.url))
+        return server.url
+
+    def _start(self, name: str, url: str, *arguments: str) -> Server:
+        command = [sys.executable, "-m", "kvpipe", *arguments, "--queue", self._name]
+        return self._pool.start(name, url, command, self._env, self._logs / f"{name}.log")
+
+
+def address(instance: Instance) -> str:
+    """An instance as the commands' arguments name it."""
+    return f"{instance.url},{instance.control}" if instance.control else instance.url
+
+
+def is_listening(url: str) -> bool:
+    """Whether a front end answers."""
+    try:
+        return bool(get(url, "/queue"))
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def instances(kind: str) -> Iterator[DeploymentThread]:
+    """Two prefill, two decode and one undivided instance, that share KV by handoffs or through a store."""
+    spec = DeploymentSpec(
+        model=tiny_model(),
+        num_prefill=2,
+        num_decode=2,
+        num_undivided=1,
+        token=TOKEN,
+        block_size=32,
+        omp_threads=1,
+        vllm_args=(*COMMON, *ONE_STEP, *SMALL),
+        proxy_command=None,
+        log_dir=LOGS / f"queue-{kind}",
+        **SPECS[kind],
+    )
+    with DeploymentThread(spec, report=print) as running:
+        yield running
