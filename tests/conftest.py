@@ -166,7 +166,18 @@ def over_ucx(data_path):
 
 
 @pytest.fixture
-def num_threads():
-    """Tells how many threads this process has, those that Python does not know included."""
+def new_threads():
+    """Lists the threads that have begun since it was called, also those that Python does not know.
+
+    A number of threads would not do: those of earlier tests may end at any time.
+    """
     _log.begin()  # whose thread stays
-    return lambda: len(list(Path("/proc/self/task").iterdir()))
+
+    def of_this_process():
+        return {thread.name for thread in Path("/proc/self/task").iterdir()}
+
+    def begin():
+        before = of_this_process()
+        return lambda: of_this_process() - before
+
+    return begin

@@ -467,13 +467,13 @@ def run(scene):
 
 def test_works_can_be_awaited_without_a_thread(buffer):
     async def scene():
-        num_threads = threading.active_count()
+        before = set(threading.enumerate())
         selects = [asyncio.ensure_future(wait(buffer.idrop_select(np.array([i]), None))) for i in range(10)]
         await asyncio.sleep(0)
         for i in reversed(range(10)):
             await buffer.iinsert(np.array([i]), None, HALF, None, None)
         assert [int((await task)[0][0]) for task in selects] == list(range(10))
-        assert threading.active_count() == num_threads
+        assert set(threading.enumerate()) <= before
 
     async def wait(work):
         return await work
@@ -541,15 +541,15 @@ def test_a_servers_close_is_a_lost_peer_for_its_clients():
                 attempt()
 
 
-def test_a_dropped_buffer_ends_its_thread(num_threads):
-    before = num_threads()
+def test_a_dropped_buffer_ends_its_thread(new_threads):
+    threads = new_threads()
     server = LookupBuffer()
-    assert num_threads() == before  # in one process it needs none
+    assert not threads()  # in one process it needs none
     server.serve()
     client = LookupBuffer.connect(server.address)
-    assert num_threads() > before
+    assert threads()
     del server, client
-    eventually(lambda: num_threads() <= before)  # the one that connected ends by itself
+    eventually(lambda: not threads())  # the one that connected ends by itself
 
 
 def test_a_wrong_token_is_refused():

@@ -95,14 +95,14 @@ def test_waiting_lets_other_threads_run(pair):
     assert ticks[0] - started < 0.4
 
 
-def test_await_gives_the_result_and_needs_no_thread(pair, num_threads):
+def test_await_gives_the_result_and_needs_no_thread(pair, new_threads):
     async def scene():
         sender, receiver = pair
-        before = num_threads()
+        threads = new_threads()
         work = receiver.irecv_tensor()
         asyncio.get_running_loop().call_later(0.05, sender.isend_tensor, TENSOR)
         assert np.array_equal(await work, TENSOR)
-        assert num_threads() <= before
+        assert not threads()
 
     run(scene)
 
@@ -164,18 +164,18 @@ def test_a_cancelled_await_cancels_nothing(pair):
     run(scene)
 
 
-def test_many_works_are_awaited_side_by_side_without_a_thread(pair, num_threads):
+def test_many_works_are_awaited_side_by_side_without_a_thread(pair, new_threads):
     async def scene():
         sender, receiver = pair
-        before = num_threads()
+        threads = new_threads()
         receives = [receiver.irecv_tensor() for _ in range(200)]
         waits = asyncio.gather(*map(_await, receives))
         await asyncio.sleep(0.01)
-        assert num_threads() <= before
+        assert not threads()
         sends = [sender.isend_tensor(np.full(1 if i % 2 else 20_000, i)) for i in range(200)]
         await asyncio.gather(*map(_await, sends))
         assert [int(result[0]) for result in await waits] == list(range(200))
-        assert num_threads() <= before
+        assert not threads()
 
     run(scene)
 
