@@ -45,7 +45,7 @@ def test_a_part_that_fails_is_told_with_what_failed_and_the_others_go_on(capsys)
     after = bash("after", "echo 'SKIPPED [1] a.py:1: no GPU'; echo done")
     assert run([[fails, after]]) == 1
     told = capsys.readouterr().out
-    assert "test: fails FAILED after 0 s" in told
+    assert re.search(r"test: fails FAILED after \d+ s", told)
     assert "=== FAILURES ===\nit is wrong\n" in told
     assert "before" not in told
     assert "test: SKIPPED [1] a.py:1: no GPU\n" in told
@@ -93,5 +93,5 @@ def until(condition, timeout_s=20.0):
 def is_running(pid):
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False

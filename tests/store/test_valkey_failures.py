@@ -120,7 +120,7 @@ def test_aborted_reservations_and_handoffs_leave_nothing(client, store, number):
 
 
 def test_a_server_that_is_stopped_is_known_within_the_bound(own_server):
-    store = ValkeyStore.open(own_server.url("answer_s=0.5"))
+    store = ValkeyStore.open(own_server.url("answer_s=1"))
     assert store.put(b"k", bytes(8 * MIB))
     value = store.select(b"k")
     reservation = store.reserve(b"other", 8 * MIB)
@@ -217,8 +217,8 @@ def test_calls_that_wait_share_one_attempt_to_connect_again(running, tmp_path):
     ):
         waiting = [threads.submit(store.select, b"k", timeout=None) for _ in range(20)]
         wait_until(lambda: store.stats().num_waiting == 20 and client.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
-        # Every call makes its attempt for the value before it sleeps.
-        time.sleep(0.5)
+        # Every call looks for the value before it subscribes and once more before it sleeps.
+        wait_until(lambda: client.info("commandstats")["cmdstat_hmget"]["calls"] == 2 * 20)
         before = num_connections(client)
         server.stop()
         try:

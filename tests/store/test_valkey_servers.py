@@ -163,7 +163,14 @@ def test_a_call_that_waits_ends_with_the_exception_of_a_signal_handler(server):
     def stop(*_):
         raise StopError
 
-    with ValkeyStore.open(server.url("prefix=signals")) as store, ThreadPoolExecutor(1) as threads:
+    main = threading.main_thread().ident
+    with ValkeyStore.open(server.url("prefix=signals")) as store, ThreadPoolExecutor(2) as threads:
+
+        def interrupt(num_waiting):
+            wait_until(lambda: store.stats().num_waiting == num_waiting)
+            time.sleep(0.1)  # it reads by now, in most cases
+            signal.pthread_kill(main, signal.SIGUSR1)
+
         previous = signal.signal(signal.SIGUSR1, stop)
         try:
             for num_others in (0, 1):
@@ -171,11 +178,10 @@ def test_a_call_that_waits_ends_with_the_exception_of_a_signal_handler(server):
                 others = [threads.submit(store.select, b"other", timeout=LONG_S) for _ in range(num_others)]
                 while store.stats().num_waiting < num_others:
                     time.sleep(0.01)
-                kill = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
-                kill.start()
+                interrupted = threads.submit(interrupt, num_others + 1)
                 with pytest.raises(StopError):
                     store.select(b"k", timeout=LONG_S)
-                kill.join()
+                interrupted.result(LONG_S)
                 assert store.put(b"other", b"x")
                 for each in others:
                     each.result(LONG_S).close()

@@ -19,6 +19,7 @@ from kvpipe.store_connector.layout import CacheBytes
 from kvpipe.transfer_params import consume
 from tests.connector.engine import BLOCK
 from tests.store_connector.engine import CHUNK, LAYERS, Engine, answered
+from tests.store_connector.stores import WAIT_S
 
 pytestmark = pytest.mark.vllm
 
@@ -269,10 +270,10 @@ def test_blocks_of_an_aborted_load_are_kept_until_nothing_writes_into_them(
 def test_chunks_without_space_on_their_way_are_not_saved_and_counted(new_engine: Any, store: Any) -> None:
     chunk_bytes = 2 * CHUNK * 8 + 128
     engine = new_engine(staging_bytes=2 * chunk_bytes)
-    store.on_put = lambda key: store.is_open.clear()
+    may_put = threading.Event()
+    store.on_put = lambda key: may_put.wait(WAIT_S)
     assert engine.answer(prompt(4 * CHUNK), 1) == answered(prompt(4 * CHUNK), 1)
-    store.is_open.set()
-    store.on_put = lambda key: None
+    may_put.set()
     engine.saved()
     assert (engine.count("saved"), engine.count("skipped", "staging_full")) == (2, 2)
 
