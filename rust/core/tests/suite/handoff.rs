@@ -284,6 +284,7 @@ fn a_producer_killed_under_a_load_fails_it_with_what_is_missing() {
                 .has(&[0, 1, 2, 3], &twin, &[4, 5, 6, 7])
                 .then_some(())
         });
+        consumer.settle();
         let killed = Instant::now();
         producer.kill();
         let (missing, reason) = consumer.failed();

@@ -33,6 +33,7 @@ pub const PROMPT: Duration = Duration::from_secs(2);
 
 /// The first message of a session.
 pub const HELLO: u8 = 0;
+const HEARTBEAT: u8 = 32;
 /// The frame by which a peer reports how it gets our bytes.
 const DATA_PATH: u8 = 36;
 
@@ -318,7 +319,10 @@ impl Raw {
             std::thread::yield_now();
         }
         self.stream.set_nonblocking(false).expect("blocking");
-        let frame = receive_frame(&mut self.stream).expect("frame");
+        let mut frame = receive_frame(&mut self.stream).expect("frame");
+        while frame[0] == HEARTBEAT {
+            frame = receive_frame(&mut self.stream).expect("frame");
+        }
         assert_eq!(frame[0], DATA_PATH);
     }
 
