@@ -1,5 +1,7 @@
 """RabbitMQ closes the channel of a worker with a request that takes longer than its `consumer_timeout`."""
 
+import asyncio
+
 import pytest
 
 from kvpipe.proxy.upstream import InstanceError
@@ -50,7 +52,9 @@ def test_an_answer_that_outlasts_all_its_deliveries_is_given_up_and_found_as_a_d
             with pytest.raises(InstanceError, match="delivery_limit"):
                 await client.answering
             assert text_of(client.shown) == written(decode.tokens()[:NUM_BEFORE])
-            assert [letter.reason for letter in await letters(own_broker.url, topology)] == ["delivery_limit"]
+            while not (found := await letters(own_broker.url, topology)):  # noqa: ASYNC110 - it may come after the answer
+                await asyncio.sleep(0.02)
+            assert [letter.reason for letter in found] == ["delivery_limit"]
 
     run(scene)
     assert caplog.text.count(TIMED_OUT) == 1 + topology.delivery_limit

@@ -11,14 +11,17 @@ from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread, Instance
 from kvpipe.launch.plan import free_ports
 from kvpipe.launch.spec import OWN_STORE
 from tests.e2e.client import TOKEN, get, until
-from tests.e2e.groups import COMMON, LOGS, STORE_CHUNK, tiny_model
+from tests.e2e.groups import COMMON, LOGS, LOOKUP_TIMEOUT_S, STORE_CHUNK, tiny_model
 from tests.e2e.two_by_two import SMALL
 
 # Whole prompts in one step: vLLM on CPU dies of a seeded request that is computed in several chunks.
 ONE_STEP = ("--max-model-len", "4096", "--max-num-batched-tokens", "4096")
 SPECS: dict[str, dict[str, Any]] = {
     "handoff": {},
-    "store": {"store": OWN_STORE, "connector_config": {"chunk_size": STORE_CHUNK, "always_load": True}},
+    "store": {
+        "store": OWN_STORE,
+        "connector_config": {"chunk_size": STORE_CHUNK, "always_load": True, "lookup_timeout_s": LOOKUP_TIMEOUT_S},
+    },
 }
 
 

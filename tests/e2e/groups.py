@@ -44,6 +44,8 @@ TIGHT_BY_ROLE = {
 
 # Two blocks.
 STORE_CHUNK = 64
+# Decode may wait half of it for what prefill's threads save meanwhile, which takes long on a busy machine.
+LOOKUP_TIMEOUT_S = 10
 # Alone, instances share a user's own store, whose values a test can change by hand; beside a handoff kvpipe's own.
 FILE_STORE = "tests.e2e.file_store:FileStore"
 
@@ -188,6 +190,7 @@ def store_alone(config: dict[str, Any], url: str) -> dict[str, Any]:
             "store": url,
             "chunk_size": STORE_CHUNK,
             "always_load": True,
+            "lookup_timeout_s": LOOKUP_TIMEOUT_S,
         },
     }
 

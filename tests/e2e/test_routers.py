@@ -92,9 +92,11 @@ def name(request: pytest.FixtureRequest) -> str:
 def router(servers: Servers, name: str) -> Iterator[Router]:
     """The router, which ends after each test; the instances go on."""
     router = Router(servers, name)
+    num_ended = len(router.results())
     with subprocess.Popen(router.command) as process:
         try:
             until(lambda: _answers(router))
+            until(lambda: len(router.results()) > num_ended)
             yield router
         finally:
             process.terminate()

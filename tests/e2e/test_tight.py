@@ -59,7 +59,7 @@ def test_requests_that_decode_preempts_are_answered_as_by_one_instance(tight: Se
     decode = tight.prefill if is_reversed else tight.decode
     before = preemptions(tight, decode)
     bodies = [
-        completion(prompt(5 * BLOCK + seed, seed=80 + seed), **BY_ID | {"max_tokens": 120}, ignore_eos=True)
+        completion(prompt(4 * BLOCK + seed, seed=80 + seed), **BY_ID | {"max_tokens": 120}, ignore_eos=True)
         for seed in range(7)
     ]
     url = tight.through("just-in-time", is_reversed=is_reversed)

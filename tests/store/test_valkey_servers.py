@@ -150,8 +150,11 @@ def test_a_crowd_that_waits_shares_one_connection_and_leaves_its_channels_at_the
                 wait_until(partial(store.put, b"k%d" % (number % 10), b"x"))
             for each in waiting:
                 each.result(LONG_S)
-        assert store.select(b"other", timeout=0.1) is None
-        wait_until(lambda: client.pubsub_channels("crowd:w:*") == [b"crowd:w:{other}"])
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(store.select, b"other", timeout=LONG_S)
+            wait_until(lambda: client.pubsub_channels("crowd:w:*") == [b"crowd:w:{other}"])
+            assert store.put(b"other", b"x")
+            waiting.result(LONG_S).close()
         store.close()
         wait_until(lambda: not client.client_list(_type="pubsub"))
 

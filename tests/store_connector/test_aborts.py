@@ -102,6 +102,8 @@ def _aborted(choice: random.Random, producer: Engine, consumer: Engine, store: K
     producer.step()  # the worker receives the end with the next step
     if step == "not asked for":
         return step
+    if step == "while it is loaded":
+        producer.saved()
     loading = consumer.add(tokens, 3, load(handoff))
     if step == "while it is loaded":
         prompt_of = consumer.role._prompts[loading.request_id]

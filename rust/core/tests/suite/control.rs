@@ -1,10 +1,12 @@
 //! The control plane between schedulers; no UCX.
 
+use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
 use kvpipe_core::control::{ControlEvent, ControlQuery, ControlTimeouts};
 
+use crate::common::relay::Relay;
 use crate::common::{self, PATIENCE, PROMPT, Process, eventually, say};
 use crate::engines::{ID, OTHER, engine, engine_with, finished, opened, patience};
 
@@ -114,14 +116,19 @@ fn a_consumer_that_comes_after_one_that_gave_up_gets_the_handoff() {
 fn an_unwatch_before_the_session_is_up_disturbs_nothing() {
     let (producer, consumer) = (engine(), engine());
     producer.open();
-    consumer.watch(&producer);
+    let front = TcpListener::bind("127.0.0.1:0").expect("listen");
+    let address = front.local_addr().expect("address").to_string();
+    let watch = || consumer.control.watch(ID, &address).expect("watch");
+    watch();
     consumer.control.unwatch(ID, false).expect("unwatch");
-    assert_eq!(
-        consumer.query(&producer, ControlQuery::Describe),
-        Ok("{}".to_owned())
-    );
+    Relay::at(front, producer.control.address().expect("address"));
+    let described = consumer
+        .control
+        .query(&address, ControlQuery::Describe, PATIENCE);
+    let described = described.expect("query").wait_for(PATIENCE);
+    assert_eq!(described, Ok("{}".to_owned()));
     assert_eq!(consumer.events(), []);
-    consumer.watch(&producer);
+    watch();
     consumer.sees(&[opened()]);
 }
 
@@ -363,7 +370,7 @@ fn a_reply_includes_earlier_changes() {
 fn a_query_without_a_reply_ends_at_its_deadline() {
     let here = engine();
     // Accepts connections in its backlog, and never replies.
-    let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
+    let silent = TcpListener::bind("127.0.0.1:0").expect("bind");
     let address = silent.local_addr().expect("address").to_string();
     let soon = Duration::from_millis(100);
     let asked = here

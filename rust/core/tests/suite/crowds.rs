@@ -1,7 +1,8 @@
 //! Many connections at once: those of peers, and those of silent strangers that hold places.
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -214,7 +215,7 @@ fn a_port_that_cuts_every_connection_is_a_connect_error_with_the_cause_and_the_n
 {
     let server = control();
     let (front, count) = cutting(usize::MAX, address(&server));
-    let client = control_with(None, TOKEN, Duration::from_millis(500));
+    let client = control_with(None, TOKEN, Duration::from_secs(2));
     let error = ask(&client, front).expect_err("cut");
     let is_named = |text: &str| text.contains("in the handshake") && text.contains("attempt");
     assert!(
@@ -245,9 +246,14 @@ fn a_control_port_that_nobody_listens_at_is_known_at_once() {
     assert!(begun.elapsed() < PROMPT);
 }
 
-fn nobody() -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
-    listener.local_addr().expect("address").to_string()
+/// A port where nobody listens, and a socket that keeps others from getting it.
+fn nobody() -> (OwnedFd, String) {
+    use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket, sockopt};
+    let keeps = socket(AddressFamily::INET, SocketType::STREAM, None).expect("socket");
+    sockopt::set_socket_reuseaddr(&keeps, true).expect("option");
+    bind(&keeps, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).expect("bind");
+    let address = SocketAddrV4::try_from(getsockname(&keeps).expect("address")).expect("IPv4");
+    (keeps, address.to_string())
 }
 
 fn connect_pipe(address: &str) -> (Pipe, kvpipe_core::work::Work<()>) {
@@ -264,7 +270,7 @@ fn connect_pipe(address: &str) -> (Pipe, kvpipe_core::work::Work<()>) {
 
 #[test]
 fn a_pipe_waits_for_its_receiver_to_listen() {
-    let address = nobody();
+    let (_keeps, address) = nobody();
     let (_sender, connected) = connect_pipe(&address);
     std::thread::sleep(Duration::from_millis(200));
     assert!(!connected.is_completed());
@@ -274,7 +280,8 @@ fn a_pipe_waits_for_its_receiver_to_listen() {
 
 #[test]
 fn a_pipe_that_waits_for_its_receiver_is_closed_at_once() {
-    let (sender, connected) = connect_pipe(&nobody());
+    let (_keeps, address) = nobody();
+    let (sender, connected) = connect_pipe(&address);
     std::thread::sleep(Duration::from_millis(100));
     let begun = Instant::now();
     sender.stop();

@@ -312,7 +312,7 @@ fn two_hundred_sessions_leave_no_descriptor_and_no_memory() {
             (descriptors(), resident_kib())
         };
         (0..20).for_each(|_| drop(round()));
-        let before = settled(&count);
+        let before = settled(count);
         (0..200).for_each(|_| drop(round()));
         assert_as_before(before, count, 1024);
     });
@@ -340,7 +340,7 @@ fn two_hundred_data_sessions_leave_no_descriptor_and_no_memory() {
             (descriptors(), resident_kib())
         };
         (0..30).for_each(|_| round());
-        let before = settled(&count);
+        let before = settled(count);
         (0..200).for_each(|_| round());
         // UCX itself keeps some 10 KiB for each worker that it has ever known.
         assert_as_before(before, count, 8 << 10);
@@ -370,7 +370,7 @@ fn forty_pipes_leave_no_descriptor_and_no_memory() {
         };
         let count = || (descriptors(), resident_kib());
         (0..10).for_each(|_| round());
-        let before = settled(&count);
+        let before = settled(count);
         (0..40).for_each(|_| round());
         assert_as_before(before, count, 4 << 10);
     });

@@ -55,8 +55,11 @@ fn nothing_is_called_after_a_close() {
     let (complete, event) = late();
     let then = move |_| seen.send(()).expect("it is received");
     waiter.after(event, Box::new(then));
+    let is_closing = Arc::clone(&waiter.is_closing);
     let completes = std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_millis(50));
+        while !is_closing.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
         // It may be closed before it has waited.
         drop(complete.send(Ok(())));
     });

@@ -16,7 +16,11 @@ pub struct Relay {
 
 impl Relay {
     pub fn to(server: SocketAddr) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
+        Self::at(TcpListener::bind("127.0.0.1:0").expect("listen"), server)
+    }
+
+    /// The client may have connected already: until now nobody has heard it.
+    pub fn at(listener: TcpListener, server: SocketAddr) -> Self {
         let relay = Self {
             address: listener.local_addr().expect("address"),
             client: Said::default(),
