@@ -234,11 +234,14 @@ class Holdings:
 
     @classmethod
     def settled(cls, before):
-        """What it holds once threads that were ending have ended."""
+        """What it holds once threads that were ending have ended, with what they had open."""
         give_up_at = time.monotonic() + 2
-        while (now := cls.now()).num_threads > before.num_threads and time.monotonic() < give_up_at:
+        while time.monotonic() < give_up_at:
+            now = cls.now()
+            if now.num_threads <= before.num_threads and now.num_descriptors <= before.num_descriptors + 1:
+                return now
             time.sleep(0.01)
-        return now
+        return cls.now()
 
     @classmethod
     def now(cls):
