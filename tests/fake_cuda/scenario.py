@@ -6,10 +6,12 @@ It prints `right` or `error: …`, then the same for a second time in which noth
 """
 
 import sys
+import time
+from typing import Any
 
 import numpy as np
 
-from kvpipe import Agent, KVPipeError, Pipe
+from kvpipe import Agent, KVPipeError, Pipe, Work
 from kvpipe.testing import memory_transport
 from tests.fake_cuda.driver import FakeDriver, FakeMemory
 
@@ -25,6 +27,18 @@ def content(seed: int, num_bytes: int = BLOCK * NUM_BLOCKS) -> bytes:
 
 def bytes_of(memory: FakeMemory | np.ndarray) -> bytes:
     return memory.content() if isinstance(memory, FakeMemory) else memory.tobytes()
+
+
+def end(*works: Work[Any]) -> None:
+    """Waits for both ends of a transfer. Either may fail first, and the other one then has nothing to wait for."""
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not all(work.is_completed() for work in works) and time.monotonic() < give_up_at:
+        for work in works:
+            if work.is_completed():
+                work.result()
+        time.sleep(0.001)
+    for work in works:
+        work.wait(0)
 
 
 class Scenario:
@@ -53,8 +67,7 @@ class Scenario:
                 received = receiver.irecv_tensor(out=self.target, timeout=TIMEOUT_S)
             finally:
                 self.driver.release(held)
-            sent.wait(TIMEOUT_S)
-            received.wait(TIMEOUT_S)
+            end(sent, received)
         return self.target
 
     def move(self, seed: int, num_bytes: int, *, from_gpu: bool, to_gpu: bool) -> FakeMemory | np.ndarray:
@@ -67,8 +80,7 @@ class Scenario:
         with Pipe.listen() as receiver, Pipe.connect(receiver.address) as sender:
             sent = sender.isend_tensor(source, timeout=TIMEOUT_S)
             received = receiver.irecv_tensor(out=target, timeout=TIMEOUT_S)
-            sent.wait(TIMEOUT_S)
-            received.wait(TIMEOUT_S)
+            end(sent, received)
         return target
 
     def to_host(self, seed: int) -> FakeMemory | np.ndarray:
