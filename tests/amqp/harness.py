@@ -22,12 +22,15 @@ from multidict import CIMultiDict
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.upstream import Upstream, open_session
 from kvpipe.queue.front import DecodeQueue
+from kvpipe.queue.letters import letters
 from kvpipe.queue.topology import Topology
 from kvpipe.queue.worker import Worker
 from kvpipe.transfer_params import ConsumeParams, LoadParams, parse
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from kvpipe.queue.letters import Letter
 
 LIMIT_S = 60.0
 SILENCE_S = 40.0
@@ -345,6 +348,13 @@ async def until_state(front: DecodeQueue, is_reached: Callable[[dict[str, Any]],
 async def until_healthy(front: DecodeQueue, *, is_healthy: bool = True) -> None:
     """Returns once a front end's requests are answered, or are not."""
     await until(lambda: (front.health() == "ok") == is_healthy)
+
+
+async def until_letters(url: str, topology: Topology) -> list[Letter]:
+    """The dead letters, once there is one: it may come after what the client gets."""
+    while not (found := await letters(url, topology)):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    return found
 
 
 async def until(is_reached: Callable[[], bool]) -> None:

@@ -14,21 +14,11 @@ from aio_pika.exceptions import ConnectionClosed
 from kvpipe.bench.instances import broker_process
 from kvpipe.bench.instances.broker_process import BrokerProcess
 from kvpipe.bench.processes import SubjectError
+from tests.amqp.harness import run
 
-LIMIT_S = 30.0
 # A publisher that is blocked is not answered for so long.
 UNANSWERED_S = 0.3
 KEPT = {"x-queue-type": "quorum"}
-
-
-def run(scene):
-    """Runs a scene to its end; one that would hang fails instead."""
-
-    async def bounded():
-        async with asyncio.timeout(LIMIT_S):
-            await scene()
-
-    asyncio.run(bounded())
 
 
 @contextlib.asynccontextmanager

@@ -1,13 +1,10 @@
 """RabbitMQ closes the channel of a worker with a request that takes longer than its `consumer_timeout`."""
 
-import asyncio
-
 import pytest
 
 from kvpipe.proxy.upstream import InstanceError
-from kvpipe.queue.letters import letters
 from kvpipe.queue.topology import Topology
-from tests.amqp.harness import Client, ask, body, forced_by, run, stage, text_of, written
+from tests.amqp.harness import Client, ask, body, forced_by, run, stage, text_of, until_letters, written
 
 pytestmark = pytest.mark.slow
 
@@ -52,9 +49,7 @@ def test_an_answer_that_outlasts_all_its_deliveries_is_given_up_and_found_as_a_d
             with pytest.raises(InstanceError, match="delivery_limit"):
                 await client.answering
             assert text_of(client.shown) == written(decode.tokens()[:NUM_BEFORE])
-            while not (found := await letters(own_broker.url, topology)):  # noqa: ASYNC110 - it may come after the answer
-                await asyncio.sleep(0.02)
-            assert [letter.reason for letter in found] == ["delivery_limit"]
+            assert [each.reason for each in await until_letters(own_broker.url, topology)] == ["delivery_limit"]
 
     run(scene)
     assert caplog.text.count(TIMED_OUT) == 1 + topology.delivery_limit

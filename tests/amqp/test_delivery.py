@@ -43,15 +43,15 @@ class Front:
 
 
 @asynccontextmanager
-async def delivered(*, is_redelivered=False, is_read=True):
+async def delivered(*, is_redelivered=False, is_read=True, silence_s=SILENCE_S):
     """A delivery that runs, with D and the front end."""
     async with AsyncExitStack() as stack:
         decode = await stack.enter_async_context(Decode(1))
-        session = await stack.enter_async_context(open_session(5.0, SILENCE_S))
+        session = await stack.enter_async_context(open_session(5.0, silence_s))
         front = Front()
         front.is_reading = is_read
         request = Request("request", "the front end's", COMPLETIONS, [], body())
-        upstream = Upstream(session, SILENCE_S)
+        upstream = Upstream(session, silence_s)
         instance = Instance(decode.url)
         delivery = Delivery(request, instance, upstream, front, front.is_read, is_redelivered=is_redelivered)
         running = asyncio.create_task(delivery.run())
@@ -80,6 +80,21 @@ def test_an_answer_of_the_front_end_that_comes_twice_ends_nothing():
             assert forced_by(decode.bodies[0]) == (7, 8)
             answer = b"".join(reply.body for reply in front.replies if reply.kind == "piece")
             assert text_of(answer).endswith(written(decode.tokens((7, 8))[1:]))
+
+    run(scene)
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_an_instance_that_is_silent_for_too_long_has_failed_the_request_for_good(num_before):
+    async def scene():
+        async with delivered(silence_s=0.3) as (decode, front, delivery, running):
+            decode.pause_after = num_before
+            await front.until("failed")
+            assert front.replies[-1].status == 504
+            delivery.receive(Control("done", "request", delivery.id))
+            ended = await running
+            assert ended.is_over
+            assert ended.failure is None, "no other instance is asked"
 
     run(scene)
 

@@ -9,6 +9,7 @@ from kvpipe.exceptions import ConfigError
 from kvpipe.proxy.upstream import InstanceError
 from kvpipe.queue.front import DecodeQueue
 from kvpipe.queue.messages import Reply
+from kvpipe.queue.outbox import Outbox
 from kvpipe.queue.topology import Topology
 from tests.amqp.harness import (
     COMPLETIONS,
@@ -92,17 +93,18 @@ def test_without_a_broker_requests_are_refused_at_once_and_answered_again_after_
 
 @pytest.mark.parametrize("resource", ["memory", "disk"])
 def test_a_broker_that_takes_no_messages_is_said_and_recovers_by_itself(own_broker, resource, monkeypatch):
-    monkeypatch.setattr("kvpipe.queue.front._CONFIRM_TIMEOUT_S", 0.5)
-
     async def scene():
         async with stage(own_broker.url) as s:
             front, decode = await s.front(), await s.pair()
             await asyncio.to_thread(own_broker.block_publishers, resource)
-            with pytest.raises(InstanceError, match="does not take requests") as refused:
-                await ask(front, body())
+            with monkeypatch.context() as quick:
+                quick.setattr("kvpipe.queue.front._CONFIRM_TIMEOUT_S", 0.5)
+                with pytest.raises(InstanceError, match="does not take requests") as refused:
+                    await ask(front, body())
             assert refused.value.status == 503
             with pytest.raises(InstanceError, match="does not take requests"):
                 front.check()  # without another wait
+            assert "does not take requests" in front.health()
             await asyncio.to_thread(own_broker.unblock, resource)
             await until(lambda: not front._is_blocked)
             assert text_of((await ask(front, body()))[1]) == written(decode.tokens())
@@ -154,8 +156,23 @@ def test_a_url_that_is_none_of_a_broker_is_refused(url):
         DecodeQueue(url, Topology(), SILENCE_S)
 
 
-async def away_while_its_worker_dies(s, front, num_before):
+def when_returned(monkeypatch):
+    """Set once the broker has a request that a worker of this process leaves to its front end."""
+    returned, send = asyncio.Event(), Outbox.send_confirmed
+
+    async def send_confirmed(self, reply_to, reply):
+        await send(self, reply_to, reply)
+        if reply.kind == "returned":
+            returned.set()
+
+    monkeypatch.setattr(Outbox, "send_confirmed", send_confirmed)
+    return returned
+
+
+async def away_while_its_worker_dies(s, front, num_before, monkeypatch):
     """A client whose front end is away from the broker while its worker dies and another one gets its request."""
+    monkeypatch.setattr("kvpipe.queue.delivery._ASK_EVERY_S", 0.1)
+    returned = when_returned(monkeypatch)
     first, second = await s.decode(), await s.decode()
     first.pause_after = num_before
     process = await s.process(first)
@@ -164,62 +181,52 @@ async def away_while_its_worker_dies(s, front, num_before):
     await client.until(num_before)
     await front._broker.__aexit__()
     await end(process)
-    other = await s.front()
     await s.worker(second)
-    await until_state(other, lambda state: any(each["decode"] == second.url for each in state["workers"]))
-    await until_state(other, lambda state: state["queues"][s.topology.requests]["messages"] == 0)
-    await until_state(other, lambda state: [each["running"] for each in state["workers"]][-1:] == [0])
+    await returned.wait()
     assert not second.bodies
-    return client, first, second
+    return client, written([*first.tokens()[:num_before], *second.tokens()[num_before:]])
+
+
+async def has_its_answer(front, client, text):
+    """Has the front end come back to the broker: its client gets one answer."""
+    await front._broker.__aenter__()
+    status, answer = await client.answering
+    assert status == 200
+    assert text_of(answer) == text
+    assert answer.count(b"[DONE]") == 1
 
 
 @pytest.mark.parametrize("num_before", [0, 3])
 def test_a_front_end_that_was_away_while_its_worker_died_has_its_request_answered(broker, monkeypatch, num_before):
-    monkeypatch.setattr("kvpipe.queue.delivery._ASK_EVERY_S", 0.1)
-
     async def scene():
         async with stage(broker.url) as s:
             front = await s.front()
-            client, first, second = await away_while_its_worker_dies(s, front, num_before)
-            await front._broker.__aenter__()
-            status, answer = await client.answering
-            assert status == 200
-            assert text_of(answer) == written([*first.tokens()[:num_before], *second.tokens()[num_before:]])
-            assert answer.count(b"[DONE]") == 1
+            await has_its_answer(front, *await away_while_its_worker_dies(s, front, num_before, monkeypatch))
 
     run(scene)
 
 
 @pytest.mark.slow
 def test_a_request_that_was_left_to_its_front_end_outlives_the_broker(own_broker, monkeypatch):
-    monkeypatch.setattr("kvpipe.queue.delivery._ASK_EVERY_S", 0.1)
-
     async def scene():
         async with stage(own_broker.url) as s:
             front = await s.front()
-            client, first, second = await away_while_its_worker_dies(s, front, 3)
+            client, text = await away_while_its_worker_dies(s, front, 3, monkeypatch)
             await asyncio.to_thread(ENDS["killed"], own_broker)
-            await front._broker.__aenter__()
-            status, answer = await client.answering
-            assert status == 200
-            assert text_of(answer) == written([*first.tokens()[:3], *second.tokens()[3:]])
+            await has_its_answer(front, client, text)
 
     run(scene)
 
 
 def test_a_front_end_whose_queue_has_ended_meanwhile_has_its_requests_answered(broker, monkeypatch):
     monkeypatch.setattr("kvpipe.queue.topology.REPLIES_EXPIRE_S", 1)
-    monkeypatch.setattr("kvpipe.queue.delivery._ASK_EVERY_S", 0.1)
 
     async def scene():
         async with stage(broker.url) as s:
             front = await s.front()
-            client, first, second = await away_while_its_worker_dies(s, front, 3)
+            client, text = await away_while_its_worker_dies(s, front, 3, monkeypatch)
             await until(lambda: front._replies not in broker.queues())
-            await front._broker.__aenter__()
-            status, answer = await client.answering
-            assert status == 200
-            assert text_of(answer) == written([*first.tokens()[:3], *second.tokens()[3:]])
+            await has_its_answer(front, client, text)
 
     run(scene)
 
@@ -317,6 +324,7 @@ def test_a_front_end_that_has_died_does_not_hold_up_a_worker(broker, monkeypatch
 
 def test_a_request_of_a_front_end_that_has_died_is_not_computed_by_a_second_instance(broker, monkeypatch):
     monkeypatch.setattr("kvpipe.queue.delivery._ASK_EVERY_S", 0.1)
+    returned = when_returned(monkeypatch)
 
     async def scene():
         async with stage(broker.url) as s:
@@ -327,10 +335,10 @@ def test_a_request_of_a_front_end_that_has_died_is_not_computed_by_a_second_inst
             first.go_on.set()
             await until_healthy(other, is_healthy=False)
             second = await s.pair()
-            await until_state(other, lambda state: [worker["reason"] for worker in state["workers"]][1:] == [""])
-            await until(lambda: broker.queues()[s.topology.requests] == 0)
+            await returned.wait()
             await until_running(other, 0, 0)
             assert second.bodies == []
+            assert broker.queues()[s.topology.requests] == 0
             assert broker.queues()[s.topology.dead] == 0
 
     run(scene)

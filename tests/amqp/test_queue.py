@@ -8,7 +8,19 @@ import pytest
 from kvpipe.proxy.upstream import InstanceError
 from kvpipe.queue.letters import letters, replay
 from kvpipe.queue.topology import Topology
-from tests.amqp.harness import NUM_TOKENS, Client, ask, body, run, stage, text_of, until_healthy, until_state, written
+from tests.amqp.harness import (
+    NUM_TOKENS,
+    Client,
+    ask,
+    body,
+    run,
+    stage,
+    text_of,
+    until_healthy,
+    until_letters,
+    until_state,
+    written,
+)
 
 
 def test_a_stream_and_a_whole_answer_come_as_from_the_instance_itself(broker):
@@ -139,9 +151,7 @@ def test_a_request_that_breaks_every_instance_is_given_up_and_found_with_its_rea
                 await ask(front, body(stream=False))
             assert failed.value.status == 502
             assert len(decode.bodies) == 1 + topology.delivery_limit
-            while not (found := await letters(broker.url, topology)):  # noqa: ASYNC110 - it comes after the answer
-                await asyncio.sleep(0.02)
-            [letter] = found
+            [letter] = await until_letters(broker.url, topology)
             assert "answered 500" in letter.reason
             decode.status = 200
             shown = []
@@ -165,9 +175,7 @@ def test_a_request_whose_workers_die_is_given_up_by_the_broker(broker):
                 process.kill()
             with pytest.raises(InstanceError, match="delivery_limit"):
                 await asking
-            while not (found := await letters(broker.url, topology)):  # noqa: ASYNC110 - two queues, in either order
-                await asyncio.sleep(0.02)
-            [letter] = found
+            [letter] = await until_letters(broker.url, topology)
             assert letter.reason == "delivery_limit"
 
     run(scene)
@@ -185,6 +193,25 @@ def test_a_client_that_leaves_ends_its_request_at_the_instance(broker, stream):
             await decode.until(lambda: decode.num_aborted == 1)
             decode.pause_after = -1
             assert (await ask(front, body()))[0] == 200
+
+    run(scene)
+
+
+def test_a_request_whose_client_leaves_while_a_worker_is_full_never_reaches_its_instance(broker):
+    async def scene():
+        async with stage(broker.url) as s:
+            front, decode = await s.front(), await s.pair(num_slots=1)
+            decode.pause_after = 0
+            first = asyncio.create_task(ask(front, body(user="first")))
+            await decode.has_paused.wait()
+            left = asyncio.create_task(ask(front, body(user="left")))
+            await until_state(front, lambda state: state["queues"][s.topology.requests]["messages"] == 1)
+            left.cancel()
+            await asyncio.wait({left})
+            decode.go_on.set()
+            assert (await first)[0] == 200
+            assert (await ask(front, body(user="last")))[0] == 200
+            assert [asked["user"] for asked in decode.bodies] == ["first", "last"]
 
     run(scene)
 
@@ -211,6 +238,57 @@ def test_no_answer_in_time_is_an_error_that_says_so(broker):
             with pytest.raises(InstanceError, match="no answer in time") as failed:
                 await ask(front, body())
             assert failed.value.status == 504
+
+    run(scene)
+
+
+def test_a_request_that_no_worker_takes_ends_in_the_queue(broker, monkeypatch):
+    monkeypatch.setattr("kvpipe.queue.messages._LONGEST_TTL_S", 0.3)
+
+    async def scene():
+        async with stage(broker.url) as s:
+            front = await s.front()
+            with pytest.raises(InstanceError, match="no answer in time") as failed:
+                await ask(front, body())
+            assert failed.value.status == 504
+            [letter] = await until_letters(broker.url, s.topology)
+            assert letter.reason == "expired"
+
+    run(scene)
+
+
+def test_an_answer_that_is_older_than_its_requests_time_to_live_goes_on_at_another_instance(broker, monkeypatch):
+    monkeypatch.setattr("kvpipe.queue.messages._LONGEST_TTL_S", 3.0)
+
+    async def scene():
+        async with stage(broker.url) as s:
+            front, first, second = await s.front(), await s.decode(), await s.decode()
+            first.pause_after = 3
+            process = await s.process(first)
+            await until_healthy(front)
+            client = Client(front, body(), {})
+            await client.until(3)
+            await asyncio.sleep(3.0)
+            process.kill()
+            await s.worker(second)
+            status, answer = await client.answering
+            assert status == 200
+            assert text_of(answer) == written([*first.tokens()[:3], *second.tokens()[3:]])
+            assert answer.count(b"[DONE]") == 1
+
+    run(scene)
+
+
+def test_a_worker_without_requests_sees_that_its_instance_has_died(broker):
+    async def scene():
+        async with stage(broker.url) as s:
+            front, decode = await s.front(), await s.pair()
+            await until_healthy(front)
+            decode.is_healthy = False
+            await until_healthy(front, is_healthy=False)
+            decode.is_healthy = True
+            await until_healthy(front)
+            assert decode.bodies == []
 
     run(scene)
 

@@ -56,7 +56,7 @@ async def serve(config: ProxyConfig, control: Control, queue: DecodeQueue | None
             "on" if config.early_token else "off",
             config.split_from,
         )
-        await _signal()
+        await signalled()
         logger.info("proxy.draining timeout_s=%s", config.drain_timeout_s)
     finally:
         await runner.cleanup()
@@ -74,8 +74,8 @@ def create_runner(config: ProxyConfig, control: Control, queue: DecodeQueue | No
     )
 
 
-async def _signal() -> None:
-    """Wait for a signal, and leave the next one to the default handler."""
+async def signalled() -> None:
+    """Wait for SIGTERM or SIGINT, and leave the next one to the default handler."""
     loop = asyncio.get_running_loop()
     received = asyncio.Event()
     for number in _SIGNALS:

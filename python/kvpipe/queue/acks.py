@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from aio_pika.exceptions import MessageProcessError
-
 from kvpipe.queue.broker import BROKER_ERRORS
 
 if TYPE_CHECKING:
@@ -48,5 +46,5 @@ class Acks:
         last, self._last, self._num = self._last, None, 0
         self._is_full.clear()
         if last is not None:
-            with contextlib.suppress(*BROKER_ERRORS, MessageProcessError):
+            with contextlib.suppress(*BROKER_ERRORS):
                 await last.ack(multiple=True)

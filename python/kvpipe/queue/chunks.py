@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 import orjson
 
+from kvpipe.proxy.bodies import error_in_first_event
+
 _EVENT = b"data:"
 _TOKEN_FIELDS = ("token_ids", "prompt_token_ids")
-_ERROR = b'data: {"error"'
-_OF_REQUEST = range(400, 500)
 
 
 class Events:
@@ -43,11 +44,10 @@ def failure_in(event: bytes) -> str:
 
     vLLM ends a stream in order also where its engine has died.
     """
-    if not event.startswith(_ERROR):
+    error = error_in_first_event(event)
+    if error is None or error[0] < HTTPStatus.INTERNAL_SERVER_ERROR:
         return ""
-    error = orjson.loads(event.removeprefix(_EVENT))["error"]
-    is_of_request = isinstance(error, dict) and error.get("code") in _OF_REQUEST
-    return "" if is_of_request else f"broke off with {error}"
+    return f"broke off with {error[1].decode(errors='replace')}"
 
 
 def event_of(chunk: dict[str, Any]) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import signal
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import uvloop
 
 from kvpipe import proxy
 from kvpipe.exceptions import ConfigError
+from kvpipe.proxy.server import signalled
 from kvpipe.proxy.upstream import Upstream, open_session
 from kvpipe.queue.front import DecodeQueue
 from kvpipe.queue.letters import letters, replay
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from kvpipe.proxy import Instance, ProxyConfig
     from kvpipe.queue.topology import Topology
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _REPLAY_TIMEOUT_S = 600.0
 # Workers answer a front end that asks who is there.
 _REPORTS_WITHIN_S = 1.0
@@ -72,6 +71,8 @@ def run_front(config: ProxyConfig, url: str, topology: Topology) -> None:
 def run_worker(config: WorkerConfig) -> None:
     """Takes requests until SIGTERM or SIGINT, then ends those that it has, and returns.
 
+    A second signal meanwhile ends the process at once, and others get its requests.
+
     Raises:
         ConfigError: The broker refuses user, password or queues.
     """
@@ -83,8 +84,8 @@ async def _work(config: WorkerConfig) -> None:
     from kvpipe.control import ControlClient  # noqa: PLC0415 - it loads the extension
 
     stopped = asyncio.Event()
-    for number in _SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    stopping = asyncio.create_task(signalled())
+    stopping.add_done_callback(lambda _: stopped.set())
     control = ControlClient(token=config.token)
     session = open_session(config.connect_timeout_s, config.silence_timeout_s)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from http import HTTPStatus
@@ -13,6 +14,7 @@ from multidict import CIMultiDict
 from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.descriptions import described_in
 from kvpipe.proxy.upstream import InstanceError, failed
+from kvpipe.queue.nodes import REPORT_EVERY_S
 
 if TYPE_CHECKING:
     from kvpipe.proxy.control import Control
@@ -71,13 +73,15 @@ class DecodeCapacity:
         self._wanted.set()
 
     async def until_looked(self, *, is_busy: bool) -> None:
-        """Looks at D when it is time: often while it has requests or takes none, else once it has got one."""
+        """Looks at D when it is time: often while it has requests or takes none, else once it has got one, or later."""
         if not self._has_looked:
             self._has_looked = True
         elif is_busy or self.reason:
             await asyncio.sleep(_LOOK_EVERY_S)
         else:
-            await self._wanted.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_EVERY_S):
+                    await self._wanted.wait()
         self._wanted.clear()
         before, self.reason = self.reason, await self._look()
         if before != self.reason:

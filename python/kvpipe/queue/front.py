@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import orjson
 from aio_pika import Message
-from aio_pika.exceptions import DeliveryError, PublishError
+from aio_pika.exceptions import DeliveryError
 from multidict import CIMultiDict
 
 from kvpipe.exceptions import ProtocolError
@@ -161,10 +161,9 @@ class DecodeQueue:
         Raises:
             InstanceError: There is none, and why.
         """
-        if self._broker.link is None:
-            raise queue_error(f"broker {self._broker.address}: {self._broker.reason}", "unavailable")
+        self._opened()
         if self._is_blocked:
-            raise queue_error(f"broker {self._broker.address} {_BLOCKED}", "unavailable")
+            raise self._unavailable(_BLOCKED)
 
     def describe(self) -> dict[str, Any] | None:
         """What all decode instances have in common, as one description; `None` while none is known."""
@@ -193,7 +192,7 @@ class DecodeQueue:
         request = Request(secrets.token_hex(16), self._replies, path, list(headers.items()), body)
         pending = self._pending[request.id] = Pending(request, self._silence_timeout_s, when_begun)
         try:
-            await self._publish(request)
+            await self._publish(request, _CONFIRM_TIMEOUT_S)
             return await self._answer(request.id, pending) if awaits_first_byte else self._begun(request.id, pending)
         except BaseException:
             self.forget(request.id)
@@ -203,6 +202,8 @@ class DecodeQueue:
         """`ok`, or why no decode instance answers."""
         if self._broker.link is None:
             return self._broker.reason
+        if self._is_blocked:
+            return f"the broker {_BLOCKED}"
         reasons = [report["reason"] for report in self._nodes.all(time.monotonic())]
         return "ok" if "" in reasons else next(iter(reasons), "no worker takes requests")
 
@@ -214,12 +215,10 @@ class DecodeQueue:
         """
         self.check()
         now_s = time.monotonic()
-        link, names = self._broker.link, self._topology.shared_queues
         try:
-            depths = {} if link is None else await called(_depths(link.connection, names))
+            depths = await called(_depths(self._opened().connection, self._topology.shared_queues))
         except BROKER_ERRORS as error:
-            reason = str(error) or type(error).__name__
-            raise queue_error(f"broker {self._broker.address}: {reason}", "unavailable") from error
+            raise self._unavailable(str(error) or type(error).__name__) from error
         return {"broker": self._broker.address, "queues": depths, "workers": self._nodes.all(now_s)}
 
     def forget(self, id: str) -> None:  # noqa: A002 - as in the messages
@@ -228,23 +227,28 @@ class DecodeQueue:
         if pending is not None:
             self._send(Control("cancel", id), pending.assembly.worker)
 
-    async def _publish(self, request: Request, timeout_s: float = _CONFIRM_TIMEOUT_S) -> None:
+    def _opened(self) -> _Link:
+        """What is open on the connection to the broker; raises without one."""
+        if self._broker.link is None:
+            raise self._unavailable(self._broker.reason)
+        return self._broker.link
+
+    def _unavailable(self, reason: str) -> InstanceError:
+        return queue_error(f"broker {self._broker.address}: {reason}", "unavailable")
+
+    async def _publish(self, request: Request, timeout_s: float) -> None:
         is_urgent = CIMultiDict(request.headers).get(_PRIORITY, "").lower() == "high"
         queue = self._topology.urgent_requests if is_urgent else self._topology.requests
-        link = self._broker.link
-        if link is None:
-            self.check()
-            return
+        link = self._opened()
         try:
             await link.publish(request.message(self._silence_timeout_s), queue, timeout_s)
         except TimeoutError as error:
             self._blocked(link)
-            raise queue_error(f"broker {self._broker.address} {_BLOCKED}", "unavailable") from error
-        except (DeliveryError, PublishError) as error:
-            raise queue_error(f"broker {self._broker.address} refuses the request: {error}", "unavailable") from error
+            raise self._unavailable(_BLOCKED) from error
+        except DeliveryError as error:
+            raise self._unavailable(f"refuses the request: {error}") from error
         except BROKER_ERRORS as error:
-            reason = str(error) or type(error).__name__
-            raise queue_error(f"broker {self._broker.address}: {reason}", "unavailable") from error
+            raise self._unavailable(str(error) or type(error).__name__) from error
 
     def _begun(self, id: str, pending: Pending) -> Answer:  # noqa: A002
         """A stream that no worker has begun: the request may wait for one."""
@@ -256,7 +260,6 @@ class DecodeQueue:
         head = await pending.next()
         headers = CIMultiDict(head.headers)
         if not head.is_stream:
-            self._pending.pop(id, None)
             return Answer("decode", QUEUE, head.status, headers, head.body)
         stream = _QueuedStream(self, id, pending)
         answer = Answer("decode", QUEUE, head.status, headers, b"", stream, is_complete=False)
@@ -342,14 +345,21 @@ class DecodeQueue:
 
     def _is_dead(self, message: AbstractIncomingMessage) -> None:
         """The dead-letter queue has a request now."""
-        pending = self._pending.pop(str(message.correlation_id), None)
-        if pending is not None:
-            deaths: Any = message.headers.get("x-death") or [{}]
-            reason = deaths[0].get("reason", "unknown")
-            if reason == "expired":
-                pending.put(queue_error(TOO_LATE, "timeout"))
-            else:
-                pending.put(queue_error(f"the request went to the dead-letter queue: {reason}", "given_up"))
+        request = str(message.correlation_id)
+        pending = self._pending.get(request)
+        if pending is None:
+            return
+        deaths: Any = message.headers.get("x-death") or [{}]
+        reason = deaths[0].get("reason", "unknown")
+        if reason == "expired" and pending.assembly.worker:
+            # A worker had begun to answer it. The broker counts from the publication, also while a worker has it.
+            self._tasks.spawn(self._publish_again(pending.request))
+            return
+        del self._pending[request]
+        if reason == "expired":
+            pending.put(queue_error(TOO_LATE, "timeout"))
+        else:
+            pending.put(queue_error(f"the request went to the dead-letter queue: {reason}", "given_up"))
 
     def _send(self, control: Control, worker: str) -> None:
         """Sends to a worker, or to all as long as nobody knows which one has the request."""

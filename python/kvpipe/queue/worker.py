@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 from aio_pika import DeliveryMode, Message
-from aio_pika.exceptions import MessageProcessError
 
 from kvpipe.exceptions import ProtocolError
 from kvpipe.proxy.tasks import OwnedTasks
@@ -21,7 +20,6 @@ from kvpipe.queue.broker import BROKER_ERRORS, Broker, called, num_consumers
 from kvpipe.queue.decode_capacity import DecodeCapacity
 from kvpipe.queue.delivery import Delivery
 from kvpipe.queue.messages import Control, Request
-from kvpipe.queue.nodes import REPORT_EVERY_S
 from kvpipe.queue.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -126,19 +124,20 @@ class Worker:
             ConfigError: The broker refuses user, password or queues.
         """
         async with self._broker:
-            watching = asyncio.create_task(self._watch())
-            reporting = asyncio.create_task(self._report_often())
+            watching, stopping = asyncio.create_task(self._watch()), asyncio.create_task(until.wait())
             try:
-                await until.wait()
+                await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if watching.done():
+                    watching.result()  # it ends by an error only
                 self._is_draining = True
                 await self._update_consumers()
                 with contextlib.suppress(*BROKER_ERRORS):
                     await self._report()
                 await self._drain(drain_timeout_s)
             finally:
-                for task in (watching, reporting):
+                for task in (watching, stopping):
                     task.cancel()
-                await asyncio.wait({watching, reporting})
+                await asyncio.wait({watching, stopping})
                 with contextlib.suppress(*BROKER_ERRORS):
                     await self._report(is_here=False)
         await self._tasks.close(0.0)
@@ -173,7 +172,7 @@ class Worker:
             await self._report(link)
 
     async def _watch(self) -> None:
-        """Looks at D, and consumes requests or not."""
+        """Looks at D, consumes requests or not, and reports."""
         while True:
             await self._capacity.until_looked(is_busy=self._num_running() > 0)
             await self._update_consumers()
@@ -257,7 +256,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - whatever it was, the message is not kept
             reason = str(error) or type(error).__name__
             logger.warning("worker.request id=%s is given to another worker: %s", delivery.request.id, reason)
-            with contextlib.suppress(*BROKER_ERRORS, MessageProcessError):
+            with contextlib.suppress(*BROKER_ERRORS):
                 await message.reject(requeue=True)
 
     async def _failed(self, failure: InstanceError) -> None:
@@ -300,12 +299,6 @@ class Worker:
         link = self._broker.link
         return 0 if link is None else len(link.deliveries)
 
-    async def _report_often(self) -> None:
-        while True:
-            await asyncio.sleep(REPORT_EVERY_S)
-            with contextlib.suppress(*BROKER_ERRORS):
-                await self._report()
-
     async def _report(self, link: _Link | None = None, *, is_here: bool = True) -> None:
         """Reports to all front ends what this worker is and does."""
         link = link or self._broker.link
@@ -316,7 +309,7 @@ class Worker:
             "worker": link.outbox.queue,
             "is_here": is_here,
             "decode": self._decode.url,
-            "slots": self._prefetches()[1],
+            "slots": self._num_slots,
             "running": len(link.deliveries),
             "reason": "draining" if self._is_draining else self._capacity.reason,
             "forces_first_tokens": described.get("forces_first_tokens") is True,
