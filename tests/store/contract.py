@@ -535,6 +535,14 @@ def _reserved(store: KVStore, key: bytes, num_bytes: int):
     return _found(store.reserve(key, num_bytes))
 
 
+def eventually(is_so: Callable[[], bool]) -> None:
+    """Waits until something is so of which nobody reports the change."""
+    deadline_s = time.monotonic() + LONG_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, "not seen in time"
+        time.sleep(0.01)
+
+
 def _assert_all_wait(calls: list[Future[object]]) -> None:
     """Gives the calls time to begin waiting; none ends meanwhile."""
     time.sleep(SHORT_S)

@@ -14,10 +14,9 @@ import pytest
 
 from kvpipe import ConfigError
 from kvpipe.store import RemoteStore, StoreServer
-from tests.store.contract import StoreContract
+from tests.store.contract import LONG_S, StoreContract, eventually
 
 MIB = 1 << 20
-LONG_S = 30.0
 DISK_BYTES = 1 << 30
 FILE = "kvpipe-store.redb"
 
@@ -62,13 +61,6 @@ def serving_process(directory, capacity_bytes=64 * MIB, file_limit=0):
                 yield store, child.pid
         finally:
             child.kill()
-
-
-def eventually(is_so):
-    deadline_s = time.monotonic() + LONG_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, "not seen in time"
-        time.sleep(0.01)
 
 
 def content(number, num_bytes):

@@ -26,9 +26,9 @@ from kvpipe import (
     _kvpipe,
 )
 from kvpipe.store import RemoteStore, StoreServer
+from tests.store.contract import LONG_S, eventually
 
 LARGE = 8 << 20
-LONG_S = 30.0
 
 _SERVE = """
 import sys
@@ -95,13 +95,6 @@ def server():
 def store(server):
     with RemoteStore.open(server.url, token="t") as store:
         yield store
-
-
-def eventually(is_so):
-    deadline_s = time.monotonic() + LONG_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, "not seen in time"
-        time.sleep(0.01)
 
 
 def test_a_client_that_is_killed_in_mid_write_leaves_nothing(server, store):

@@ -11,8 +11,7 @@ import redis
 
 from kvpipe.exceptions import PeerLostError
 from kvpipe.store.valkey import ValkeyStore
-from tests.store.contract import StoreContract
-from tests.store.valkey_servers import LONG_S, wait_until
+from tests.store.contract import LONG_S, StoreContract, eventually
 
 MIB = 1 << 20
 
@@ -177,10 +176,10 @@ def test_a_wait_goes_on_when_the_server_that_it_is_subscribed_at_is_stopped(runn
             slots = ((key, client.execute_command("CLUSTER", "KEYSLOT", b"{%s}" % key)) for key in keys)
             key = next(key for key, slot in slots if not has_slot(client, slot))
             waiting = threads.submit(store.take, key, timeout=LONG_S)
-            wait_until(lambda: client.pubsub_channels("kvpipe:w:*") == [b"kvpipe:w:{%s}" % key])
+            eventually(lambda: client.pubsub_channels("kvpipe:w:*") == [b"kvpipe:w:{%s}" % key])
         subscribed.stop()
         try:
-            wait_until(lambda: waiting.done() or any(map(has_subscriber, others)))
+            eventually(lambda: waiting.done() or any(map(has_subscriber, others)))
             assert store.put(key, b"abc")
             with waiting.result(LONG_S) as lease:
                 assert lease.read() == b"abc"
@@ -217,15 +216,15 @@ def test_a_replica_that_takes_the_place_of_a_killed_server_is_used(running, runn
     ):
         client.execute_command("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
         node = primary.execute_command("CLUSTER", "MYID")
-        wait_until(lambda: node in client.execute_command("CLUSTER", "NODES"))
+        eventually(lambda: node in client.execute_command("CLUSTER", "NODES"))
         client.execute_command("CLUSTER", "REPLICATE", node)
-        wait_until(lambda: client.info()["master_link_status"] == "up")
+        eventually(lambda: client.info()["master_link_status"] == "up")
         keys = [b"%d" % number for number in range(30)]
         for key in keys:
             assert store.put(key, bytes(MIB))
-        wait_until(lambda: primary.info()["master_repl_offset"] == client.info()["slave_repl_offset"])
+        eventually(lambda: primary.info()["master_repl_offset"] == client.info()["slave_repl_offset"])
         servers[0].kill()
-        wait_until(lambda: all(serves_slots(server, replica) for server in servers[1:]))
+        eventually(lambda: all(serves_slots(server, replica) for server in servers[1:]))
         assert store.exists(keys) == [True] * len(keys)
         for key in keys:
             with store.take(key, timeout=LONG_S) as lease:

@@ -22,7 +22,8 @@ from kvpipe.exceptions import (
     TransferTimeoutError,
 )
 from kvpipe.store.valkey import ValkeyStore
-from tests.store.valkey_servers import LONG_S, free_port, num_connections, wait_until
+from tests.store.contract import LONG_S, eventually
+from tests.store.valkey_servers import free_port, num_connections
 
 MIB = 1 << 20
 
@@ -51,7 +52,6 @@ def store(server, client):
 CHILD = """
 import os, signal, sys
 from kvpipe.store.valkey import ValkeyStore
-from tests.store.valkey_servers import LONG_S, free_port, num_connections, wait_until
 store = ValkeyStore.open(sys.argv[1])
 {steps}
 os.kill(os.getpid(), signal.SIGKILL)
@@ -74,7 +74,7 @@ def test_a_client_that_is_killed_leaves_nothing_once_its_reservation_has_ended(s
     run_killed(server, steps)
     assert client.dbsize() > 0
     assert store.exists([b"k"]) == [False]
-    wait_until(lambda: client.dbsize() == 0)
+    eventually(lambda: client.dbsize() == 0)
     assert store.put(b"k", b"x")
 
 
@@ -200,9 +200,9 @@ def test_a_subscription_that_is_lost_is_made_again(own_server):
     ):
         waiting = threads.submit(store.take, b"k", timeout=LONG_S)
         for _ in range(2):
-            wait_until(lambda: client.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
+            eventually(lambda: client.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
             client.client_kill_filter(_type="pubsub")
-        wait_until(lambda: client.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
+        eventually(lambda: client.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
         assert store.put(b"k", b"abc")
         with waiting.result(LONG_S) as lease:
             assert lease.read() == b"abc"
@@ -216,9 +216,9 @@ def test_calls_that_wait_share_one_attempt_to_connect_again(running, tmp_path):
         ValkeyStore.open(server.url("answer_s=3", login=":secret@")) as store,
     ):
         waiting = [threads.submit(store.select, b"k", timeout=None) for _ in range(20)]
-        wait_until(lambda: store.stats().num_waiting == 20 and client.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
+        eventually(lambda: store.stats().num_waiting == 20 and client.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
         # Every call looks for the value before it subscribes and once more before it sleeps.
-        wait_until(lambda: client.info("commandstats")["cmdstat_hmget"]["calls"] == 2 * 20)
+        eventually(lambda: client.info("commandstats")["cmdstat_hmget"]["calls"] == 2 * 20)
         before = num_connections(client)
         server.stop()
         try:
@@ -228,7 +228,7 @@ def test_calls_that_wait_share_one_attempt_to_connect_again(running, tmp_path):
             assert store.stats().num_lost == 20
         finally:
             server.resume()
-        wait_until(lambda: num_connections(client) > before)
+        eventually(lambda: num_connections(client) > before)
         assert num_connections(client) == before + 1
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from kvpipe.exceptions import AuthenticationError, ClosedError, ConfigError, ConnectError
 from kvpipe.store.valkey import ValkeySettings, ValkeyStore
-from tests.store.valkey_servers import LONG_S, free_port, num_connections, wait_until
+from tests.store.contract import LONG_S, eventually
+from tests.store.valkey_servers import free_port, num_connections
 
 MIB = 1 << 20
 
@@ -143,20 +144,20 @@ def test_a_crowd_that_waits_shares_one_connection_and_leaves_its_channels_at_the
 
         with ThreadPoolExecutor(50) as threads:
             waiting = [threads.submit(take, number) for number in range(50)]
-            wait_until(lambda: store.stats().num_waiting == 50 and len(client.pubsub_channels("crowd:w:*")) == 10)
+            eventually(lambda: store.stats().num_waiting == 50 and len(client.pubsub_channels("crowd:w:*")) == 10)
             assert len(client.client_list(_type="pubsub")) == 1
             assert len(set(threading.enumerate()) - before) == 50 + (tls_or_none is not None)
             for number in range(50):
-                wait_until(partial(store.put, b"k%d" % (number % 10), b"x"))
+                eventually(partial(store.put, b"k%d" % (number % 10), b"x"))
             for each in waiting:
                 each.result(LONG_S)
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(store.select, b"other", timeout=LONG_S)
-            wait_until(lambda: client.pubsub_channels("crowd:w:*") == [b"crowd:w:{other}"])
+            eventually(lambda: client.pubsub_channels("crowd:w:*") == [b"crowd:w:{other}"])
             assert store.put(b"other", b"x")
             waiting.result(LONG_S).close()
         store.close()
-        wait_until(lambda: not client.client_list(_type="pubsub"))
+        eventually(lambda: not client.client_list(_type="pubsub"))
 
 
 def test_a_call_that_waits_ends_with_the_exception_of_a_signal_handler(server):
@@ -170,7 +171,7 @@ def test_a_call_that_waits_ends_with_the_exception_of_a_signal_handler(server):
     with ValkeyStore.open(server.url("prefix=signals")) as store, ThreadPoolExecutor(2) as threads:
 
         def interrupt(num_waiting):
-            wait_until(lambda: store.stats().num_waiting == num_waiting)
+            eventually(lambda: store.stats().num_waiting == num_waiting)
             time.sleep(0.1)  # it reads by now, in most cases
             signal.pthread_kill(main, signal.SIGUSR1)
 

@@ -17,15 +17,13 @@ import redis
 from kvpipe.launch.plan import free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 # Of those that were found.
 PROGRAMS = {name: found for name in ("redis", "valkey") if (found := shutil.which(f"{name}-server"))}
 NUM_SLOTS = 16384
 STARTS_S = 20.0
-# A wait that never comes this far has hung.
-LONG_S = 30.0
 
 
 class Server:
@@ -121,13 +119,6 @@ def running_cluster(
 def _knows_all(client: redis.Redis, num_servers: int) -> bool:
     info = client.execute_command("CLUSTER", "INFO")
     return b"cluster_state:ok" in info and b"cluster_known_nodes:%d\r" % num_servers in info
-
-
-def wait_until(claim: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + LONG_S
-    while not claim():
-        assert time.monotonic() < ends_s
-        time.sleep(0.02)
 
 
 def num_connections(client: redis.Redis) -> int:
