@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from kvpipe import ConfigError, ConnectError, LookupBuffer
 from kvpipe.store import LookupBufferStore
 from kvpipe.store.lookup_server import REQUEST, tokens_of
-from tests.store.contract import StoreContract
+from tests.store.contract import LONG_S, StoreContract, eventually
 
 pytestmark = pytest.mark.ucx
 
@@ -80,7 +81,8 @@ def test_the_lease_of_a_client_that_is_killed_returns_its_value_whole(server, ke
             lease.acknowledge()
 
 
-def test_a_client_that_is_killed_while_it_waits_gets_nothing_that_others_want(server, key):
+def test_a_client_that_is_killed_while_it_waits_gets_nothing_that_others_want(server, key, monkeypatch):
+    monkeypatch.setattr("kvpipe.store.lookup_server._REPLY_S", 0.5)
     with connected(server) as store:
         waiting = client(
             server,
@@ -91,8 +93,24 @@ def test_a_client_that_is_killed_while_it_waits_gets_nothing_that_others_want(se
         )
         killed(waiting)
         assert store.put(key, b"abc")
-        with store.take(key, timeout=30) as lease:
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(store.take, key, timeout=LONG_S)
+            with waiting.result(LONG_S / 2) as lease:
+                assert lease.read() == b"abc"
+
+
+def test_a_value_that_is_released_wakes_one_that_waits(key, monkeypatch):
+    monkeypatch.setattr("kvpipe.store.lookup_server._REPLY_S", 1000.0)
+    with LookupBufferStore.serve() as server, connected(server) as store, connected(server) as other:
+        assert store.put(key, b"abc")
+        with store.take(key) as lease:
             assert lease.read() == b"abc"
+            with ThreadPoolExecutor(1) as threads:
+                waiting = threads.submit(other.take, key, timeout=LONG_S)
+                eventually(lambda: store.stats().num_waiting == 1)
+                lease.release()
+                with waiting.result(LONG_S / 2) as second:
+                    assert second.read() == b"abc"
 
 
 def test_nothing_is_left_of_aborted_reservations(server, key):

@@ -61,6 +61,7 @@ class _Request:
         attempt: Returns the answer, and how to take it back; `None` while there is none.
         ends_at_s: When it gets `late` for an answer.
         late: The answer then.
+        may_wait: Whether an attempt may find nothing.
         has_waited: Whether an attempt has found nothing.
     """
 
@@ -68,6 +69,7 @@ class _Request:
     attempt: Callable[[float], tuple[dict[str, Any], Callable[[], object]] | None]
     ends_at_s: float
     late: Callable[[], dict[str, Any]]
+    may_wait: bool
     has_waited: bool = False
 
 
@@ -124,16 +126,22 @@ class LookupStoreServer(Closing):
                 self._catalogue.expire(now_s)
                 if message is not None:
                     self._receive(message, record, now_s)
-                self._answer_waiting(now_s)
                 self._end_unread(now_s)
+                self._answer_waiting(now_s)
             except ClosedError:
                 return
 
     def _receive(self, message: Any, record: Any, now_s: float) -> None:
+        """Answers a request that never waits: what it changes may be what others wait for."""
         try:
-            self._waiting.append(self._request(unpacked(message), record.tobytes(), now_s))
+            request = self._request(unpacked(message), record.tobytes(), now_s)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             logger.warning("store.bad_request reason=%r", str(error))
+            return
+        if request.may_wait:
+            self._waiting.append(request)
+        else:
+            self._answer(request, now_s)
 
     def _wait_s(self) -> float | None:
         ends_s = [request.ends_at_s for request in self._waiting]
@@ -143,24 +151,25 @@ class LookupStoreServer(Closing):
 
     def _answer_waiting(self, now_s: float) -> None:
         """Answers, in their order, the requests that have an answer or whose time is over."""
-        left = []
-        for request in self._waiting:
-            try:
-                found = request.attempt(now_s)
-            except KVPipeError as error:
-                found = {"error": type(error).__name__, "message": str(error)}, _nothing
-            except (LookupError, TypeError, ValueError) as error:
-                found = {"error": ProtocolError.__name__, "message": f"not a request: {error}"}, _nothing
-            if found is None and request.ends_at_s <= now_s:
-                found = request.late(), _nothing
-            if found is None:
-                if not request.has_waited:
-                    request.has_waited = True
-                    self._catalogue.waited()
-                left.append(request)
-            else:
-                self._reply(request.client, *found, now_s)
-        self._waiting = left
+        self._waiting = [request for request in self._waiting if not self._answer(request, now_s)]
+
+    def _answer(self, request: _Request, now_s: float) -> bool:
+        """Attempts a request and answers it; False if it goes on waiting."""
+        try:
+            found = request.attempt(now_s)
+        except KVPipeError as error:
+            found = {"error": type(error).__name__, "message": str(error)}, _nothing
+        except (LookupError, TypeError, ValueError) as error:
+            found = {"error": ProtocolError.__name__, "message": f"not a request: {error}"}, _nothing
+        if found is None and request.ends_at_s <= now_s:
+            found = request.late(), _nothing
+        if found is None:
+            if not request.has_waited:
+                request.has_waited = True
+                self._catalogue.waited()
+            return False
+        self._reply(request.client, *found, now_s)
+        return True
 
     def _reply(self, client: tuple[int, int], answer: dict[str, Any], undo: Callable[[], object], now_s: float) -> None:
         self._buffer.insert(tokens_of(REPLY, *client), None, packed(answer), None, None)
@@ -183,13 +192,13 @@ class LookupStoreServer(Closing):
         timeout = asked.get("timeout", 0)
         ends_at_s = _NEVER if timeout is None else now_s + timeout
         key = bytes.fromhex(asked.get("key", ""))
-        attempt = {
+        waiting = {
             "reserve": lambda now_s: self._reserve(key, asked, now_s),
             "open": lambda now_s: self._open(key, now_s),
             "lease": lambda now_s: self._lease(key, asked["lease_s"], now_s),
-            "leave": lambda _: self._leave(asked["client"]),
-        }.get(asked["op"], lambda now_s: (self._done(asked, key, record, now_s), _nothing))
-        return _Request(client, attempt, ends_at_s, lambda: self._late(asked))
+        }
+        attempt = waiting.get(asked["op"], lambda now_s: (self._done(asked, key, record, now_s), _nothing))
+        return _Request(client, attempt, ends_at_s, lambda: self._late(asked), asked["op"] in waiting)
 
     def _late(self, asked: dict[str, Any]) -> dict[str, Any]:
         if asked["op"] == "reserve":
@@ -221,10 +230,9 @@ class LookupStoreServer(Closing):
         value = {"ticket": stored.ticket, "num_bytes": stored.num_bytes, "record": stored.record.hex()}
         return {"value": value, "holder": lease}, lambda: self._catalogue.release(key, lease)
 
-    def _leave(self, client: int) -> Any:
+    def _leave(self, client: int) -> None:
         """A client ends: its requests wait no longer."""
         self._waiting = [request for request in self._waiting if request.client[0] != client]
-        return {}, _nothing
 
     def _done(self, asked: dict[str, Any], key: bytes, record: bytes, now_s: float) -> dict[str, Any]:
         """Answers what never waits."""
@@ -241,6 +249,7 @@ class LookupStoreServer(Closing):
             "acknowledge": lambda: catalogue.acknowledge(key, holder),
             "release": lambda: catalogue.release(key, holder),
             "delete": lambda: catalogue.delete(keys),
+            "leave": lambda: self._leave(asked["client"]),
             "list": lambda: [(each.key.hex(), each.num_bytes, each.is_leased) for each in catalogue.list(key)],
             "stats": lambda: asdict(catalogue.stats(len(self._waiting))),
         }
