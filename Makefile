@@ -14,14 +14,14 @@ demo: setup ## 1 prefill + 1 decode instance beside an undivided one: the same a
 test: setup ## what a change is tested with: all tests of Rust and Python that are not slow, and real vLLM instances
 	@scripts/test
 
-test-slow: setup ## the slow tests of Rust and Python: long properties, peers killed and stopped at every stage, two hosts
+test-slow: setup ## all other tests: long properties, peers killed and stopped at every stage, all groups of vLLM instances
 	@scripts/test slow
 
 test-e2e: setup ## every end-to-end test with real vLLM instances
 	@scripts/test e2e
 
 test-all: setup ## all tests, those below and a short soak included, one target after the other; two hours
-	@for target in test test-slow test-e2e test-rdma test-ucx-1.13 fuzz asan mutants faults 'soak MINUTES=10'; do \
+	@for target in test test-slow test-rdma test-ucx-1.13 fuzz asan mutants faults 'soak MINUTES=10'; do \
 		echo "make $$target" >&2; $(MAKE) --no-print-directory $$target || exit 1; \
 	done
 

@@ -1,6 +1,6 @@
-"""`make test`: everything that is not slow, in parts side by side, with a line about each.
+"""`make test`, and `make test-slow` with the argument `slow`: parts side by side, with a line about each.
 
-The vLLM instances of the end-to-end tests take a minute to start. The other parts run meanwhile.
+vLLM's instances take a minute to start, and servers wait for time-outs. Other parts run meanwhile.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 LOGS = REPOSITORY / ".cache" / "test-logs"
 PYTEST = ("scripts/test", "python", "-v", "--color=no", "--durations=20", "-o", "console_output_style=count")
+# Their tests start brokers and stores, and wait more than they compute.
+SERVICES = ("tests/amqp", "tests/store", "tests/store_connector")
 
 # How often a terminal's line is renewed, and how often a log gets one.
 TERMINAL_S, LOG_S = 0.5, 30.0
@@ -173,12 +175,20 @@ def run(lanes: list[list[Part]]) -> int:
     return len(failed)
 
 
+def parts_of(*, is_slow: bool) -> list[list[Part]]:
+    """The lanes of `make test`, or those of `make test-slow`, which take about as long as each other."""
+    speed = "slow" if is_slow else "not slow"
+    e2e = Part("e2e", (*PYTEST, "-m", speed, "tests/e2e"))
+    services = Part("services", (*PYTEST, "-m", speed, *SERVICES))
+    others = [f"--ignore={folder}" for folder in (*SERVICES, "tests/e2e")]
+    python = Part("python", (*PYTEST, "-m", speed, *others))
+    rust = Part("rust", ("scripts/test", "rust", "--no-fail-fast", *(["--", "--ignored"] if is_slow else [])))
+    return [[e2e], [rust, services, python]] if is_slow else [[e2e, services], [rust, python]]
+
+
 def main() -> int:
-    """Runs the parts of `make test`."""
-    rust = Part("rust", ("scripts/test", "rust", "--no-fail-fast"))
-    python = Part("python", (*PYTEST, "-m", "not slow and not e2e"))
-    e2e = Part("e2e", (*PYTEST, "-m", "not slow", "tests/e2e"))
-    return run([[e2e], [rust, python]])
+    """Runs the parts that the command line names."""
+    return run(parts_of(is_slow=sys.argv[1:] == ["slow"]))
 
 
 if __name__ == "__main__":

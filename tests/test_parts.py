@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tests.__main__ as parts
-from tests.__main__ import Part, run
+from tests.__main__ import Part, parts_of, run
 from tests.peers import ROOT
 
 
@@ -51,6 +51,16 @@ def test_a_part_that_fails_is_told_with_what_failed_and_the_others_go_on(capsys)
     assert "test: SKIPPED [1] a.py:1: no GPU\n" in told
     assert "test: after: done (" in told
     assert re.search(r"test: failed: fails, \d+ s in all\n$", told)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_what_one_part_leaves_out_is_what_the_others_run(is_slow):
+    arguments = [argument for lane in parts_of(is_slow=is_slow) for part in lane for argument in part.command]
+    left_out = [argument.removeprefix("--ignore=") for argument in arguments if argument.startswith("--ignore=")]
+    named = [argument for argument in arguments if argument.startswith("tests/")]
+    assert sorted(named) == sorted(left_out)
+    assert all((ROOT / folder).is_dir() for folder in named)
+    assert arguments.count("not slow") == (0 if is_slow else 3)
 
 
 @pytest.mark.parametrize(

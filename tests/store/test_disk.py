@@ -122,23 +122,27 @@ def test_a_server_that_is_killed_at_any_moment_has_whole_values_or_none(tmp_path
     print("seed", seed)
     chance = random.Random(seed)
     known = set()
+
+    def value_of(number):
+        """Of any size up to 3 MiB."""
+        return content(number, 1 + number * 100_003 % (3 * MIB))
+
     for round_number in range(6):
         with serving_process(tmp_path) as (store, pid):
             for key in known:
-                found = read(store, b"%d" % key)
-                assert found == content(key, 1 + key % (3 * MIB)), key
+                assert read(store, b"%d" % key) == value_of(key), key
             timer = threading.Timer(chance.uniform(0.05, 0.5), os.kill, [pid, signal.SIGKILL])
             timer.start()
             number = round_number << 16
             with contextlib.suppress(Exception):
                 while True:
-                    store.put(b"%d" % number, content(number, 1 + number % (3 * MIB)))
+                    store.put(b"%d" % number, value_of(number))
                     number += 1
             timer.join()
         with serve(tmp_path) as server, connected(server) as store:
             known = {int(value.key) for value in store.list()}
             for key in known:
-                assert read(store, b"%d" % key) == content(key, 1 + key % (3 * MIB))
+                assert read(store, b"%d" % key) == value_of(key)
     assert known
 
 
