@@ -404,3 +404,6 @@ unsafe extern "C" fn on_error(arg: *mut c_void, ep: *mut sys::ucp_ep, code: ucs_
     let state = unsafe { &*arg.cast::<State>() };
     state.endpoint_failed(ep, code);
 }
+
+#[cfg(test)]
+mod tests;

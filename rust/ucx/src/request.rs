@@ -162,13 +162,9 @@ pub(crate) fn withdraw_copy(op: &Op) {
     op.worker.state.copy_ends(&op.endpoint);
 }
 
-/// Ends a copy.
+/// As [`finish`], of a copy.
 pub(crate) fn finish_copy(op: Box<Op>, code: ucs_status_t) {
-    let (worker, endpoint) = (Rc::clone(&op.worker), Rc::clone(&op.endpoint));
-    worker
-        .state
-        .events
-        .push(crate::event::Raw::Done { op, code });
+    let (worker, endpoint) = queue_done(op, code);
     worker.state.copy_ends(&endpoint);
 }
 
@@ -184,12 +180,15 @@ pub(crate) fn complete_empty(
 
 /// Queues the operation's `Done`, and the `Closed` that waited for it. Drops nothing that can run foreign code.
 fn finish(op: Box<Op>, code: ucs_status_t) {
-    let (worker, endpoint) = (Rc::clone(&op.worker), Rc::clone(&op.endpoint));
-    worker
-        .state
-        .events
-        .push(crate::event::Raw::Done { op, code });
+    let (worker, endpoint) = queue_done(op, code);
     worker.state.op_ends(&endpoint);
+}
+
+fn queue_done(op: Box<Op>, code: ucs_status_t) -> (Rc<Inner>, Rc<Endpoint>) {
+    let (worker, endpoint) = (Rc::clone(&op.worker), Rc::clone(&op.endpoint));
+    let done = crate::event::Raw::Done { op, code };
+    worker.state.events.push(done);
+    (worker, endpoint)
 }
 
 /// UCX's completion callback for every operation.

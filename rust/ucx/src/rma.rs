@@ -216,7 +216,9 @@ impl Worker {
             |param| {
                 // SAFETY: endpoint open, key live and of this endpoint, local range in bounds;
                 // memory and key are held by the operation until the callback.
-                unsafe { (api.ucp_get_nbx)(ep, start, len, remote, rkey.as_ptr(), param) }
+                let get =
+                    || unsafe { (api.ucp_get_nbx)(ep, start, len, remote, rkey.as_ptr(), param) };
+                may_unmap(self.inner.uses_gpu(), get)
             },
         )
     }

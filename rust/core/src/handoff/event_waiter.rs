@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kvpipe_ucx::CudaEvent;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::process::{Process, Thread};
 use crate::sync::lock;
 
@@ -61,9 +61,13 @@ impl EventWaiter {
     }
 
     /// # Errors
-    /// `Closed`: this process is a fork of the one that made it.
+    /// `Closed`: it was closed, or this process is a fork of the one that made it.
     pub(super) fn check(&self) -> Result<()> {
-        self.process.check()
+        self.process.check()?;
+        if self.is_closing.load(Ordering::Acquire) {
+            return Err(Error::Closed("the agent was closed".to_owned()));
+        }
+        Ok(())
     }
 
     /// Calls `then` on the thread once the event, and all events before it, are completed or have failed. Without a thread it
@@ -82,13 +86,10 @@ impl EventWaiter {
                 }
             }
         }
-        let queue = running.as_ref().map(|running| running.queue.clone());
-        drop(running);
         let waiting = Waiting { event, then };
-        // It may be closed meanwhile.
-        if let Some(Err(unsent)) = queue.map(|queue| queue.send(waiting))
-            && !self.is_closing.load(Ordering::Acquire)
-        {
+        let sent = running.as_ref().map(|running| running.queue.send(waiting));
+        drop(running);
+        if let Some(Err(unsent)) = sent {
             let text = "the thread that waits for events of the device has ended";
             (unsent.0.then)(Err(text.to_owned()));
         }
@@ -96,7 +97,7 @@ impl EventWaiter {
 
     /// Ends the thread. Events that are still waited for are forgotten.
     pub(super) fn close(&self) {
-        if self.check().is_err() {
+        if self.process.check().is_err() {
             return;
         }
         let running = {

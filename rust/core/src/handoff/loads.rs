@@ -9,8 +9,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{CudaError, MemoryKind};
-
 use super::ReadyBlock;
 use super::active_loads::ActiveLoad;
 use super::agent::Event;
@@ -258,16 +256,8 @@ impl HandoffService {
         let Some(active) = self.loads.get_mut(&handoff) else {
             return;
         };
-        let mut verified = active.load.next_verified();
-        let mut outcome = active.load.outcome();
-        if (verified.is_some() || outcome.is_some())
-            && let Err(error) = flush_writes(&self.agent.regions, active.load.regions())
-        {
-            active.load.withdraw();
-            let reason = format!("what was read may not be visible to the GPU: {error}");
-            active.load.fail(FailureCause::Other, &reason);
-            (verified, outcome) = (None, active.load.outcome());
-        }
+        let verified = active.load.next_verified();
+        let outcome = active.load.outcome();
         let events = &self.shared.events;
         if let Some(counts) = verified {
             self.trace
@@ -341,19 +331,6 @@ impl HandoffService {
         }
         self.loads.next_deadline()
     }
-}
-
-/// Makes what was read into these regions visible to what their device runs from now on.
-fn flush_writes(
-    open: &BTreeMap<RegionId, LocalRegion>,
-    ours: &[RegionId],
-) -> Result<(), CudaError> {
-    let mut regions = ours.iter().filter_map(|id| open.get(id));
-    let device = regions.find_map(|region| match region.memory.buffer().kind() {
-        MemoryKind::Cuda { device } => Some(device),
-        MemoryKind::Host => None,
-    });
-    device.map_or(Ok(()), kvpipe_ucx::flush_remote_writes)
 }
 
 /// For each of our regions, the producer's of the same name.

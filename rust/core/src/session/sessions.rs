@@ -346,11 +346,12 @@ impl<S: Service> Sessions<S> {
             let error = Error::protocol("a message before the session was ready");
             return self.cut(key, error);
         }
-        // A peer that sends more is up: it knows our data path, and has sent its own before, over the other connection.
+        // A peer that sends more is up: it knows our data path. Its own may still be on its way, over the other
+        // connection.
         if !self.cx.is_up(key) {
             self.receive(key);
-            if !self.cx.is_probed(key) {
-                let error = Error::protocol("a message before both data paths were reported");
+            if self.cx.data_path(key).is_none() {
+                let error = Error::protocol("a message before a data path was reported");
                 return self.cut(key, error);
             }
             self.report_up(key);

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, ProcessVmError, Status};
+use kvpipe_ucx::{AmData, MemoryKind, ProcessVmError, Status};
 
 use super::engine::{Completion, PeerTransfers, TransferEngine};
 use super::incoming_stream::IncomingStream;
@@ -172,6 +172,7 @@ fn outcome_of(cx: &ReactorContext, transfer: &Transfer) -> std::result::Result<(
         // There were no bytes.
         State::Held | State::Queued => return Ok(()),
         State::Reading(reading) => {
+            show_to_gpu(request.memory.buffer().kind()).map_err(TransferError::Failed)?;
             let verifier = reading.verifier.as_ref();
             let corruption = verifier.and_then(|verifier| verifier.corruption(&request.pieces));
             (verifier.is_some_and(Verifier::compares), corruption)
@@ -186,6 +187,18 @@ fn outcome_of(cx: &ReactorContext, transfer: &Transfer) -> std::result::Result<(
             .map_err(TransferError::Failed)?;
     }
     corruption.map_or(Ok(()), |corruption| Err(TransferError::Corrupt(corruption)))
+}
+
+/// Makes what was read visible to what its GPU runs from now on.
+fn show_to_gpu(destination: MemoryKind) -> Result<()> {
+    let MemoryKind::Cuda { device } = destination else {
+        return Ok(());
+    };
+    kvpipe_ucx::flush_remote_writes(device).map_err(|error| {
+        Error::Unavailable(format!(
+            "what was read may not be visible to the GPU: {error}"
+        ))
+    })
 }
 
 /// What a source sends.

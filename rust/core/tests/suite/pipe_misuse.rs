@@ -79,7 +79,7 @@ fn a_message_before_the_session_is_established_ends_it() {
 }
 
 #[test]
-fn a_message_before_the_data_paths_are_reported_ends_the_session() {
+fn a_message_of_a_peer_that_knows_no_data_path_ends_the_session() {
     let Some(search) = common::ucx() else { return };
     let rx =
         Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
@@ -89,6 +89,18 @@ fn a_message_before_the_data_paths_are_reported_ends_the_session() {
     let (header, payload) = eager(0, b"early");
     raw.send(&header, &payload);
     assert!(raw.is_closed());
+}
+
+#[test]
+fn a_message_may_come_before_the_frame_that_its_sender_has_written_before() {
+    let Some(search) = common::ucx() else { return };
+    let rx =
+        Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
+    let address = rx.address().expect("address");
+    let raw = Raw::connect_without_data_path(&search, address, SessionKind::Pipe);
+    let (header, payload) = eager(0, b"early");
+    raw.send(&header, &payload);
+    assert_eq!(content(&receive(&rx)), b"early");
 }
 
 impl Raw {

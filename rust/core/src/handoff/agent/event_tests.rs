@@ -1,12 +1,13 @@
 //! Blocks and loads that wait for events of a device.
 
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use super::Event;
 use crate::FailureCause;
 use crate::Integrity;
-use crate::handoff::event_waiter::tests::late;
+use crate::handoff::event_waiter::tests::{Outcome, late};
 use crate::handoff::loads::tests::{BLOCK, ID, Side, settle};
 use crate::handoff::{DeviceEvent, LoadFailure, LoadRequest, ReadyBlocks, ReadyRange};
 use crate::reactor::manual::Round;
@@ -70,6 +71,15 @@ fn nothing_arrives(producer: &Side, consumer: &Side) {
     }
 }
 
+/// Nothing arrives before the producer's or the consumer's event is completed, and the blocks then.
+fn arrives_once_completed(producer: &Side, consumer: &Side, complete: &Sender<Outcome>) {
+    nothing_arrives(producer, consumer);
+    complete.send(Ok(())).expect("it waits");
+    let event = ended(producer, consumer);
+    assert!(matches!(event, Event::LoadCompleted(_)), "{event:?}");
+    assert_eq!(consumer.content(), [1; BLOCK]);
+}
+
 fn failure(event: Event) -> LoadFailure {
     let Event::LoadFailed(_, failure) = event else {
         panic!("{event:?}");
@@ -83,11 +93,7 @@ fn blocks_are_announced_when_the_event_behind_them_is_completed_and_not_before()
     let (complete, event) = late();
     consumer.load(ID, &producer);
     mark_ready_after(&producer, event);
-    nothing_arrives(&producer, &consumer);
-    complete.send(Ok(())).expect("it waits");
-    let event = ended(&producer, &consumer);
-    assert!(matches!(event, Event::LoadCompleted(_)), "{event:?}");
-    assert_eq!(consumer.content(), [1; BLOCK]);
+    arrives_once_completed(&producer, &consumer, &complete);
 }
 
 #[test]
@@ -128,11 +134,7 @@ fn nothing_is_written_into_the_blocks_of_a_load_before_its_event_is_completed() 
     let (complete, event) = late();
     producer.mark_ready([ID].into_iter());
     load_after(&consumer, &producer, event);
-    nothing_arrives(&producer, &consumer);
-    complete.send(Ok(())).expect("it waits");
-    let event = ended(&producer, &consumer);
-    assert!(matches!(event, Event::LoadCompleted(_)), "{event:?}");
-    assert_eq!(consumer.content(), [1; BLOCK]);
+    arrives_once_completed(&producer, &consumer, &complete);
 }
 
 #[test]
@@ -151,10 +153,7 @@ fn a_load_that_waits_for_its_event_can_be_cancelled_and_begun_again() {
     let (complete_second, event) = late();
     load_after(&consumer, &producer, event);
     complete.send(Ok(())).expect("it waits");
-    nothing_arrives(&producer, &consumer);
-    complete_second.send(Ok(())).expect("it waits");
-    let event = ended(&producer, &consumer);
-    assert!(matches!(event, Event::LoadCompleted(_)), "{event:?}");
+    arrives_once_completed(&producer, &consumer, &complete_second);
 }
 
 #[test]

@@ -1,7 +1,6 @@
 use std::time::Instant;
 
 use super::*;
-use crate::error::Error;
 
 const SOON: Duration = Duration::from_secs(10);
 
@@ -70,6 +69,7 @@ fn nothing_is_called_after_a_close() {
         Err(RecvTimeoutError::Disconnected)
     );
     waiter.after(late().1, Box::new(|_| panic!("it was closed")));
+    assert!(matches!(waiter.check(), Err(Error::Closed(_))));
 }
 
 #[test]

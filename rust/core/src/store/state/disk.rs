@@ -162,9 +162,10 @@ impl<C: Clone> State<C> {
 
     /// A value was committed: it is saved in its turn, if it can be loaded again.
     pub(super) fn save(&mut self, id: ValueId) {
-        let footprint = self.values.get(&id).map(|value| value.footprint);
+        let value = self.values.get(&id);
+        let fits = value.is_none_or(|value| self.memory.check_size(value.footprint).is_ok());
         if let Some(disk) = &mut self.disk
-            && footprint <= Some(self.info.capacity_bytes)
+            && fits
         {
             disk.unsaved.push_back(id);
             if disk.unsaved.len() > 2 * self.values.len() + 64 {

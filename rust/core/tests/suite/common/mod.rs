@@ -289,6 +289,19 @@ pub struct Raw {
 impl Raw {
     /// Establishes a session.
     pub fn connect(search: &Search, address: SocketAddr, kind: SessionKind) -> Self {
+        let mut raw = Self::connect_without_data_path(search, address, kind);
+        let data_path = Writer::new(DATA_PATH).u8((!is_tcp()).into());
+        let data_path = data_path.str("any").finish();
+        send_frame(&mut raw.stream, &data_path);
+        raw
+    }
+
+    /// Establishes a session whose other side has reported its data path, and waits for this side's.
+    pub fn connect_without_data_path(
+        search: &Search,
+        address: SocketAddr,
+        kind: SessionKind,
+    ) -> Self {
         let mut raw = Self::begin(search, address, kind);
         raw.send_ready();
         raw.send(&[HELLO], &[]);
@@ -296,9 +309,6 @@ impl Raw {
         while raw.worker.outstanding() > 0 {
             raw.worker.progress();
         }
-        let data_path = Writer::new(DATA_PATH).u8((!is_tcp()).into());
-        let data_path = data_path.str("any").finish();
-        send_frame(&mut raw.stream, &data_path);
         raw.receive_data_path();
         raw
     }

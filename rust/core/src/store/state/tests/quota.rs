@@ -130,6 +130,20 @@ fn a_record_beyond_the_quota_evicts_older_values_of_its_namespace_and_not_its_ow
 }
 
 #[test]
+fn a_value_that_its_record_makes_larger_than_the_quota_is_not_saved() {
+    let mut store = Store::with_quota(QUOTA);
+    store.state.add_disk(1 << 20, Vec::new(), store.now);
+    for (key, num_record, is_saved) in [(MINE[0], 5, false), (OTHER, 0, true)] {
+        let holder = store.reserve(key, 40, Duration::ZERO);
+        store.actions();
+        let now = store.now;
+        assert!(store.state.commit(holder, ("", 1, num_record), None, now));
+        let saves = |action: &StoreAction<_>| matches!(action, StoreAction::Save(..));
+        assert_eq!(store.actions().iter().any(saves), is_saved, "{key}");
+    }
+}
+
+#[test]
 fn a_load_without_room_in_its_quota_is_a_miss_and_the_value_stays_on_disk() {
     let (mut store, [opened, leased]) = Store::with_held_quota();
     store.state.release(opened, store.now);

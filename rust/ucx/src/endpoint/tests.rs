@@ -1,0 +1,72 @@
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::config::Config;
+use crate::event::Event;
+use crate::library::{Library, Search};
+use crate::request::{self, Keep};
+use crate::{Context, Payload, Token};
+
+const SOON: Duration = Duration::from_secs(10);
+const MESSAGE: Token = 1;
+const COPY: Token = 2;
+
+/// A worker with an endpoint to itself over which a message has come, or None after printing why there is none.
+#[allow(clippy::print_stderr, reason = "a skipped test says why")]
+fn connected() -> Option<(Worker, EndpointId)> {
+    let search = Search {
+        explicit: std::env::var_os("KVPIPE_UCX_LIB").map(Into::into),
+        wheel_dir: None,
+    };
+    let library = Library::load(&search)
+        .map_err(|error| eprintln!("skipped: {error}"))
+        .ok()?;
+    let mut config = Config::new();
+    if std::env::var_os("UCX_TLS").is_none() {
+        config.pin("NET_DEVICES", "lo"); // others come and go with other tests
+    }
+    let context = Context::new(library, &config).expect("context");
+    let worker = Worker::new(&context).expect("worker");
+    let address = worker.address().expect("address");
+    // SAFETY: the address is a worker's.
+    let endpoint = unsafe { worker.connect(&address) }.expect("endpoint");
+    worker
+        .am_send(endpoint, [0; 8], Payload::None, MESSAGE)
+        .expect("message");
+    until(&worker, |event| {
+        matches!(event, Event::Done { token: MESSAGE, .. })
+    });
+    Some((worker, endpoint))
+}
+
+fn until(worker: &Worker, is_it: impl Fn(&Event) -> bool) {
+    let deadline = Instant::now() + SOON;
+    loop {
+        worker.progress();
+        while let Some(event) = worker.next_event() {
+            if is_it(&event) {
+                return;
+            }
+        }
+        assert!(Instant::now() < deadline, "it has not happened");
+    }
+}
+
+#[test]
+fn an_endpoint_is_not_closed_before_a_copy_of_what_it_maps_has_ended() {
+    let Some((worker, id)) = connected() else {
+        return;
+    };
+    let inner = &worker.inner;
+    let endpoint = inner.endpoint(id, "test").expect("open");
+    assert!(endpoint.can_leave());
+    let copy = request::begin_copy(inner, &endpoint, (COPY, "test"), Keep::Nothing);
+    assert!(!endpoint.can_leave(), "the GPU still reads what it maps");
+    worker.close(id);
+    assert!(endpoint.phase.get() == Phase::Leaving);
+    request::finish_copy(Box::new(copy), sys::UCS_OK);
+    until(&worker, |event| {
+        matches!(event, Event::Done { token: COPY, .. })
+    });
+    until(&worker, |event| matches!(event, Event::Closed { .. }));
+}
