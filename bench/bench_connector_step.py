@@ -246,6 +246,7 @@ def main() -> None:
     others = parser.parse_args().running
     kinds = [{"other": 1}, {"other": others}]
     kinds += [{"other": num, kind: NUM_OURS} for kind in ("decoding", "waiting", "producing") for num in (1, others)]
+    kinds += [{"decoding": others}]
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), num_layers=1)
         rows = [row(folder, {"other": others}, EmptyConnector), *(row(folder, each) for each in kinds)]

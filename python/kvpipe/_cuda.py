@@ -58,9 +58,7 @@ def of_torch(torch: Any, tensor: Any) -> OnGpu:
     if torch.version.cuda is None:
         raise _unusable(tensor, str(tensor.device), "this torch is not built for CUDA")
     device = tensor.device.index
-    memory = _kvpipe.CudaMemory(tensor.data_ptr(), tensor.nbytes, device, tensor)
-    _warn_if_not_exportable(memory.address)
-    return OnGpu(memory, record_pending(device))
+    return OnGpu(of_range(tensor, 0, tensor.nbytes), record_pending(device))
 
 
 def of_range(tensor: Any, offset: int, num_bytes: int) -> _kvpipe.CudaMemory:

@@ -59,12 +59,6 @@ class LateDevice:
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], object] | _kvpipe.ManualEvent] = deque()
-        self._is_capturing = False
-
-    @property
-    def num_waiting(self) -> int:
-        """Kernels and events that have not been reached."""
-        return len(self._waiting)
 
     def launch(self, kernel: Callable[[], object]) -> None:
         """Queues a kernel: a function that writes or reads memory."""
@@ -77,17 +71,8 @@ class LateDevice:
         return event
 
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured."""
-        return self._is_capturing
-
-    @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Captures what is launched in the block: it is not run."""
-        kept, self._waiting, self._is_capturing = self._waiting, deque(), True
-        try:
-            yield
-        finally:
-            self._waiting, self._is_capturing = kept, False
+        """Whether a graph is being captured: never."""
+        return False
 
     def run(self, count: int | None = None, *, error: str | None = None) -> None:
         """Runs what was launched first: `count` kernels and events, or all.

@@ -69,6 +69,27 @@ def test_the_producers_token_goes_along_until_there_is_an_output(engine: Engine,
     assert reported(engine, handoff.hex())["first_token"] == "exact"
 
 
+def test_steps_look_at_a_request_until_it_has_its_first_output_and_again_when_it_is_preempted(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    opened(producer, request, handoff)
+    loaded(engine, request, handoff)
+    looked_at = engine.role._consuming._consumed._in_steps
+    assert request.request_id in looked_at
+    assert forced(engine, request, handoff) == THEIRS
+    engine.step()
+    assert looked_at == {}
+    assert handoff in engine.role._consuming._consumed._request_ids
+    engine.scheduler._preempt_request(request, 0.0)
+    engine.scheduler.running.remove(request)
+    engine.scheduler.connector.get_num_new_matched_tokens(request, 0)
+    assert request.request_id in looked_at
+    until(lambda: engine.step() and not looked_at)
+    engine.finish_all()
+    assert engine.role._consuming.is_idle()
+
+
 def test_it_is_forced_when_blocks_are_missing_too(engine: Engine, producer: _kvpipe.Control) -> None:
     request, handoff = consuming(engine, producer, prompt(500))
     opened(producer, request, handoff)

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvpipe.connector import giving_way
 from kvpipe.connector.consuming import _producer_of
 from kvpipe.connector.giving_way import GivingWay
 from kvpipe.connector.load import Phase
 from kvpipe.connector.metadata import HandshakeMetadata, WorkerOutcomes
+from kvpipe.connector.requests import LossReason
 from kvpipe.transfer_params import consume, produce
 from tests.connector.engine import BLOCK, Engine, engine_config, new_id, outcome
 from tests.connector.test_worker import until
@@ -26,8 +27,8 @@ LENGTH = NUM_FREE * BLOCK
 class Side:
     """An engine whose workers load at once, and free leased blocks as soon as their handoff has ended."""
 
-    def __init__(self, model: str, incarnation: int) -> None:
-        self.engine = Engine(engine_config(model), num_blocks=1 + NUM_FREE)
+    def __init__(self, model: str, incarnation: int, on_load_failure: str) -> None:
+        self.engine = Engine(engine_config(model, on_load_failure=on_load_failure), num_blocks=1 + NUM_FREE)
         workers = {0: HandshakeMetadata("127.0.0.1:1", bytes([incarnation] * 16), forces_first_tokens=True)}
         self.engine.role.set_workers(workers)
         self.computed: Counter[str] = Counter()
@@ -73,15 +74,16 @@ class Side:
         return load.phase is Phase.LOCAL
 
 
-@pytest.fixture
-def sides(tiny_model: str) -> Iterator[tuple[Side, Side]]:
-    both = Side(tiny_model, 1), Side(tiny_model, 2)
+@pytest.fixture(params=["recompute"])
+def sides(tiny_model: str, request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    both = Side(tiny_model, 1, request.param), Side(tiny_model, 2, request.param)
     yield both
     for side in both:
         side.engine.finish_all()
         side.engine.close()
 
 
+@pytest.mark.parametrize("sides", ["recompute", "fail"], indirect=True)
 def test_of_two_full_engines_that_wait_for_each_other_one_computes_its_prompt_and_the_other_loads(
     sides: tuple[Side, Side],
 ) -> None:
@@ -93,6 +95,7 @@ def test_of_two_full_engines_that_wait_for_each_other_one_computes_its_prompt_an
         first.step()
         second.step()
         assert time.monotonic() < began_s + 30, "they wait for each other"
+    assert [request.status for request in requests] == [RequestStatus.FINISHED_LENGTH_CAPPED] * 2
     computed = [side.computed[request.request_id] for side, request in zip(sides, requests, strict=True)]
     assert computed == [LENGTH, 1], "the engine whose incarnation is before the other's gives way, and it alone"
 
@@ -108,7 +111,10 @@ def test_a_full_engine_gives_way_in_the_first_step_in_which_it_may(sides: tuple[
     """Proves that the tests below can fail."""
     first, second = sides
     first.produce(10)
-    assert first.gives_way(first.consume(20, second.produce(20), second))
+    waits = first.consume(20, second.produce(20), second)
+    consumed = first.engine.role._consuming._consumed.get(waits.request_id)
+    assert first.gives_way(waits)
+    assert consumed.loss_reason() is LossReason.GAVE_WAY
 
 
 def test_an_engine_that_computes_does_not_give_way(sides: tuple[Side, Side], at_once: None) -> None:

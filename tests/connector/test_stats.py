@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
 from kvpipe.connector.connector import KVPipeConnector
+from kvpipe.connector.load import Watch
 from kvpipe.connector.plugin import register
 from kvpipe.connector.stats import KVPipeStats
 from kvpipe.transfer_params import consume, resume
@@ -186,10 +186,11 @@ def test_a_handoff_that_ends_after_its_request_was_aborted_is_counted_as_aborted
     request, handoff = consuming(engine, producer, prompt(LENGTH))
     opened(producer, request, handoff)
     load = loading(engine, request)
+    consumed = engine.role._consuming._consumed.of(handoff)
     engine.abort(request)
+    assert consumed.load.watch is Watch.OPEN
     producer.withdraw(handoff, "preempted")
-    time.sleep(0.1)
-    engine.step()
+    until(lambda: engine.step() and consumed.load.watch is Watch.OVER)
     engine.step(
         finished_recving={request.request_id},
         invalid_block_ids=set(load.block_ids),

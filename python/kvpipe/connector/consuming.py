@@ -122,7 +122,8 @@ class Consuming:
         consumed = self._consumed.get(request.request_id)
         if consumed is None:
             return 0, False
-        consumed.note_preemptions()
+        if consumed.note_preemptions():
+            self._consumed.unsettle(consumed)
         if consumed.load.phase is Phase.WAITING:
             return None, False
         # vLLM can compute the last prompt token itself; alone it is not worth a load.
@@ -244,12 +245,15 @@ class Consuming:
             self._force(consumed)
             self._restore(consumed, num_before, num_new)
             self._count(consumed, num_before, num_new)
+            if consumed.load.phase is Phase.REPORTED and consumed.request.num_output_tokens >= consumed.num_forced:
+                # Nothing of it is left for later steps, and there may be hundreds like it.
+                self._consumed.settle(consumed)
 
     def _force(self, consumed: Consumed) -> None:
         """Forces the producer's token, or those that the request brought, in steps that may sample such an output."""
         if consumed.first_token is None or consumed.unsupported_reason:
             return
-        if output_position(consumed.request) < max(1, len(consumed.given_tokens)):
+        if output_position(consumed.request) < consumed.num_forced:
             self._out.step.first_tokens[consumed.handoff] = consumed.first_token
             consumed.is_exact = True
 

@@ -111,25 +111,29 @@ class FirstToken(V1LogitsProcessor, V2LogitsProcessor):
             ctx: V2: the batch of this step.
         """
         if pending := PENDING_FIRST_TOKENS.of(self._engine_id):
-            for row, forced, position in self._rows_of_v1() if ctx is None else self._rows_of_v2(ctx):
+            for row, forced, position in self._rows_of_v1(pending) if ctx is None else self._rows_of_v2(pending, ctx):
                 token = forced.token(pending, position)
                 if token is not None:
                     logits[row].fill_(float("-inf"))
                     logits[row, token] = 0
         return logits
 
-    def _rows_of_v1(self) -> list[tuple[int, ForcedOutputs, int]]:
-        return [(row, forced, len(output_ids)) for row, (forced, output_ids) in self._rows.items()]
+    def _rows_of_v1(self, pending: Mapping[bytes, int]) -> list[tuple[int, ForcedOutputs, int]]:
+        return [
+            (row, forced, len(output_ids))
+            for row, (forced, output_ids) in self._rows.items()
+            if forced.handoff in pending
+        ]
 
-    def _rows_of_v2(self, ctx: LogitsContext) -> list[tuple[int, ForcedOutputs, int]]:
+    def _rows_of_v2(self, pending: Mapping[bytes, int], ctx: LogitsContext) -> list[tuple[int, ForcedOutputs, int]]:
         requests, slots = self._requests, enumerate(ctx.idx_mapping_np.tolist())
         if requests is None:
             return []
         # Within a chunk of the prompt the position is negative.
         return [
-            (row, self._slots[slot], int(ctx.seq_lens_upper_bound_np[row] - requests.prompt_len.np[slot]))
+            (row, forced, int(ctx.seq_lens_upper_bound_np[row] - requests.prompt_len.np[slot]))
             for row, slot in slots
-            if slot in self._slots
+            if (forced := self._slots.get(slot)) is not None and forced.handoff in pending
         ]
 
 

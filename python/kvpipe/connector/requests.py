@@ -140,14 +140,21 @@ class Consumed:
     reason: str = ""
     loss: LossReason = LossReason.NONE
 
-    def note_preemptions(self) -> None:
-        """After a preemption, allows a second load if the producer still leases its blocks.
+    @property
+    def num_forced(self) -> int:
+        """How many outputs are forced, where that can be done."""
+        return max(1, len(self.given_tokens))
+
+    def note_preemptions(self) -> bool:
+        """After a preemption, allows a second load if the producer still leases its blocks. Whether there was one.
 
         A complete load is not repeated: its blocks are acknowledged, and this engine's prefix cache has most of them.
         """
-        if self.request.num_preemptions != self.num_preemptions:
-            self.num_preemptions, self.num_computed = self.request.num_preemptions, 0
-            self.load.on(Event.PREEMPTED)
+        if self.request.num_preemptions == self.num_preemptions:
+            return False
+        self.num_preemptions, self.num_computed = self.request.num_preemptions, 0
+        self.load.on(Event.PREEMPTED)
+        return True
 
     def awaits_first_token(self) -> bool:
         """Whether the producer may still send the first token."""
@@ -213,6 +220,8 @@ class Handoffs(Generic[T]):
     def __init__(self) -> None:
         self._by_request: dict[str, T] = {}
         self._request_ids: dict[bytes, str] = {}
+        # Those that steps concern.
+        self._in_steps: dict[str, T] = {}
 
     def add(self, request_id: str, item: T) -> None:
         """Adds a request.
@@ -223,7 +232,7 @@ class Handoffs(Generic[T]):
         if item.handoff in self._request_ids:
             message = f"handoff {item.handoff.hex()} belongs to request {self._request_ids[item.handoff]}"
             raise ConfigError(message)
-        self._by_request[request_id] = item
+        self._by_request[request_id] = self._in_steps[request_id] = item
         self._request_ids[item.handoff] = request_id
 
     def get(self, request_id: str) -> T | None:
@@ -239,15 +248,24 @@ class Handoffs(Generic[T]):
         item = self._by_request.pop(request_id, None)
         if item is not None:
             del self._request_ids[item.handoff]
+            self._in_steps.pop(request_id, None)
         return item
 
+    def settle(self, item: T) -> None:
+        """Leaves a request out of steps, until it is unsettled."""
+        self._in_steps.pop(item.request.request_id, None)
+
+    def unsettle(self, item: T) -> None:
+        """Has steps concern a request again."""
+        self._in_steps[item.request.request_id] = item
+
     def scheduled(self, output: SchedulerOutput) -> Iterator[tuple[T, int, int]]:
-        """Yields `(request, tokens computed before, tokens of this step)` for those that a step computes.
+        """Yields `(request, tokens computed before, tokens of this step)` for those that a step computes and concerns.
 
         A step may have a thousand other requests, so that those here are looked up in it.
         """
         counts = output.num_scheduled_tokens
-        for request_id, item in self._by_request.items():
+        for request_id, item in list(self._in_steps.items()):
             if request_id in counts:
                 # vLLM counts the tokens of this step after it has called the connector.
                 yield item, item.request.num_computed_tokens, counts[request_id]
