@@ -232,6 +232,12 @@ def test_options_of_other_stores_are_refused(tmp_path: Path, more: tuple[str, ..
         bench.main(["store", "--vllm", "--work", str(tmp_path), "--only", "none such", *more])
 
 
+@pytest.mark.parametrize("more", [("--tokens", "512"), ("--lmcache", sys.executable), ("--work", "folder")])
+def test_options_of_vllm_are_refused_without_it(more: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=f"{more[0]} without --vllm"):
+        bench.main(["store", "--only", "none such", *more])
+
+
 def test_memory_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 1 << 30)
     with pytest.raises(ConfigError, match="for 2 instances"):

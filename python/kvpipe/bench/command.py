@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _LEAST_ROUNDS = 5
 _KINDS = ("tensors", "blocks", "latency")
 _WITHOUT_VLLM = ("sizes", "data_path", "baseline", "working_set", "pin", "against")
+_WITH_VLLM = ("tokens", "lmcache", "work")
 _ASSUMED_CACHE_BYTES = 32 << 20
 _LATENCY_BUFFER_BYTES = 1 << 20
 _HELP = {
@@ -178,9 +179,10 @@ def _check_against(args: argparse.Namespace) -> None:
 
 def _check_vllm(args: argparse.Namespace) -> None:
     defaults = parse(["store"])
-    for name in _WITHOUT_VLLM if args.vllm else ():
-        if getattr(args, name) != getattr(defaults, name):
-            _refuse(f"--{name.replace('_', '-')}", "with --vllm", "it has no meaning there")
+    names, where = (_WITHOUT_VLLM, "with --vllm") if args.vllm else (_WITH_VLLM, "without --vllm")
+    for name in names:
+        if getattr(args, name, default := getattr(defaults, name)) != default:
+            _refuse(f"--{name.replace('_', '-')}", where, "it has no meaning there")
 
 
 def _check_peer(args: argparse.Namespace) -> None:
