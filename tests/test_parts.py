@@ -60,7 +60,8 @@ def test_what_one_part_leaves_out_is_what_the_others_run(is_slow):
     named = [argument for argument in arguments if argument.startswith("tests/")]
     assert sorted(named) == sorted(left_out)
     assert all((ROOT / folder).is_dir() for folder in named)
-    assert arguments.count("not slow") == (0 if is_slow else 3)
+    assert arguments.count("slow" if is_slow else "not slow") == 3
+    assert ("--ignored" in arguments) == is_slow
 
 
 @pytest.mark.parametrize(

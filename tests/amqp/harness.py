@@ -30,9 +30,9 @@ from kvpipe.transfer_params import ConsumeParams, LoadParams, parse
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from kvpipe.queue.letters import Letter
+    from kvpipe.queue.letters import DeadLetter
 
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 SILENCE_S = 40.0
 COMPLETIONS = "/v1/completions"
 NUM_TOKENS = 8
@@ -350,7 +350,7 @@ async def until_healthy(front: DecodeQueue, *, is_healthy: bool = True) -> None:
     await until(lambda: (front.health() == "ok") == is_healthy)
 
 
-async def until_letters(url: str, topology: Topology) -> list[Letter]:
+async def until_letters(url: str, topology: Topology) -> list[DeadLetter]:
     """The dead letters, once there is one: it may come after what the client gets."""
     while not (found := await letters(url, topology)):  # noqa: ASYNC110
         await asyncio.sleep(0.02)

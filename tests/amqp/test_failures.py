@@ -1,6 +1,7 @@
 """What happens to a broker, and what clients see of it: whole answers, or errors that say why."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from multidict import CIMultiDict
@@ -266,6 +267,25 @@ def test_a_message_that_leaves_a_request_to_its_front_end_and_comes_twice_has_it
             assert broker.queues()[s.topology.requests] == 3
             front._receive_reply(Reply("begin", request, "second", "worker"))
             assert front._pending[request].assembly.worker == "", "the delivery has ended"
+            client.answering.cancel()
+
+    run(scene)
+
+
+def test_a_dead_letter_that_comes_twice_or_of_an_earlier_publication_changes_nothing(broker):
+    async def scene():
+        async with stage(broker.url) as s:
+            front = await s.front()
+            client = Client(front, body(), {})
+            await until(lambda: broker.queues()[s.topology.requests] == 1)
+            (request,) = front._pending
+            front._receive_reply(Reply("begin", request, "delivery", "worker"))
+            for reason in ("expired", "expired", "delivery_limit"):
+                deaths = {"x-death": [{"reason": reason}]}
+                front._is_dead(SimpleNamespace(correlation_id=request, message_id="0", headers=deaths))
+            await front._tasks.close(SILENCE_S)
+            assert broker.queues()[s.topology.requests] == 2
+            assert request in front._pending
             client.answering.cancel()
 
     run(scene)

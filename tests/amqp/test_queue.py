@@ -279,7 +279,28 @@ def test_an_answer_that_is_older_than_its_requests_time_to_live_goes_on_at_anoth
     run(scene)
 
 
-def test_a_worker_without_requests_sees_that_its_instance_has_died(broker):
+def test_a_worker_that_gets_a_second_signal_ends_at_once_and_another_one_goes_on(broker):
+    async def scene():
+        async with stage(broker.url) as s:
+            front, first, second = await s.front(), await s.decode(), await s.decode()
+            first.pause_after = 3
+            process = await s.process(first)
+            await until_healthy(front)
+            client = Client(front, body(), {})
+            await client.until(3)
+            process.terminate()
+            await until_state(front, lambda state: [each["reason"] for each in state["workers"]] == ["draining"])
+            process.terminate()
+            assert await process.wait() == -signal.SIGTERM
+            await s.worker(second)
+            assert text_of((await client.answering)[1]) == written([*first.tokens()[:3], *second.tokens()[3:]])
+
+    run(scene)
+
+
+def test_a_worker_without_requests_sees_that_its_instance_has_died(broker, monkeypatch):
+    monkeypatch.setattr("kvpipe.queue.decode_capacity.REPORT_EVERY_S", 0.3)
+
     async def scene():
         async with stage(broker.url) as s:
             front, decode = await s.front(), await s.pair()

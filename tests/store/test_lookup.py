@@ -81,9 +81,9 @@ def test_the_lease_of_a_client_that_is_killed_returns_its_value_whole(server, ke
             lease.acknowledge()
 
 
-def test_a_client_that_is_killed_while_it_waits_gets_nothing_that_others_want(server, key, monkeypatch):
-    monkeypatch.setattr("kvpipe.store.lookup_server._REPLY_S", 0.5)
-    with connected(server) as store:
+def test_a_client_that_is_killed_while_it_waits_gets_nothing_that_others_want(key, monkeypatch):
+    monkeypatch.setattr("kvpipe.store.lookup_server._REPLY_S", 3.0)
+    with LookupBufferStore.serve() as server, connected(server) as store:
         waiting = client(
             server,
             key,

@@ -220,7 +220,7 @@ class Handoffs(Generic[T]):
     def __init__(self) -> None:
         self._by_request: dict[str, T] = {}
         self._request_ids: dict[bytes, str] = {}
-        # Those that steps concern.
+        # Those that `scheduled` yields.
         self._in_steps: dict[str, T] = {}
 
     def add(self, request_id: str, item: T) -> None:
@@ -252,17 +252,17 @@ class Handoffs(Generic[T]):
         return item
 
     def settle(self, item: T) -> None:
-        """Leaves a request out of steps, until it is unsettled."""
+        """Has `scheduled` leave a request out, until it is unsettled."""
         self._in_steps.pop(item.request.request_id, None)
 
     def unsettle(self, item: T) -> None:
-        """Has steps concern a request again."""
+        """Has `scheduled` yield a request again."""
         self._in_steps[item.request.request_id] = item
 
     def scheduled(self, output: SchedulerOutput) -> Iterator[tuple[T, int, int]]:
-        """Yields `(request, tokens computed before, tokens of this step)` for those that a step computes and concerns.
+        """Yields `(request, tokens computed before, tokens of this step)` for those that a step computes.
 
-        A step may have a thousand other requests, so that those here are looked up in it.
+        Settled ones are left out. A step may have a thousand other requests, so that those here are looked up in it.
         """
         counts = output.num_scheduled_tokens
         for request_id, item in list(self._in_steps.items()):

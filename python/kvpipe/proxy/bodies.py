@@ -92,7 +92,7 @@ def may_begin_with_error(first: bytes) -> bool:
 
 
 def error_in_first_event(first: bytes) -> tuple[int, bytes] | None:
-    """Status and JSON body of an error that is a stream's first event; None if the stream begins with anything else.
+    """Status and JSON body of an error that is the first event of these bytes; None if they begin with anything else.
 
     vLLM answers 200 before the engine has accepted a streamed request, and sends a later error as an event.
     """

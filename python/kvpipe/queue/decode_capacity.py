@@ -73,7 +73,10 @@ class DecodeCapacity:
         self._wanted.set()
 
     async def until_looked(self, *, is_busy: bool) -> None:
-        """Looks at D when it is time: often while it has requests or takes none, else once it has got one, or later."""
+        """Looks at D when it is time.
+
+        Often while it has requests or takes none, else once it has got one, or after `REPORT_EVERY_S`.
+        """
         if not self._has_looked:
             self._has_looked = True
         elif is_busy or self.reason:

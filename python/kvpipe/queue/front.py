@@ -24,7 +24,7 @@ from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Answer, InstanceError, failed
 from kvpipe.queue.acks import Acks
 from kvpipe.queue.broker import BROKER_ERRORS, Broker, called, num_consumers
-from kvpipe.queue.messages import Control, Reply, Request
+from kvpipe.queue.messages import Control, Reply, Request, publication_of
 from kvpipe.queue.nodes import Nodes
 from kvpipe.queue.pending import TOO_LATE, Pending, queue_error
 
@@ -282,7 +282,7 @@ class DecodeQueue:
         )
         await link.send_to_all(Message(b"", type="report"))
         for pending in self._pending.values() if has_lost_replies else ():
-            self._tasks.spawn(self._publish_again(pending.request))
+            self._publish_again(pending)
         return link
 
     async def _receive(self, acks: Acks, message: AbstractIncomingMessage) -> None:
@@ -325,17 +325,21 @@ class DecodeQueue:
         """A worker has left the request to this front end. Its message may come twice."""
         if reply.delivery not in pending.returned_by:
             pending.returned_by.add(reply.delivery)
-            self._tasks.spawn(self._publish_again(pending.request))
+            self._publish_again(pending)
 
-    async def _publish_again(self, request: Request) -> None:
-        """Publishes a request again, with the next connection where one is lost meanwhile."""
+    def _publish_again(self, pending: Pending) -> None:
+        """Publishes a request again. What becomes of the message before does not count any more."""
+        pending.request = dataclasses.replace(pending.request, publication=pending.request.publication + 1)
+        self._tasks.spawn(self._until_published(pending.request))
+
+    async def _until_published(self, request: Request) -> None:
+        """Publishes a request, with the next connection where one is lost meanwhile."""
         while True:
             link = await self._broker.until_open()
             if request.id not in self._pending:
                 return
             try:
-                again = dataclasses.replace(request, is_again=True)
-                await self._publish(again, self._silence_timeout_s)
+                await self._publish(request, self._silence_timeout_s)
             except InstanceError as error:
                 if link.requests.is_closed or self._broker.link is not link:
                     continue
@@ -347,13 +351,13 @@ class DecodeQueue:
         """The dead-letter queue has a request now."""
         request = str(message.correlation_id)
         pending = self._pending.get(request)
-        if pending is None:
+        if pending is None or pending.request.publication != publication_of(message):
             return
         deaths: Any = message.headers.get("x-death") or [{}]
         reason = deaths[0].get("reason", "unknown")
         if reason == "expired" and pending.assembly.worker:
             # A worker had begun to answer it. The broker counts from the publication, also while a worker has it.
-            self._tasks.spawn(self._publish_again(pending.request))
+            self._publish_again(pending)
             return
         del self._pending[request]
         if reason == "expired":

@@ -49,7 +49,7 @@ class Request:
         path: API path.
         headers: HTTP headers for D.
         body: body for D, JSON.
-        is_again: whether it was published before, so that the client may have a part of its answer.
+        publication: how often it was published before. The client may have a part of its answer then.
     """
 
     id: str
@@ -57,15 +57,15 @@ class Request:
     path: str
     headers: list[tuple[str, str]]
     body: bytes
-    is_again: bool = False
+    publication: int = 0
 
     def message(self, ttl_s: float) -> Message:
         """As a message that ends in the queue after this time."""
-        again = {"is_again": True} if self.is_again else {}
         return Message(
-            _framed({"path": self.path, "headers": self.headers, **again}, self.body),
+            _framed({"path": self.path, "headers": self.headers}, self.body),
             type=_REQUEST,
             correlation_id=self.id,
+            message_id=str(self.publication),
             reply_to=self.reply_to,
             delivery_mode=DeliveryMode.PERSISTENT,
             expiration=min(ttl_s, _LONGEST_TTL_S),
@@ -92,8 +92,14 @@ class Request:
         if not isinstance(_parsed(message, body), dict):
             raise _wrong(message, "a JSON object as body")
         headers = list(_pairs(message, fields.get("headers")))
-        is_again = fields.get("is_again") is True
-        return cls(str(message.correlation_id), str(message.reply_to), str(path), headers, body, is_again)
+        publication = publication_of(message)
+        return cls(str(message.correlation_id), str(message.reply_to), str(path), headers, body, publication)
+
+
+def publication_of(message: AbstractMessage) -> int:
+    """How often the request of a message was published before."""
+    number = message.message_id or ""
+    return int(number) if number.isdecimal() else 0
 
 
 @dataclass(frozen=True, slots=True)

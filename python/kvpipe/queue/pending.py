@@ -30,7 +30,7 @@ class Pending:
         when_begun: gets the control port of each D that begins with the answer.
 
     Attributes:
-        request: the request.
+        request: the request, as it was published last.
         assembly: what has come of its answer.
         returned_by: the deliveries that have left it to the front end.
     """

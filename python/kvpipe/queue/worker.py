@@ -233,7 +233,7 @@ class Worker:
             self._upstream,
             link.outbox,
             link.is_read,
-            is_redelivered=bool(message.redelivered or count or request.is_again),
+            is_redelivered=bool(message.redelivered or count or request.publication),
         )
         task = self._tasks.spawn(self._answer(link, message, delivery))
         link.deliveries[delivery.id] = delivery, task

@@ -347,7 +347,7 @@ impl<S: Service> Sessions<S> {
             return self.cut(key, error);
         }
         // A peer that sends more is up: it knows our data path. Its own may still be on its way, over the other
-        // connection.
+        // connection: what is exposed to it until then is streamed.
         if !self.cx.is_up(key) {
             self.receive(key);
             if self.cx.data_path(key).is_none() {

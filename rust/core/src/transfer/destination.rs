@@ -172,7 +172,7 @@ fn outcome_of(cx: &ReactorContext, transfer: &Transfer) -> std::result::Result<(
         // There were no bytes.
         State::Held | State::Queued => return Ok(()),
         State::Reading(reading) => {
-            show_to_gpu(request.memory.buffer().kind()).map_err(TransferError::Failed)?;
+            flush_writes(request.memory.buffer().kind()).map_err(TransferError::Failed)?;
             let verifier = reading.verifier.as_ref();
             let corruption = verifier.and_then(|verifier| verifier.corruption(&request.pieces));
             (verifier.is_some_and(Verifier::compares), corruption)
@@ -190,7 +190,7 @@ fn outcome_of(cx: &ReactorContext, transfer: &Transfer) -> std::result::Result<(
 }
 
 /// Makes what was read visible to what its GPU runs from now on.
-fn show_to_gpu(destination: MemoryKind) -> Result<()> {
+fn flush_writes(destination: MemoryKind) -> Result<()> {
     let MemoryKind::Cuda { device } = destination else {
         return Ok(());
     };
