@@ -15,6 +15,7 @@ AT_START = ["cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDevicePrimaryCtxReta
 HARMLESS = ["cuCtxPopCurrent_v2", "cuEventDestroy_v2"]
 LATER = ["cuStreamIsCapturing", "cuStreamQuery", "cuStreamSynchronize", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"]
 LATER += ["cuPointerGetAttribute", "cuEventCreate", "cuEventRecord", "cuEventSynchronize"]
+LATER += ["cuDeviceGetAttribute", "cuFlushGPUDirectRDMAWrites"]
 OF_STREAMS = ["cuMemHostAlloc", "cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuStreamSynchronize"]
 TIMEOUT_S = 60
 
