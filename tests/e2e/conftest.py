@@ -11,7 +11,10 @@ from tests.e2e.groups import Groups
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here needs vLLM, and is slow unless it is a smoke test."""
+    """Everything here needs vLLM, and is slow unless it is a smoke test.
+
+    The tests of `servers` come first, so that their group starts once.
+    """
     has_vllm = importlib.util.find_spec("vllm") is not None
     for item in items:
         if Path(__file__).parent in item.path.parents:
@@ -21,6 +24,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
             if not has_vllm:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed: run make setup"))
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None and not _is_of_servers(item))
+
+
+def _is_of_servers(item: pytest.Item) -> bool:
+    """Whether a test asks the group of `servers`, which a module may replace by `multi`."""
+    names = item.fixturenames if isinstance(item, pytest.Function) else []
+    return "servers" in names and "multi" not in names
 
 
 @pytest.fixture(scope="session")
