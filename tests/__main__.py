@@ -20,6 +20,7 @@ LOGS = REPOSITORY / ".cache" / "test-logs"
 PYTEST = ("scripts/test", "python", "-v", "--color=no", "--durations=20", "-o", "console_output_style=count")
 # Their tests start brokers and stores, and wait more than they compute.
 SERVICES = ("tests/amqp", "tests/store", "tests/store_connector")
+CONNECTOR, E2E = "tests/connector", "tests/e2e"
 
 # How often a terminal's line is renewed, and how often a log gets one.
 TERMINAL_S, LOG_S = 0.5, 30.0
@@ -111,16 +112,11 @@ def say(text: str) -> None:
     print(f"{CLEAR_LINE if sys.stdout.isatty() else ''}test: {text}", flush=True)
 
 
-def advance(lane: list[Part], failed: list[str]) -> bool:
-    """Looks at the running part of a lane, starts the next one when it has ended. False when none is left."""
-    if not lane:
-        return False
-    part = lane[0]
-    if part.process is None:
-        part.start()
-    status = part.process.poll()
+def has_ended(part: Part, failed: list[str]) -> bool:
+    """Whether a part that runs has ended; reports it then."""
+    status = None if part.process is None else part.process.poll()
     if status is None:
-        return True
+        return False
     for line in re.findall(r"^SKIPPED .*", part.text(), re.MULTILINE):
         say(line)
     if status:
@@ -128,14 +124,12 @@ def advance(lane: list[Part], failed: list[str]) -> bool:
         say(f"{part.name} FAILED after {part.seconds:.0f} s, all of its output is in {part.log}\n{part.failure()}")
     else:
         say(f"{part.name}: {part.outcome()} ({part.seconds:.0f} s)")
-    lane.pop(0)
-    return advance(lane, failed)
+    return True
 
 
-def show(lanes: list[list[Part]], began: float) -> None:
+def show(running: Sequence[Part], began: float) -> None:
     """Says how far the running parts are."""
-    parts = [f"{lane[0].name}: {lane[0].progress()}" for lane in lanes if lane]
-    line = f"{time.monotonic() - began:4.0f} s  {'   '.join(parts)}"
+    line = f"{time.monotonic() - began:4.0f} s  {'   '.join(f'{part.name}: {part.progress()}' for part in running)}"
     if sys.stdout.isatty():
         print(CLEAR_LINE + line[: shutil.get_terminal_size().columns - 1], end="", flush=True)
     else:
@@ -143,7 +137,7 @@ def show(lanes: list[list[Part]], began: float) -> None:
 
 
 @contextlib.contextmanager
-def ended(lanes: list[list[Part]]) -> Iterator[None]:
+def ended(parts: Sequence[Part]) -> Iterator[None]:
     """Whatever ends this process ends the parts, too."""
 
     def leave(number: int, frame: object) -> None:
@@ -151,7 +145,6 @@ def ended(lanes: list[list[Part]]) -> Iterator[None]:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, leave)
-    parts = [part for lane in lanes for part in lane]
     try:
         yield
     finally:
@@ -159,31 +152,38 @@ def ended(lanes: list[list[Part]]) -> Iterator[None]:
             part.end()
 
 
-def run(lanes: list[list[Part]]) -> int:
-    """Runs lanes side by side, the parts of each one after the other. The number of parts that failed."""
+def run(parts: Sequence[Part], num_lanes: int = 2) -> int:
+    """Runs parts in their order, so many side by side. The number of parts that failed."""
     LOGS.mkdir(parents=True, exist_ok=True)
     began = shown = time.monotonic()
+    waiting, running = list(parts), list[Part]()
     failed: list[str] = []
     interval_s = TERMINAL_S if sys.stdout.isatty() else LOG_S
-    with ended(lanes):
-        while sum(advance(lane, failed) for lane in lanes):
+    with ended(parts):
+        while waiting or running:
+            while waiting and len(running) < num_lanes:
+                running.append(waiting.pop(0))
+                running[-1].start()
+            running = [part for part in running if not has_ended(part, failed)]
             if time.monotonic() - shown >= interval_s:
                 shown = time.monotonic()
-                show(lanes, began)
+                show(running, began)
             time.sleep(0.1)
     say(f"{'failed: ' + ', '.join(failed) if failed else 'all passed'}, {time.monotonic() - began:.0f} s in all")
     return len(failed)
 
 
-def parts_of(*, is_slow: bool) -> list[list[Part]]:
-    """The lanes of `make test`, or those of `make test-slow`, which take about as long as each other."""
+def parts_of(*, is_slow: bool) -> list[Part]:
+    """The parts of `make test`, or of `make test-slow`."""
     speed = "slow" if is_slow else "not slow"
-    e2e = Part("e2e", (*PYTEST, "-m", speed, "tests/e2e"))
-    services = Part("services", (*PYTEST, "-m", speed, *SERVICES))
-    others = [f"--ignore={folder}" for folder in (*SERVICES, "tests/e2e")]
-    python = Part("python", (*PYTEST, "-m", speed, *others))
-    rust = Part("rust", ("scripts/test", "rust", "--no-fail-fast", *(["--", "--ignored"] if is_slow else [])))
-    return [[e2e], [rust, services, python]] if is_slow else [[e2e, services], [rust, python]]
+    others = [f"--ignore={folder}" for folder in (*SERVICES, CONNECTOR, E2E)]
+    return [
+        Part("e2e", (*PYTEST, "-m", speed, E2E)),
+        Part("rust", ("scripts/test", "rust", "--no-fail-fast", *(["--", "--ignored"] if is_slow else []))),
+        Part("services", (*PYTEST, "-m", speed, *SERVICES)),
+        Part("python", (*PYTEST, "-m", speed, *others)),
+        Part("connector", (*PYTEST, "-m", speed, CONNECTOR)),
+    ]
 
 
 def main() -> int:

@@ -28,11 +28,11 @@ def bash(name, script):
     return Part(name, ("bash", "-c", script))
 
 
-def test_lanes_run_side_by_side_and_the_parts_of_a_lane_one_after_the_other(logs, capsys):
+def test_two_parts_run_side_by_side_and_the_next_one_begins_when_one_has_ended(logs, capsys):
     waits = bash("waits", f"until [ -e {logs}/second ]; do sleep 0.05; done; echo '== 3 passed in 1.00s =='")
     first = bash("first", f"test ! -e {logs}/second; echo 'test result: ok. 5 passed; 0 failed; 1 ignored; 0 measured'")
     second = bash("second", f"touch {logs}/second; echo 'the last line'")
-    assert run([[waits], [first, second]]) == 0
+    assert run([waits, first, second]) == 0
     told = capsys.readouterr().out
     assert "first: 5 passed, 0 failed, 1 ignored (" in told
     assert "second: the last line (" in told
@@ -43,7 +43,7 @@ def test_lanes_run_side_by_side_and_the_parts_of_a_lane_one_after_the_other(logs
 def test_a_part_that_fails_is_told_with_what_failed_and_the_others_go_on(capsys):
     fails = bash("fails", "echo before; echo '=== FAILURES ==='; echo 'it is wrong'; exit 1")
     after = bash("after", "echo 'SKIPPED [1] a.py:1: no GPU'; echo done")
-    assert run([[fails, after]]) == 1
+    assert run([fails, after], num_lanes=1) == 1
     told = capsys.readouterr().out
     assert re.search(r"test: fails FAILED after \d+ s", told)
     assert "=== FAILURES ===\nit is wrong\n" in told
@@ -55,12 +55,12 @@ def test_a_part_that_fails_is_told_with_what_failed_and_the_others_go_on(capsys)
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_what_one_part_leaves_out_is_what_the_others_run(is_slow):
-    arguments = [argument for lane in parts_of(is_slow=is_slow) for part in lane for argument in part.command]
+    arguments = [argument for part in parts_of(is_slow=is_slow) for argument in part.command]
     left_out = [argument.removeprefix("--ignore=") for argument in arguments if argument.startswith("--ignore=")]
     named = [argument for argument in arguments if argument.startswith("tests/")]
     assert sorted(named) == sorted(left_out)
     assert all((ROOT / folder).is_dir() for folder in named)
-    assert arguments.count("slow" if is_slow else "not slow") == 3
+    assert arguments.count("slow" if is_slow else "not slow") == 4
     assert ("--ignored" in arguments) == is_slow
 
 
@@ -84,7 +84,7 @@ def test_whoever_ends_it_ends_the_parts_and_what_they_started(logs, number):
     code = (
         "import pathlib, sys, tests.__main__ as parts\n"
         f"parts.LOGS = pathlib.Path('{logs}')\n"
-        "parts.run([[parts.Part('sleeps', ('bash', '-c', 'sleep 1000 & echo $!; wait'))]])\n"
+        "parts.run([parts.Part('sleeps', ('bash', '-c', 'sleep 1000 & echo $!; wait'))])\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     log = logs / "sleeps.log"
