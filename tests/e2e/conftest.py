@@ -54,8 +54,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def groups(order: Path, folder: Path) -> Iterator[Groups]:
-    """What starts the servers; only one group runs at a time, so the tests of a group stand together."""
-    with Groups(order, folder) as groups:
+    """What starts the servers; only one group runs at a time, so the tests of a group stand together.
+
+    Each worker has one OpenMP thread: for a tiny model more of them spin for each other most of the time.
+    """
+    with pytest.MonkeyPatch.context() as patch, Groups(order, folder) as groups:
+        patch.setenv("OMP_NUM_THREADS", "1")
         yield groups
 
 
