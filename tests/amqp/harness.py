@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from kvpipe.queue.letters import DeadLetter
 
-LIMIT_S = 150.0
+LIMIT_S = 60.0
 SILENCE_S = 40.0
 COMPLETIONS = "/v1/completions"
 NUM_TOKENS = 8
@@ -266,6 +266,19 @@ class Stage:
         self.stack.push_async_callback(end, process)
         return process
 
+    async def begun(
+        self, front: DecodeQueue, num_before: int
+    ) -> tuple[Client, asyncio.subprocess.Process, Decode, str]:
+        """A stream of which a worker's process has sent some tokens, another D, and the answer that this one ends."""
+        first, second = await self.decode(), await self.decode()
+        first.pause_after = num_before
+        process = await self.process(first)
+        await until_healthy(front)
+        client = Client(front, body(), {})
+        await first.has_paused.wait()
+        await client.until(num_before)
+        return client, process, second, written([*first.tokens()[:num_before], *second.tokens()[num_before:]])
+
     async def close(self) -> None:
         for stopped, _ in self._running:
             stopped.set()
@@ -348,6 +361,14 @@ async def until_state(front: DecodeQueue, is_reached: Callable[[dict[str, Any]],
 async def until_healthy(front: DecodeQueue, *, is_healthy: bool = True) -> None:
     """Returns once a front end's requests are answered, or are not."""
     await until(lambda: (front.health() == "ok") == is_healthy)
+
+
+async def has_one_answer(client: Client, text: str) -> None:
+    """Returns once a client has this text, whole and once."""
+    status, answer = await client.answering
+    assert status == 200
+    assert text_of(answer) == text
+    assert answer.count(b"[DONE]") == 1
 
 
 async def until_letters(url: str, topology: Topology) -> list[DeadLetter]:

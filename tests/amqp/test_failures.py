@@ -19,6 +19,7 @@ from tests.amqp.harness import (
     ask,
     body,
     end,
+    has_one_answer,
     run,
     stage,
     text_of,
@@ -174,27 +175,19 @@ async def away_while_its_worker_dies(s, front, num_before, monkeypatch):
     """A client whose front end is away from the broker while its worker dies and another one gets its request."""
     monkeypatch.setattr("kvpipe.queue.delivery._ASK_EVERY_S", 0.1)
     returned = when_returned(monkeypatch)
-    first, second = await s.decode(), await s.decode()
-    first.pause_after = num_before
-    process = await s.process(first)
-    client = Client(front, body(), {})
-    await first.has_paused.wait()
-    await client.until(num_before)
+    client, process, second, text = await s.begun(front, num_before)
     await front._broker.__aexit__()
     await end(process)
     await s.worker(second)
     await returned.wait()
     assert not second.bodies
-    return client, written([*first.tokens()[:num_before], *second.tokens()[num_before:]])
+    return client, text
 
 
 async def has_its_answer(front, client, text):
     """Has the front end come back to the broker: its client gets one answer."""
     await front._broker.__aenter__()
-    status, answer = await client.answering
-    assert status == 200
-    assert text_of(answer) == text
-    assert answer.count(b"[DONE]") == 1
+    await has_one_answer(client, text)
 
 
 @pytest.mark.parametrize("num_before", [0, 3])
@@ -254,13 +247,19 @@ def test_an_answer_that_came_while_its_front_end_was_away_is_not_asked_for_again
     run(scene)
 
 
+async def published(front, topology, broker):
+    """A client whose request is in the queue, for which there is no worker, and the request's id."""
+    client = Client(front, body(), {})
+    await until(lambda: broker.queues()[topology.requests] == 1)
+    (request,) = front._pending
+    return client, request
+
+
 def test_a_message_that_leaves_a_request_to_its_front_end_and_comes_twice_has_it_published_once(broker):
     async def scene():
         async with stage(broker.url) as s:
             front = await s.front()
-            client = Client(front, body(), {})
-            await until(lambda: broker.queues()[s.topology.requests] == 1)
-            (request,) = front._pending
+            client, request = await published(front, s.topology, broker)
             for delivery in ("first", "first", "second"):
                 front._receive_reply(Reply("returned", request, delivery, "worker"))
             await front._tasks.close(SILENCE_S)
@@ -276,9 +275,7 @@ def test_a_dead_letter_that_comes_twice_or_of_an_earlier_publication_changes_not
     async def scene():
         async with stage(broker.url) as s:
             front = await s.front()
-            client = Client(front, body(), {})
-            await until(lambda: broker.queues()[s.topology.requests] == 1)
-            (request,) = front._pending
+            client, request = await published(front, s.topology, broker)
             front._receive_reply(Reply("begin", request, "delivery", "worker"))
             for reason in ("expired", "expired", "delivery_limit"):
                 deaths = {"x-death": [{"reason": reason}]}

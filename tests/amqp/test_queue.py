@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from kvpipe.proxy.upstream import InstanceError
+from kvpipe.queue.decode_capacity import DecodeCapacity
 from kvpipe.queue.letters import letters, replay
 from kvpipe.queue.topology import Topology
 from tests.amqp.harness import (
@@ -13,6 +14,7 @@ from tests.amqp.harness import (
     Client,
     ask,
     body,
+    has_one_answer,
     run,
     stage,
     text_of,
@@ -72,18 +74,10 @@ def test_tokens_come_as_soon_as_they_are_sampled(broker):
 def test_another_instance_goes_on_after_the_tokens_that_the_client_has(broker, num_before):
     async def scene():
         async with stage(broker.url) as s:
-            front, first, second = await s.front(), await s.decode(), await s.decode()
-            first.pause_after = num_before
-            process = await s.process(first)
-            client = Client(front, body(), {})
-            await first.has_paused.wait()
-            await client.until(num_before)
+            client, process, second, text = await s.begun(await s.front(), num_before)
             await s.worker(second)
-            process.send_signal(signal.SIGKILL)
-            status, answer = await client.answering
-            assert status == 200
-            assert text_of(answer) == written([*first.tokens()[:num_before], *second.tokens()[num_before:]])
-            assert answer.count(b"[DONE]") == 1
+            process.kill()
+            await has_one_answer(client, text)
 
     run(scene)
 
@@ -262,19 +256,11 @@ def test_an_answer_that_is_older_than_its_requests_time_to_live_goes_on_at_anoth
 
     async def scene():
         async with stage(broker.url) as s:
-            front, first, second = await s.front(), await s.decode(), await s.decode()
-            first.pause_after = 3
-            process = await s.process(first)
-            await until_healthy(front)
-            client = Client(front, body(), {})
-            await client.until(3)
+            client, process, second, text = await s.begun(await s.front(), 3)
             await asyncio.sleep(3.0)
             process.kill()
             await s.worker(second)
-            status, answer = await client.answering
-            assert status == 200
-            assert text_of(answer) == written([*first.tokens()[:3], *second.tokens()[3:]])
-            assert answer.count(b"[DONE]") == 1
+            await has_one_answer(client, text)
 
     run(scene)
 
@@ -282,18 +268,30 @@ def test_an_answer_that_is_older_than_its_requests_time_to_live_goes_on_at_anoth
 def test_a_worker_that_gets_a_second_signal_ends_at_once_and_another_one_goes_on(broker):
     async def scene():
         async with stage(broker.url) as s:
-            front, first, second = await s.front(), await s.decode(), await s.decode()
-            first.pause_after = 3
-            process = await s.process(first)
-            await until_healthy(front)
-            client = Client(front, body(), {})
-            await client.until(3)
+            front = await s.front()
+            client, process, second, text = await s.begun(front, 3)
             process.terminate()
             await until_state(front, lambda state: [each["reason"] for each in state["workers"]] == ["draining"])
             process.terminate()
             assert await process.wait() == -signal.SIGTERM
             await s.worker(second)
-            assert text_of((await client.answering)[1]) == written([*first.tokens()[:3], *second.tokens()[3:]])
+            await has_one_answer(client, text)
+
+    run(scene)
+
+
+def test_a_worker_that_cannot_look_at_its_instance_any_more_ends_with_the_error(broker, monkeypatch):
+    async def broken(self, *, is_busy):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(DecodeCapacity, "until_looked", broken)
+
+    async def scene():
+        async with stage(broker.url) as s:
+            await s.pair()
+            _, working = s._running.pop()
+            with pytest.raises(RuntimeError, match="broken"):
+                await working
 
     run(scene)
 

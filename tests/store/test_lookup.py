@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvpipe import ConfigError, ConnectError, LookupBuffer
+from kvpipe import ClosedError, ConfigError, ConnectError, LookupBuffer
 from kvpipe.store import LookupBufferStore
 from kvpipe.store.lookup_server import REQUEST, tokens_of
 from tests.store.contract import LONG_S, StoreContract, eventually
@@ -107,10 +107,20 @@ def test_a_value_that_is_released_wakes_one_that_waits(key, monkeypatch):
             assert lease.read() == b"abc"
             with ThreadPoolExecutor(1) as threads:
                 waiting = threads.submit(other.take, key, timeout=LONG_S)
-                eventually(lambda: store.stats().num_waiting == 1)
+                eventually(lambda: store.stats().num_waits == 1)
                 lease.release()
                 with waiting.result(LONG_S / 2) as second:
                     assert second.read() == b"abc"
+
+
+def test_a_client_that_closes_waits_no_longer_at_the_server(key):
+    with LookupBufferStore.serve() as server, connected(server) as store, ThreadPoolExecutor(1) as threads:
+        with connected(server) as other:
+            waiting = threads.submit(other.take, key, timeout=LONG_S)
+            eventually(lambda: store.stats().num_waiting == 1)
+        with pytest.raises(ClosedError):
+            waiting.result(LONG_S)
+        assert store.stats().num_waiting == 0
 
 
 def test_nothing_is_left_of_aborted_reservations(server, key):

@@ -181,7 +181,8 @@ def _check_vllm(args: argparse.Namespace) -> None:
     defaults = parse(["store"])
     names, where = (_WITHOUT_VLLM, "with --vllm") if args.vllm else (_WITH_VLLM, "without --vllm")
     for name in names:
-        if getattr(args, name, default := getattr(defaults, name)) != default:
+        default = getattr(defaults, name)
+        if getattr(args, name, default) != default:
             _refuse(f"--{name.replace('_', '-')}", where, "it has no meaning there")
 
 

@@ -135,3 +135,24 @@ fn init(library: &Library, config: &Config) -> Result<NonNull<sys::ucp_context>,
     check(code, CALL)?;
     NonNull::new(handle).ok_or(Status::new(sys::UCS_ERR_NO_MEMORY, CALL))
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::library::Search;
+
+    /// A context on the loopback interface, or None after printing why there is none.
+    #[allow(clippy::print_stderr, reason = "a skipped test says why")]
+    pub(crate) fn context() -> Option<Arc<Context>> {
+        let search = Search {
+            explicit: std::env::var_os("KVPIPE_UCX_LIB").map(Into::into),
+            wheel_dir: None,
+        };
+        let library = Library::load(&search)
+            .map_err(|error| eprintln!("skipped: {error}"))
+            .ok()?;
+        let mut config = Config::new();
+        config.pin("NET_DEVICES", "lo"); // other interfaces of this machine come and go
+        Some(Context::new(library, &config).expect("context"))
+    }
+}

@@ -155,31 +155,17 @@ impl Wakeups {
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
     use std::sync::atomic::AtomicPtr;
 
     use super::*;
+    use crate::context::tests::context;
     use crate::request::{Attributes, Keep, post};
     use crate::rma::{KeyUse, Write};
     use crate::sys::ucp_request_param_t;
-    use crate::{Buffer, Config, Context, Library, MemoryKind, Search};
+    use crate::{Buffer, Context, MemoryKind};
 
     /// Leak checkers find the read here, as in UCX.
     static READ: AtomicPtr<std::ffi::c_void> = AtomicPtr::new(std::ptr::null_mut());
-
-    #[allow(clippy::print_stderr, reason = "a skipped test says why")]
-    fn context() -> Option<Arc<Context>> {
-        let search = Search {
-            explicit: std::env::var_os("KVPIPE_UCX_LIB").map(PathBuf::from),
-            wheel_dir: None,
-        };
-        let library = Library::load(&search)
-            .map_err(|error| eprintln!("skipped: {error}"))
-            .ok()?;
-        let mut config = Config::new();
-        config.pin("NET_DEVICES", "lo"); // other interfaces of this machine come and go
-        Some(Context::new(library, &config).expect("context"))
-    }
 
     /// Posts a read into `buffer` that UCX is said to have begun, and that never ends.
     fn read_for_ever(context: &Arc<Context>, worker: &Worker, buffer: Buffer) {

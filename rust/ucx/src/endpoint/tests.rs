@@ -1,31 +1,18 @@
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::config::Config;
+use crate::context::tests::context;
 use crate::event::Event;
-use crate::library::{Library, Search};
 use crate::request::{self, Keep};
-use crate::{Context, Payload, Token};
+use crate::{Payload, Token};
 
 const SOON: Duration = Duration::from_secs(10);
 const MESSAGE: Token = 1;
 const COPY: Token = 2;
 
-/// A worker with an endpoint to itself over which a message has come, or None after printing why there is none.
-#[allow(clippy::print_stderr, reason = "a skipped test says why")]
+/// A worker with an endpoint to itself over which a message has come, or None where there is no UCX.
 fn connected() -> Option<(Worker, EndpointId)> {
-    let search = Search {
-        explicit: std::env::var_os("KVPIPE_UCX_LIB").map(Into::into),
-        wheel_dir: None,
-    };
-    let library = Library::load(&search)
-        .map_err(|error| eprintln!("skipped: {error}"))
-        .ok()?;
-    let mut config = Config::new();
-    if std::env::var_os("UCX_TLS").is_none() {
-        config.pin("NET_DEVICES", "lo"); // others come and go with other tests
-    }
-    let context = Context::new(library, &config).expect("context");
+    let context = context()?;
     let worker = Worker::new(&context).expect("worker");
     let address = worker.address().expect("address");
     // SAFETY: the address is a worker's.
