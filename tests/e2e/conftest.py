@@ -1,20 +1,19 @@
 """One prefill, one decode and one undivided instance of real vLLM behind a proxy, shared by all tests here."""
 
 import importlib.util
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.client import Servers
-from tests.e2e.groups import Groups
+from tests.e2e.groups import LOGS, Groups
+from tests.zygote import Zygote
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here needs vLLM, and is slow unless it is a smoke test.
-
-    The tests of `servers` come first, so that their group starts once.
-    """
+    """Everything here needs vLLM, and is slow unless it is a smoke test."""
     has_vllm = importlib.util.find_spec("vllm") is not None
     for item in items:
         if Path(__file__).parent in item.path.parents:
@@ -24,13 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
             if not has_vllm:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed: run make setup"))
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None and not _is_of_servers(item))
-
-
-def _is_of_servers(item: pytest.Item) -> bool:
-    """Whether a test asks the group of `servers`, which a module may replace by `multi`."""
-    names = item.fixturenames if isinstance(item, pytest.Function) else []
-    return "servers" in names and "multi" not in names
 
 
 @pytest.fixture(scope="session")
@@ -53,13 +45,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def groups(order: Path, folder: Path) -> Iterator[Groups]:
-    """What starts the servers; only one group runs at a time, so the tests of a group stand together.
+def zygote() -> Iterator[Zygote]:
+    """What instances are forked from.
 
     Each worker has one OpenMP thread: for a tiny model more of them spin for each other most of the time.
     """
-    with pytest.MonkeyPatch.context() as patch, Groups(order, folder) as groups:
+    shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
+        with Zygote(log=LOGS / "zygote.log") as zygote:
+            yield zygote
+
+
+@pytest.fixture(scope="session")
+def groups(zygote: Zygote, order: Path, folder: Path) -> Iterator[Groups]:
+    """What starts the servers; only one group runs at a time."""
+    with Groups(zygote, order, folder) as groups:
         yield groups
 
 

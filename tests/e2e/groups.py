@@ -1,12 +1,11 @@
-"""The groups of servers that the tests share, one at a time: three processes of vLLM are what a small machine holds."""
+"""The groups of servers that the tests share, one at a time. Their instances are forked from a zygote."""
 
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +16,7 @@ from kvpipe.launch.plan import free_ports
 from kvpipe.store.lookup_server import LookupStoreServer
 from kvpipe.store.server import StoreServer
 from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
+from tests.zygote import Zygote
 
 REPOSITORY = Path(__file__).parents[2]
 LOGS = REPOSITORY / ".cache" / "test-logs" / "instances"
@@ -55,6 +55,7 @@ BFLOAT16 = (
     *("--max-model-len", "1024", "--max-num-batched-tokens", "1024"),
 )
 # Where several threads share a sum it is rounded otherwise for one row than for many. They sleep while they wait.
+# Both variables are read at import, so that this group has a zygote of its own.
 THREADS = {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "passive"}
 
 
@@ -69,13 +70,13 @@ class Groups:
     store_server: StoreServer
     lookup_server: LookupStoreServer
 
-    def __init__(self, flip: Path, store: Path) -> None:
+    def __init__(self, zygote: Zygote, flip: Path, store: Path) -> None:
+        self._zygote = zygote
         self._flip = flip
         self._store = store
         self._name = ""
         self._servers: Servers | None = None
         self._running = ExitStack()
-        shutil.rmtree(LOGS, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
@@ -96,14 +97,12 @@ class Groups:
             self._name, self._servers = name, self._running.enter_context(self._started(name))
         return self._servers
 
-    def end(self) -> None:
-        """Ends the running group, for tests that start instances of their own."""
-        self._running.close()
-        self._servers = None
-
     @contextmanager
     def _started(self, name: str) -> Iterator[Servers]:
-        running, started = DeploymentThread(self._spec(name), report=print), ExitStack()
+        started = ExitStack()
+        threads = THREADS if name == "bfloat16" else {}
+        zygote = started.enter_context(Zygote(env=threads, log=LOGS / "zygote.log")) if threads else self._zygote
+        running = DeploymentThread(self._spec(name, zygote, threads), report=print)
         prefill, decode = running.deployment.prefill[0], running.deployment.decode[0]
         # Some tests have the two change places.
         for instance in (prefill, decode):
@@ -138,17 +137,17 @@ class Groups:
                 ),
             )
 
-    def _spec(self, name: str) -> DeploymentSpec:
-        threads = THREADS if name == "bfloat16" else {}
+    def _spec(self, name: str, zygote: Zygote, threads: Mapping[str, str]) -> DeploymentSpec:
         return DeploymentSpec(
             model=tiny_model(),
             num_undivided=1,
             token=TOKEN,
             block_size=32,
+            server_command=zygote.command(),
             connector_module="tests.e2e.faulty_connector",
             connector_config={"lease_s": LEASE_S} | ({"integrity": "validate"} if "validate" in name else {}),
             env={"KVPIPE_TEST_FLIP": str(self._flip), "PYTHONPATH": str(REPOSITORY), "VLLM_SERVER_DEV_MODE": "1"}
-            | threads,
+            | dict(threads),
             vllm_args=COMMON + (ROOMY if name in WITH_ROOM else ()),
             log_dir=LOGS / name.replace(", ", "-").replace(" ", "-"),
         )

@@ -35,7 +35,8 @@ from tests.e2e.client import (
     text_of,
     until,
 )
-from tests.e2e.groups import STORE_CHUNK, Groups
+from tests.e2e.groups import STORE_CHUNK
+from tests.zygote import Zygote
 
 Request = tuple[str, dict[str, Any]]
 
@@ -85,10 +86,9 @@ class Behind:
 
 
 @pytest.fixture(scope="module", params=["handoff", "store"])
-def behind(groups: Groups, broker: BrokerProcess, request: pytest.FixtureRequest) -> Iterator[Behind]:
+def behind(zygote: Zygote, broker: BrokerProcess, request: pytest.FixtureRequest) -> Iterator[Behind]:
     """Two prefill and two decode instances behind the broker."""
-    groups.end()
-    with instances(request.param) as running:
+    with instances(request.param, zygote) as running:
         deployment = running.deployment
         with Queued(broker.url, request.param, deployment.prefill, deployment.decode) as queued:
             yield Behind(request.param, running, queued)

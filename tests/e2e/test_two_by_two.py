@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import CHAT, COMPLETIONS, chat, completion, get, post, prompt, streamed_text, text_of, until
-from tests.e2e.groups import Groups
 from tests.e2e.two_by_two import TwoByTwo, two_by_two
 
 BLOCK = 32
@@ -28,9 +27,8 @@ REQUESTS_EACH = 2
 
 
 @pytest.fixture(scope="module")
-def up(groups: Groups) -> Iterator[TwoByTwo]:
+def up() -> Iterator[TwoByTwo]:
     """The command, healthy."""
-    groups.end()
     with two_by_two() as up:
         yield up
 
