@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +100,11 @@ class Part:
             return found[-1]
         return text.rstrip().rpartition("\n")[2]
 
+    def skipped(self) -> Counter[str]:
+        """How many tests it has left out for which reason."""
+        found = re.findall(r"^SKIPPED \[(\d+)\] [^:]+(?::\d+)?: (.*)$", self.text(), re.MULTILINE)
+        return sum((Counter({reason: int(number)}) for number, reason in found), Counter())
+
     def failure(self) -> str:
         """The part of its output that says what failed."""
         text = self.text()
@@ -117,8 +123,6 @@ def has_ended(part: Part, failed: list[str]) -> bool:
     status = None if part.process is None else part.process.poll()
     if status is None:
         return False
-    for line in re.findall(r"^SKIPPED .*", part.text(), re.MULTILINE):
-        say(line)
     if status:
         failed.append(part.name)
         say(f"{part.name} FAILED after {part.seconds:.0f} s, all of its output is in {part.log}\n{part.failure()}")
@@ -169,6 +173,8 @@ def run(parts: Sequence[Part], num_lanes: int = 2) -> int:
                 shown = time.monotonic()
                 show(running, began)
             time.sleep(0.1)
+    for reason, number in sum((part.skipped() for part in parts), Counter[str]()).most_common():
+        say(f"{number} skipped: {reason}")
     say(f"{'failed: ' + ', '.join(failed) if failed else 'all passed'}, {time.monotonic() - began:.0f} s in all")
     return len(failed)
 

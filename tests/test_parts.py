@@ -42,15 +42,22 @@ def test_two_parts_run_side_by_side_and_the_next_one_begins_when_one_has_ended(l
 
 def test_a_part_that_fails_is_told_with_what_failed_and_the_others_go_on(capsys):
     fails = bash("fails", "echo before; echo '=== FAILURES ==='; echo 'it is wrong'; exit 1")
-    after = bash("after", "echo 'SKIPPED [1] a.py:1: no GPU'; echo done")
+    after = bash("after", "echo done")
     assert run([fails, after], num_lanes=1) == 1
     told = capsys.readouterr().out
     assert re.search(r"test: fails FAILED after \d+ s", told)
     assert "=== FAILURES ===\nit is wrong\n" in told
     assert "before" not in told
-    assert "test: SKIPPED [1] a.py:1: no GPU\n" in told
     assert "test: after: done (" in told
     assert re.search(r"test: failed: fails, \d+ s in all\n$", told)
+
+
+def test_the_last_lines_count_what_was_left_out_by_its_reason(capsys):
+    first = bash("first", "echo 'SKIPPED [2] a.py:1: no GPU'; echo 'SKIPPED [1] b.py: no AMX: an older CPU'; echo done")
+    second = bash("second", "echo 'SKIPPED [3] tests/c.py:12: no GPU'; echo done")
+    assert run([first, second]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[-3:-1] == ["test: 5 skipped: no GPU", "test: 1 skipped: no AMX: an older CPU"]
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

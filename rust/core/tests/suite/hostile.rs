@@ -4,6 +4,7 @@
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::os::unix::process::ExitStatusExt;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -181,7 +182,7 @@ impl Stranger {
                     _ => {}
                 }
             }
-            std::thread::yield_now();
+            common::sleep_until_event(&self.worker, None);
         }
         panic!("operation {wanted} did not end")
     }
@@ -303,9 +304,10 @@ fn a_stranger_at_the_ucx_port_can_end_the_process() {
     alone(|search| {
         let mut victim = Victim::start();
         let stranger = Stranger::at(search, victim.ucx_port);
+        victim.process.expect_segmentation_fault();
         let _ = stranger.read(UNMAPPED, SMALL);
         let ended = eventually("its end", || victim.process.ended());
-        assert!(!ended.success(), "{ended}");
+        assert_eq!(ended.signal(), Some(libc::SIGSEGV), "{ended}");
     });
 }
 

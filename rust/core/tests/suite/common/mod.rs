@@ -8,6 +8,7 @@ pub mod sockets;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
@@ -23,6 +24,7 @@ use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_ucx::{
     Buffer, Config, Context, EndpointId, Event, Library, Memory, Payload, Search, Worker,
 };
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, WaitOptions};
 
 pub const TOKEN: &[u8] = b"token of the tests";
@@ -213,6 +215,15 @@ impl Process {
     pub fn ended(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().expect("wait")
     }
+
+    /// Declares to `tests/deaths.py`, where that runs the tests, that this process dies by a segmentation fault.
+    pub fn expect_segmentation_fault(&self) {
+        if let Some(path) = std::env::var_os("KVPIPE_TEST_DEATHS") {
+            let expected = std::fs::File::options().append(true).open(path);
+            let line = format!("SIGSEGV {}\n", self.child.id());
+            (expected.expect("opened").write_all(line.as_bytes())).expect("written");
+        }
+    }
 }
 
 impl Drop for Process {
@@ -257,14 +268,35 @@ pub fn eventually<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> T {
     }
 }
 
+/// Sleeps until UCX or the socket has something, and for some milliseconds at most.
+pub fn sleep_until_event(worker: &Worker, socket: Option<&TcpStream>) {
+    if !worker.arm().expect("arm") {
+        return;
+    }
+    let descriptors = std::iter::once(worker.event_fd()).chain(socket.map(AsFd::as_fd));
+    let mut polled: Vec<_> = descriptors
+        .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
+        .collect();
+    let limit = Timespec {
+        tv_sec: 0,
+        tv_nsec: 5_000_000,
+    };
+    let _ = poll(&mut polled, Some(&limit));
+}
+
 /// Bytes that differ from place to place and from seed to seed.
 pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    const LINE: usize = 64;
     let seed = seed.wrapping_mul(0x51_7c_c1_b7_27_22_0a_95);
-    let mut bytes = Vec::with_capacity(len.next_multiple_of(8));
-    // By words: byte by byte, the tests of large tensors would mostly wait for their content.
-    for i in 0..len.div_ceil(8) as u64 {
+    let word = |i: u64| {
         let word = (i ^ seed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        bytes.extend_from_slice(&(word ^ (word >> 32)).to_be_bytes());
+        (word ^ (word >> 32)).to_be_bytes()
+    };
+    let line: Vec<u8> = (0..LINE as u64 / 8).flat_map(word).collect();
+    let mut bytes = line.repeat(len.div_ceil(LINE));
+    // One word of each line has its place: unoptimised, more would be most of the time of tests with large tensors.
+    for (i, line) in bytes.chunks_exact_mut(LINE).enumerate() {
+        line[..8].copy_from_slice(&word((LINE + i) as u64));
     }
     bytes.truncate(len);
     bytes
@@ -326,7 +358,7 @@ impl Raw {
         while self.stream.peek(&mut [0]).is_err() {
             assert!(Instant::now() < deadline, "no data path");
             self.worker.progress();
-            std::thread::yield_now();
+            sleep_until_event(&self.worker, Some(&self.stream));
         }
         self.stream.set_nonblocking(false).expect("blocking");
         let mut frame = receive_frame(&mut self.stream).expect("frame");
@@ -418,7 +450,7 @@ impl Raw {
                     return Some((header[17..].to_vec(), data.to_vec()));
                 }
             }
-            std::thread::yield_now();
+            sleep_until_event(&self.worker, None);
         }
         None
     }
