@@ -156,7 +156,7 @@ def ended(parts: Sequence[Part]) -> Iterator[None]:
             part.end()
 
 
-def run(parts: Sequence[Part], num_lanes: int = 2) -> int:
+def run(parts: Sequence[Part], num_lanes: int = 3) -> int:
     """Runs parts in their order, so many side by side. The number of parts that failed."""
     LOGS.mkdir(parents=True, exist_ok=True)
     began = shown = time.monotonic()

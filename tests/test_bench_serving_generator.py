@@ -164,6 +164,7 @@ def test_leased_blocks_are_read_from_the_metrics_and_a_dead_instance_has_none() 
     assert within(scene, leased=7.0) == (7.0, None)
 
 
+@pytest.mark.slow
 def test_instances_are_killed_in_turn_and_come_back_while_requests_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

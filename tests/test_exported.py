@@ -66,9 +66,10 @@ def test_import_kvpipe_leaves_asyncio_to_those_who_await():
 
 
 @pytest.mark.vllm
-def test_importing_the_connector_starts_no_thread_and_loads_no_ucx():
+def test_importing_the_connectors_starts_no_thread_and_loads_no_ucx():
     vllm = "import vllm.distributed.kv_transfer.kv_connector.v1.base, vllm.v1.core.sched.output"
-    before, seen = look_after(vllm + LOOK + "from kvpipe.connector import KVPipeConnector")[-2:]
+    connectors = "import kvpipe.connector, kvpipe.store_connector"
+    before, seen = look_after(vllm + LOOK + connectors)[-2:]
     assert (seen["python_threads"], seen["threads"]) == (before["python_threads"], before["threads"])
     assert "libucp" not in seen["maps"]
 

@@ -143,7 +143,7 @@ def test_consumed_tensors_outlive_the_buffer():
 
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_memory_is_used_again_but_not_while_somebody_has_it(is_remote):
-    num_entries, size = 40, 32 * MIB
+    num_entries, size = 16, 8 * MIB
     with contextlib.ExitStack() as stack:
         buffer = stack.enter_context(LookupBuffer())
         if is_remote:

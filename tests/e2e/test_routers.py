@@ -1,7 +1,7 @@
 """Routers written for vLLM's NixlConnector drive the same instances: none of them knows kvpipe.
 
-Every run asks the relay of examples/. It asks `vllm-router` of PyPI and vLLM's own example of a P/D proxy where
-KVPIPE_TEST_VLLM_ROUTER and KVPIPE_TEST_EXAMPLE_PROXY say where they are.
+Every run asks the relay of examples/ and vLLM's router (scripts/servers). vLLM's own example of a P/D proxy is in no
+package: KVPIPE_TEST_EXAMPLE_PROXY is the path of its tests/v1/kv_connector/nixl_integration/toy_proxy_server.py.
 """
 
 import contextlib
@@ -9,11 +9,11 @@ import http
 import http.client
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,7 +35,8 @@ REQUESTS = {
     "chat": (CHAT, chat("What is a relay?")),
     "chat, streamed": (CHAT, chat("What is a lease?", stream=True, max_completion_tokens=9)),
 }
-VLLM_ROUTER, EXAMPLE_PROXY = "KVPIPE_TEST_VLLM_ROUTER", "KVPIPE_TEST_EXAMPLE_PROXY"
+EXAMPLE_PROXY = os.environ.get("KVPIPE_TEST_EXAMPLE_PROXY", "")
+NAMES = ["relay", "vllm-router", *(["example proxy"] if EXAMPLE_PROXY else [])]
 
 
 class Router:
@@ -64,25 +65,18 @@ class Router:
 def _command(servers: Servers, name: str) -> list[str]:
     prefill, decode = servers.prefill.url, servers.decode.url
     if name == "vllm-router":
-        program = _program(VLLM_ROUTER, "`pip install vllm-router` and the path of its program")
+        if shutil.which(name) is None:
+            pytest.skip("vllm-router was not found: scripts/servers")
         options = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--host", "127.0.0.1"]
-        return [program, *options, "--prefill", prefill, "--decode", decode, "--prometheus-port", str(free_ports(1)[0])]
+        return [name, *options, "--prefill", prefill, "--decode", decode, "--prometheus-port", str(free_ports(1)[0])]
     if name == "example proxy":
-        program = _program(EXAMPLE_PROXY, "vLLM's tests/v1/kv_connector/nixl_integration/toy_proxy_server.py")
         ports = [str(urlsplit(url).port) for url in (prefill, decode)]
         hosts = ["--prefiller-host", "127.0.0.1", "--decoder-host", "127.0.0.1"]
-        return [sys.executable, program, *hosts, "--prefiller-port", ports[0], "--decoder-port", ports[1]]
+        return [sys.executable, EXAMPLE_PROXY, *hosts, "--prefiller-port", ports[0], "--decoder-port", ports[1]]
     return [sys.executable, str(REPOSITORY / "examples" / "relay.py"), "--prefill", prefill, "--decode", decode]
 
 
-def _program(variable: str, what: str) -> str:
-    path = os.environ.get(variable, "")
-    if not Path(path).is_file():
-        pytest.skip(f"{variable} is not set to {what}")
-    return path
-
-
-@pytest.fixture(scope="module", params=["relay", "vllm-router", "example proxy"])
+@pytest.fixture(scope="module", params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
     """Which router."""
     return request.param

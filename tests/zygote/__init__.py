@@ -35,8 +35,13 @@ VLLM = (
     "kvpipe.connector.plugin",
     "kvpipe.store_connector",
 )
-# A process with one thread may fork; libraries have one for each core otherwise, from their import on.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # A process with one thread may fork; this library has one for each core otherwise, from its import on.
+    "OPENBLAS_NUM_THREADS": "1",
+    # A program that dies by a fault shows the stacks of its threads.
+    "PYTHONFAULTHANDLER": "1",
+}
 
 
 class Zygote:
@@ -52,7 +57,7 @@ class Zygote:
         self, modules: Sequence[str] = VLLM, env: Mapping[str, str] | None = None, log: Path | None = None
     ) -> None:
         self._modules = tuple(modules)
-        self._env = {**os.environ, **ONE_THREAD, **(env or {})}
+        self._env = {**os.environ, **ENVIRONMENT, **(env or {})}
         # Each process of a group of instances would compile all of vLLM.
         self._env.pop("PYTHONDONTWRITEBYTECODE", None)
         self._log = log
