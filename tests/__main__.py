@@ -18,7 +18,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 LOGS = REPOSITORY / ".cache" / "test-logs"
-PYTEST = ("scripts/test", "python", "-v", "--color=no", "--durations=20", "-o", "console_output_style=count")
+OPTIONS = ("-v", "--color=no", "--durations=20", "-o", "console_output_style=count")
+PYTEST = ("scripts/test", "python", *OPTIONS)
 # Their tests start brokers and stores, and wait more than they compute.
 SERVICES = ("tests/amqp", "tests/store", "tests/store_connector")
 CONNECTOR, E2E = "tests/connector", "tests/e2e"
@@ -184,7 +185,7 @@ def parts_of(*, is_slow: bool) -> list[Part]:
     speed = "slow" if is_slow else "not slow"
     others = [f"--ignore={folder}" for folder in (*SERVICES, CONNECTOR, E2E)]
     return [
-        Part("e2e", (*PYTEST, "-m", speed, E2E)),
+        Part("e2e", ("scripts/test", "e2e", *OPTIONS, "-m", speed)),
         Part("rust", ("scripts/test", "rust", "--no-fail-fast", *(["--", "--ignored"] if is_slow else []))),
         Part("services", (*PYTEST, "-m", speed, *SERVICES)),
         Part("python", (*PYTEST, "-m", speed, *others)),

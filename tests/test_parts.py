@@ -65,6 +65,7 @@ def test_what_one_part_leaves_out_is_what_the_others_run(is_slow):
     arguments = [argument for part in parts_of(is_slow=is_slow) for argument in part.command]
     left_out = [argument.removeprefix("--ignore=") for argument in arguments if argument.startswith("--ignore=")]
     named = [argument for argument in arguments if argument.startswith("tests/")]
+    named += ["tests/e2e" for argument in arguments if argument == "e2e"]
     assert sorted(named) == sorted(left_out)
     assert all((ROOT / folder).is_dir() for folder in named)
     assert arguments.count("slow" if is_slow else "not slow") == 4

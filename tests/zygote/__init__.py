@@ -36,7 +36,6 @@ VLLM = (
     "kvpipe.store_connector",
 )
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
     # A process with one thread may fork; this library has one for each core otherwise, from its import on.
     "OPENBLAS_NUM_THREADS": "1",
     # A program that dies by a fault shows the stacks of its threads.

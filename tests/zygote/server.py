@@ -19,6 +19,7 @@ import runpy
 import selectors
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -181,12 +182,15 @@ def leave_ports() -> None:
     An EngineCore would keep the port of its API server after that one's end.
     """
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as copy:
-                is_local = copy.family == socket.AF_UNIX
-        except OSError:  # no socket
-            continue
-        if not is_local:
+        with contextlib.suppress(OSError):  # the folder's own descriptor, which is closed
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                leave_port(descriptor)
+
+
+def leave_port(descriptor: int) -> None:
+    """Replaces a socket if it is one of the network; its owner in Python may close it as ever."""
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        if copy.family != socket.AF_UNIX:
             nothing = os.open(os.devnull, os.O_RDWR)
             os.dup2(nothing, descriptor, inheritable=False)
             os.close(nothing)

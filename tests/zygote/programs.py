@@ -1,0 +1,34 @@
+"""What tests have a zygote fork: `python -m tests.zygote.programs ACTION`."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+
+def main() -> None:
+    """Says what it has, or ends as asked."""
+    action = sys.argv[1]
+    if action == "facts":
+        facts = {
+            "arguments": sys.argv[2:],
+            "variable": os.environ.get("OF_THE_CLIENT"),
+            "folder": os.getcwd(),
+            "group": os.getpgrp(),
+            "num_descriptors": len(os.listdir("/proc/self/fd")) - 1,
+        }
+        print(json.dumps(facts))
+        print("of the program", file=sys.stderr)
+    elif action == "exit":
+        sys.exit(int(sys.argv[2]))
+    elif action == "die":
+        os.kill(os.getpid(), int(sys.argv[2]))
+    elif action == "wait":
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
+        print("waiting", flush=True)
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()
