@@ -6,6 +6,7 @@ vLLM's instances take a minute to start, and servers wait for time-outs. Other p
 import contextlib
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ LOGS = REPOSITORY / ".cache" / "test-logs"
 OPTIONS = ("-v", "--color=no", "--durations=20", "-o", "console_output_style=count")
 PYTEST = ("scripts/test", "python", *OPTIONS)
 # Their tests start brokers and stores, and wait more than they compute.
-SERVICES = ("tests/amqp", "tests/store", "tests/store_connector")
+QUEUE, STORES = ("tests/amqp",), ("tests/store", "tests/store_connector")
 CONNECTOR, E2E = "tests/connector", "tests/e2e"
 
 # How often a terminal's line is renewed, and how often a log gets one.
@@ -41,6 +42,7 @@ class Part:
     name: str
     command: Sequence[str]
     began: float = 0.0
+    cpu_s: float = 0.0
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self) -> None:
@@ -119,16 +121,24 @@ def say(text: str) -> None:
     print(f"{CLEAR_LINE if sys.stdout.isatty() else ''}test: {text}", flush=True)
 
 
+def cpu_of_ended_s() -> float:
+    """CPU time of all processes that this one has waited for, and of those that they have waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def has_ended(part: Part, failed: list[str]) -> bool:
     """Whether a part that runs has ended; reports it then."""
+    before = cpu_of_ended_s()
     status = None if part.process is None else part.process.poll()
     if status is None:
         return False
+    part.cpu_s = cpu_of_ended_s() - before
     if status:
         failed.append(part.name)
         say(f"{part.name} FAILED after {part.seconds:.0f} s, all of its output is in {part.log}\n{part.failure()}")
     else:
-        say(f"{part.name}: {part.outcome()} ({part.seconds:.0f} s)")
+        say(f"{part.name}: {part.outcome()} ({part.seconds:.0f} s, {part.cpu_s:.0f} s of CPU time)")
     return True
 
 
@@ -183,12 +193,14 @@ def run(parts: Sequence[Part], num_lanes: int = 3) -> int:
 def parts_of(*, is_slow: bool) -> list[Part]:
     """The parts of `make test`, or of `make test-slow`."""
     speed = "slow" if is_slow else "not slow"
-    others = [f"--ignore={folder}" for folder in (*SERVICES, CONNECTOR, E2E)]
+    others = [f"--ignore={folder}" for folder in (*QUEUE, *STORES, CONNECTOR, E2E)]
+    # The longest first.
     return [
+        Part("stores", (*PYTEST, "-m", speed, *STORES)),
+        Part("python", (*PYTEST, "-m", speed, *others)),
         Part("e2e", ("scripts/test", "e2e", *OPTIONS, "-m", speed)),
         Part("rust", ("scripts/test", "rust", "--no-fail-fast", *(["--", "--ignored"] if is_slow else []))),
-        Part("services", (*PYTEST, "-m", speed, *SERVICES)),
-        Part("python", (*PYTEST, "-m", speed, *others)),
+        Part("queue", (*PYTEST, "-m", speed, *QUEUE)),
         Part("connector", (*PYTEST, "-m", speed, CONNECTOR)),
     ]
 

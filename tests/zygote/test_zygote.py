@@ -17,7 +17,7 @@ PROGRAMS = "tests.zygote.programs"
 
 @pytest.fixture(scope="module")
 def zygote():
-    with Zygote((PROGRAMS,)) as zygote:
+    with Zygote(("json",)) as zygote:
         yield zygote
 
 
@@ -66,7 +66,7 @@ def test_programs_run_side_by_side(zygote):
     ],
 )
 def test_a_zygote_with_a_second_task_or_a_context_of_cuda_does_not_fork(module, reason):
-    with Zygote((PROGRAMS, module)) as zygote:
+    with Zygote((module,)) as zygote:
         done = run(zygote, "exit", "0")
     assert done.returncode == 1
     assert reason in done.stderr
