@@ -41,8 +41,8 @@ fuzz: ## what reads bytes of peers, with libFuzzer and AddressSanitizer: each ta
 asan: setup ## the Rust tests of the UCX wrapper, the core and the fuzz harness under AddressSanitizer
 	@scripts/asan
 
-mutants: setup ## each guard of integrity broken in a copy of the code: does a test fail? NAMES= are some of them
-	@.venv/bin/python scripts/mutants $(NAMES)
+mutants: setup ## files that keep wrong KV from counting, broken in each way that cargo-mutants and mutmut know: does a test fail? FILES= are some of them
+	@.venv/bin/python scripts/mutants $(FILES)
 
 check: setup ## formatting, lints, types, stubs, dependency direction
 	@scripts/check

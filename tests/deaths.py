@@ -26,7 +26,9 @@ from pathlib import Path
 
 EXPECTED_VARIABLE = "KVPIPE_TEST_DEATHS"
 # What the kernel sends for a fault, and a process itself when it aborts. Nobody sends them to end a process.
-FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS})
+FAULTS = frozenset(
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
+)
 # What the kernel's log says of a fault and of a process killed for memory: <linux/printk.h> has the head of a record.
 IN_LOG = re.compile(r";(.*(?:segfault at|trap |traps: |general protection|Out of memory: Killed process).*)")
 OF_MEMORY = "Out of memory"

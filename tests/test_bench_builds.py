@@ -10,6 +10,9 @@ from kvpipe.bench.measure import Case
 from kvpipe.bench.results import Entry
 from kvpipe.bench.runner import Program, Sample, Subject
 
+# Of the harness, which no user waits for.
+pytestmark = pytest.mark.slow
+
 
 def test_the_interval_of_a_median_leaves_out_as_many_samples_as_the_binomial_distribution_allows():
     samples = [float(n) for n in range(15)][::-1]

@@ -27,6 +27,9 @@ from kvpipe.bench.queue.results import UNITS, Sample, Survival, findings_of
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, produce
 
+# Of the harness, which no user waits for.
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 30.0
 HANDOFF = "0123456789abcdef" * 2
 NEEDS_BROKER = pytest.mark.skipif(bool(broker_process.missing()), reason=broker_process.missing())

@@ -32,6 +32,9 @@ from kvpipe.bench.subjects import LMCACHE_PYTHON
 from kvpipe.exceptions import ConfigError
 from kvpipe.store import LocalStore
 
+# Of the harness, which no user waits for.
+pytestmark = pytest.mark.slow
+
 GIB = 1 << 30
 PROGRAM = [sys.executable, str(Path(__file__).parent / "stand_in_completions.py")]
 

@@ -25,6 +25,9 @@ from kvpipe.bench.serving.workload import Mix, Workload
 from .stand_in_completions import StandIn, listening
 from .test_bench_serving import SMALL
 
+# Of the harness, which no user waits for.
+pytestmark = pytest.mark.slow
+
 
 def ignore(_: Outcome) -> None:
     """Nobody wants to know."""

@@ -19,6 +19,9 @@ from tests.soak.clock import Clock
 from tests.soak.healthy import DISTURBERS, HEALTHY, INTEGRITIES, Hit, Pair, healthy_entries, healthy_tensors
 from tests.soak.late import LATE, LateTensors, late_entries, late_tensors
 
+# Each runs the soak for seconds.
+pytestmark = pytest.mark.slow
+
 
 def test_the_clock_measures_a_threads_wait_within_the_requested_time():
     clock = Clock()

@@ -256,9 +256,9 @@ class StoreContract:
         assert store.put(prefix + b"a", b"y")
 
     def test_a_value_with_a_ttl_is_deleted_when_it_has_passed(self, store: KVStore, key: bytes) -> None:
-        assert store.put(key, b"x", ttl_s=2)
+        assert store.put(key, b"x", ttl_s=1)
         assert store.exists([key]) == [True]
-        time.sleep(2.5)
+        time.sleep(1.5)
         assert store.exists([key]) == [False]
         assert store.select(key) is None
         assert store.put(key, b"y")
@@ -386,7 +386,7 @@ class StoreContract:
         self, store: KVStore, other: KVStore, key: bytes
     ) -> None:
         def take(number: int) -> bytes | None:
-            lease = (store, other)[number % 2].take(key, timeout=3)
+            lease = (store, other)[number % 2].take(key, timeout=1.5)
             if lease is None:
                 return None
             with lease:

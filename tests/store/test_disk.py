@@ -117,6 +117,7 @@ def test_a_server_that_was_closed_begins_with_all_values_but_those_with_a_ttl(tm
         assert read(store, b"new") == b"value"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_at_any_moment_has_whole_values_or_none(tmp_path):
     seed = random.randrange(1 << 30)
     print("seed", seed)
