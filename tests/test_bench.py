@@ -25,6 +25,9 @@ from kvpipe.bench.results import Entry, Row, rows_of
 from kvpipe.bench.run import Run
 from kvpipe.bench.runner import Group, Program, Sample, Subject
 
+# Each runs programs for seconds.
+pytestmark = pytest.mark.slow
+
 SMALL = ("--rounds", "5", "--working-set", "8M", "--data-path", "default")
 
 

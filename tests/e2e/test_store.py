@@ -1,6 +1,8 @@
 """Instances that share a store: P and D that have never heard of each other, and both beside a handoff."""
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ from kvpipe.launch.deployment import Instance
 from kvpipe.store import KVStore, open_store
 from kvpipe.transfer_params import resume
 from tests.e2e.client import COMPLETIONS, TOKEN, Servers, completion, get, new_handoff, prompt, until
+from tests.e2e.groups import REPOSITORY, Groups
 from tests.e2e.groups import STORE_CHUNK as CHUNK
-from tests.e2e.groups import Groups
 from tests.e2e.identity import BY_ID, Said, ask, differences
 
 NUM_TOKENS = 6 * CHUNK + 9
@@ -251,3 +253,11 @@ def test_a_handoff_of_a_prompt_that_prefill_has_from_the_store_is_complete(
     assert servers.result(handoff)["result"] == "full"
     assert chunks(servers.prefill, "loaded") - before == NUM_TOKENS // CHUNK
     servers.come_to_rest()
+
+
+def test_instances_that_start_as_users_start_them_load_all_kv_from_the_store() -> None:
+    """The other groups are forked."""
+    demo = REPOSITORY / "examples/store/demo.py"
+    done = subprocess.run([sys.executable, demo], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all KV came from the store" in done.stdout

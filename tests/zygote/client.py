@@ -33,7 +33,7 @@ def main() -> None:
             "module": sys.argv[2],
             "arguments": sys.argv[3:],
             "env": dict(os.environ),
-            "folder": os.getcwd(),
+            "folder": os.getcwd(),  # noqa: PTH109 - pathlib would take as long as all of this
             "group": os.getpgrp(),
         }
         payload = json.dumps(request).encode()

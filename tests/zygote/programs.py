@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 
 def main() -> None:
@@ -14,9 +15,9 @@ def main() -> None:
         facts = {
             "arguments": sys.argv[2:],
             "variable": os.environ.get("OF_THE_CLIENT"),
-            "folder": os.getcwd(),
+            "folder": str(Path.cwd()),
             "group": os.getpgrp(),
-            "num_descriptors": len(os.listdir("/proc/self/fd")) - 1,
+            "num_descriptors": len(list(Path("/proc/self/fd").iterdir())) - 1,
         }
         print(json.dumps(facts))
         print("of the program", file=sys.stderr)

@@ -181,7 +181,7 @@ def leave_ports() -> None:
 
     An EngineCore would keep the port of its API server after that one's end.
     """
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    for descriptor in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:
         with contextlib.suppress(OSError):  # the folder's own descriptor, which is closed
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 leave_port(descriptor)
