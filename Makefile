@@ -26,8 +26,8 @@ test-all: setup ## all tests, those below and a short soak included, one target 
 	done
 
 test-gpu: setup ## the tests that need a CUDA device; skipped with the reason where there is none
-	@scripts/test rust -p kvpipe-ucx --lib on_a_gpu -- --nocapture
-	@scripts/test python tests/gpu
+	@UCX_MEM_EVENTS=y scripts/test rust -p kvpipe-ucx --lib on_a_gpu -- --nocapture
+	@UCX_MEM_EVENTS=y scripts/test python tests/gpu
 
 test-rdma: setup ## a named part of the tests over RDMA verbs, on Debian's UCX, in QEMU
 	@tests/rdma/run

@@ -1,6 +1,6 @@
 """`make test`, and `make test-slow` with the argument `slow`: parts side by side, with a line about each.
 
-vLLM's instances take a minute to start, and servers wait for time-outs. Other parts run meanwhile.
+Many tests wait: for time-outs, for servers that start. Other parts run meanwhile.
 """
 
 import contextlib
@@ -11,11 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.deaths import EXPECTED_VARIABLE, KernelLog, has_events, unexpected
 
 REPOSITORY = Path(__file__).parents[1]
 LOGS = REPOSITORY / ".cache" / "test-logs"
@@ -47,13 +50,14 @@ class Part:
     cpu_s: float = 0.0
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
-    def start(self) -> None:
-        """Starts the command in a process group of its own."""
+    def start(self, env: Mapping[str, str]) -> None:
+        """Starts the command with these variables, too, in a process group of its own."""
         self.began = time.monotonic()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=REPOSITORY,
+                env=os.environ | env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -136,6 +140,8 @@ def has_ended(part: Part, failed: list[str]) -> bool:
     if status is None:
         return False
     part.cpu_s = cpu_of_ended_s() - before
+    for line in re.findall(r"^deaths: .*", part.text(), re.MULTILINE):
+        say(line)
     if status:
         failed.append(part.name)
         say(f"{part.name} FAILED after {part.seconds:.0f} s, all of its output is in {part.log}\n{part.failure()}")
@@ -176,16 +182,18 @@ def run(parts: Sequence[Part], num_lanes: int = 4) -> int:
     waiting, running = list(parts), list[Part]()
     failed: list[str] = []
     interval_s = TERMINAL_S if sys.stdout.isatty() else LOG_S
-    with ended(parts):
+    log = KernelLog()
+    with tempfile.NamedTemporaryFile("r", prefix="kvpipe-deaths-") as expected, ended(parts):
         while waiting or running:
             while waiting and len(running) < num_lanes:
                 running.append(waiting.pop(0))
-                running[-1].start()
+                running[-1].start({EXPECTED_VARIABLE: expected.name})
             running = [part for part in running if not has_ended(part, failed)]
             if time.monotonic() - shown >= interval_s:
                 shown = time.monotonic()
                 show(running, began)
             time.sleep(0.1)
+        failed += map(str, unexpected(log.deaths(has_events=has_events()), expected.read()))
     for reason, number in sum((part.skipped() for part in parts), Counter[str]()).most_common():
         say(f"{number} skipped: {reason}")
     say(f"{'failed: ' + ', '.join(failed) if failed else 'all passed'}, {time.monotonic() - began:.0f} s in all")

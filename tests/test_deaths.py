@@ -10,16 +10,7 @@ from tests import deaths
 from tests.deaths import Death, unexpected
 from tests.peers import ROOT
 
-
-def listens():
-    try:
-        deaths.ProcessEvents().socket.close()
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-needs_events = pytest.mark.skipif(bool(listens()), reason="the kernel reports the ends of processes to root only")
+needs_events = pytest.mark.skipif(not deaths.has_events(), reason="the kernel reports processes to root only")
 
 
 def watched(script):
@@ -77,3 +68,11 @@ OF_MEMORY = Death("Out of memory: Killed process 9 (python)")
 )
 def test_each_death_is_expected_once_by_its_signal_and_process(found, said, left):
     assert unexpected(found, said) == left
+
+
+@needs_events
+def test_a_death_counts_once_where_one_run_is_inside_another():
+    """So it does where this test is in a run of all tests."""
+    done = watched("python3 -m tests.deaths sh -c 'sh -c \"kill -SEGV \\$\\$\"; exit 0'; echo inner $?; exit 0")
+    assert "inner 1" in done.stdout
+    assert done.returncode == 0

@@ -97,6 +97,11 @@ class Groups:
             self._name, self._servers = name, self._running.enter_context(self._started(name))
         return self._servers
 
+    def end(self) -> None:
+        """Ends the running group, for tests that start instances of their own."""
+        self._running.close()
+        self._servers = None
+
     @contextmanager
     def _started(self, name: str) -> Iterator[Servers]:
         started = ExitStack()

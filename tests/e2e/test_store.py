@@ -255,8 +255,9 @@ def test_a_handoff_of_a_prompt_that_prefill_has_from_the_store_is_complete(
     servers.come_to_rest()
 
 
-def test_instances_that_start_as_users_start_them_load_all_kv_from_the_store() -> None:
+def test_instances_that_start_as_users_start_them_load_all_kv_from_the_store(groups: Groups) -> None:
     """The other groups are forked."""
+    groups.end()
     demo = REPOSITORY / "examples/store/demo.py"
     done = subprocess.run([sys.executable, demo], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import CHAT, COMPLETIONS, chat, completion, get, post, prompt, streamed_text, text_of, until
+from tests.e2e.groups import Groups
 from tests.e2e.two_by_two import TwoByTwo, two_by_two
 
 BLOCK = 32
@@ -27,8 +28,9 @@ REQUESTS_EACH = 2
 
 
 @pytest.fixture(scope="module")
-def up() -> Iterator[TwoByTwo]:
+def up(groups: Groups) -> Iterator[TwoByTwo]:
     """The command, healthy."""
+    groups.end()
     with two_by_two() as up:
         yield up
 

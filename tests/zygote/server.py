@@ -117,25 +117,31 @@ class Server:
 
     def _accept(self) -> Request | None:
         connection = self._listener.accept()[0]
-        with received(connection) as request:
-            try:
-                request.check()
-            except RefusedError as error:
-                send(connection, {"error": str(error)})
-                connection.close()
-                return None
-            sys.stdout.flush()
-            sys.stderr.flush()
-            if program := os.fork():
-                with contextlib.suppress(OSError):  # it has done so itself, or has ended
-                    os.setpgid(program, request.group)
-                self._programs[program] = connection
-                send(connection, {"pid": program})
-                return None
-            os.setpgid(0, request.group)
+        try:
+            with received(connection) as request:
+                return self._forked(connection, request)
+        except RefusedError as error:
+            send(connection, {"error": str(error)})
             connection.close()
-            self._leave()
-            return request
+        return None
+
+    def _forked(self, connection: socket.socket, request: Request) -> Request | None:
+        request.check()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if program := os.fork():
+            with contextlib.suppress(OSError):  # it has done so itself, or has ended
+                os.setpgid(program, request.group)
+            self._programs[program] = connection
+            send(connection, {"pid": program})
+            return None
+        try:
+            os.setpgid(0, request.group)
+        except OSError:  # the client was killed, and its group with it
+            os._exit(1)
+        connection.close()
+        self._leave()
+        return request
 
     def _report_ended(self) -> None:
         while self._programs:
@@ -143,8 +149,7 @@ class Server:
             if not program:
                 return
             connection = self._programs.pop(program)
-            with contextlib.suppress(BrokenPipeError):  # the client was killed
-                send(connection, {"status": status})
+            send(connection, {"status": status})
             connection.close()
 
     def _leave(self) -> None:
@@ -159,11 +164,14 @@ class Server:
 @contextlib.contextmanager
 def received(connection: socket.socket) -> Iterator[Request]:
     """A client's request; its descriptors stay open where the block is left in the program."""
-    head, descriptors, _, _ = socket.recv_fds(connection, 4, NUM_DESCRIPTORS)
-    zygote = os.getpid()
+    descriptors, zygote = [], os.getpid()
     try:
-        with connection.makefile("rb") as source:
-            payload = json.loads(source.read(int.from_bytes(head, "little")))
+        try:
+            head, descriptors, _, _ = socket.recv_fds(connection, 4, NUM_DESCRIPTORS)
+            with connection.makefile("rb") as source:
+                payload = json.loads(source.read(int.from_bytes(head, "little")))
+        except (OSError, ValueError) as error:
+            raise RefusedError(f"the client ended before its request: {error}") from error
         yield Request(**payload, descriptors=descriptors)
     finally:
         if os.getpid() == zygote:
@@ -172,8 +180,9 @@ def received(connection: socket.socket) -> Iterator[Request]:
 
 
 def send(connection: socket.socket, answer: dict[str, Any]) -> None:
-    """Sends a client one line."""
-    connection.sendall(json.dumps(answer).encode() + b"\n")
+    """Sends a client one line, if it has not been killed."""
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def leave_ports() -> None:
@@ -208,6 +217,7 @@ def main() -> None:
     """Serves until stdin ends; in a forked process, runs the program."""
     server = Server(sys.argv[1])
     print("listening", flush=True)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # its owner reads no more than that
     for name in sys.argv[2:]:
         importlib.import_module(name)
     fork_everywhere()

@@ -47,6 +47,19 @@ def test_a_signal_reaches_the_program(zygote):
         assert process.wait(60) == 7
 
 
+def test_a_client_that_is_killed_before_its_program_was_forked_ends_alone(zygote):
+    with Zygote(("tests.zygote.slow",)) as slow:
+        with subprocess.Popen([*slow.command(PROGRAMS), "wait"], process_group=0) as process:
+            wait_until(lambda: " socket:" in links(process.pid))
+            process.kill()
+        assert run(slow, "exit", "3").returncode == 3
+
+
+def links(pid):
+    """What the descriptors of a process are."""
+    return " ".join(["", *(str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir())])
+
+
 def test_programs_run_side_by_side(zygote):
     command = [*zygote.command(PROGRAMS), "wait"]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
