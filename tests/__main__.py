@@ -29,6 +29,11 @@ QUEUE, STORES = "tests/amqp", "tests/store"
 # Both import vLLM, which takes as long as a fifth of their tests.
 CONNECTORS = ("tests/connector", "tests/store_connector")
 E2E = "tests/e2e"
+# They take the longest of all that is slow: in two parts, each with a zygote of its own.
+FIRST_OF_E2E = [f"tests/e2e/test_{name}.py" for name in ("answers", "bfloat16", "faults", "first_token", "identity")]
+# Benchmarks and builds, which take the other half of what is slow of the rest.
+BENCH = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("tests/test_bench*.py"))
+BENCH += ["tests/test_gpu_check.py", "tests/test_wheel.py"]
 
 # How often a terminal's line is renewed, and how often a log gets one.
 TERMINAL_S, LOG_S = 0.5, 30.0
@@ -187,7 +192,7 @@ def run(parts: Sequence[Part], num_lanes: int = 4) -> int:
         while waiting or running:
             while waiting and len(running) < num_lanes:
                 running.append(waiting.pop(0))
-                running[-1].start({EXPECTED_VARIABLE: expected.name})
+                running[-1].start({EXPECTED_VARIABLE: expected.name, "KVPIPE_TEST_PART": running[-1].name})
             running = [part for part in running if not has_ended(part, failed)]
             if time.monotonic() - shown >= interval_s:
                 shown = time.monotonic()
@@ -200,15 +205,27 @@ def run(parts: Sequence[Part], num_lanes: int = 4) -> int:
     return len(failed)
 
 
+def only(paths: Sequence[str]) -> list[str]:
+    """What has pytest leave out all other files of the end-to-end tests."""
+    files = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / E2E).glob("test_*.py"))
+    return [f"--ignore={file}" for file in files if file not in paths]
+
+
 def parts_of(*, is_slow: bool) -> list[Part]:
     """The parts of `make test`, or of `make test-slow`."""
     speed = "slow" if is_slow else "not slow"
-    others = [f"--ignore={folder}" for folder in (QUEUE, STORES, *CONNECTORS, E2E)]
+    e2e = ("scripts/test", "e2e", *OPTIONS, "-m", speed)
+    others = [f"--ignore={path}" for path in (QUEUE, STORES, *CONNECTORS, E2E, *(BENCH if is_slow else ()))]
     # The longest first.
     return [
         Part("stores", (*PYTEST, "-m", speed, STORES)),
         Part("python", (*PYTEST, "-m", speed, *others)),
-        Part("e2e", ("scripts/test", "e2e", *OPTIONS, "-m", speed)),
+        *(
+            [Part("e2e-first", (*e2e, *only(FIRST_OF_E2E))), Part("bench", (*PYTEST, "-m", speed, *BENCH))]
+            if is_slow
+            else []
+        ),
+        Part("e2e", (*e2e, *(f"--ignore={path}" for path in FIRST_OF_E2E if is_slow))),
         Part("rust", ("scripts/test", "rust", "--no-fail-fast", *(["--", "--ignored"] if is_slow else []))),
         Part("queue", (*PYTEST, "-m", speed, QUEUE)),
         Part("connectors", (*PYTEST, "-m", speed, *CONNECTORS)),

@@ -60,16 +60,28 @@ def test_the_last_lines_count_what_was_left_out_by_its_reason(capsys):
     assert told[-3:-1] == ["test: 5 skipped: no GPU", "test: 1 skipped: no AMX: an older CPU"]
 
 
+def files_of(part):
+    """The files of tests that a part runs."""
+    arguments = [argument for argument in part.command if argument.startswith("tests/")]
+    left_out = [argument.removeprefix("--ignore=") for argument in part.command if argument.startswith("--ignore=")]
+    roots = arguments or ["tests/e2e" if "e2e" in part.command else "tests"]
+    files = {file for root in roots for file in (sorted((ROOT / root).rglob("test_*.py")) or [ROOT / root])}
+    assert all((ROOT / path).exists() for path in (*roots, *left_out))
+    return [file for file in files if not any(file.is_relative_to(ROOT / path) for path in left_out)]
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_what_one_part_leaves_out_is_what_the_others_run(is_slow):
-    arguments = [argument for part in parts_of(is_slow=is_slow) for argument in part.command]
-    left_out = [argument.removeprefix("--ignore=") for argument in arguments if argument.startswith("--ignore=")]
-    named = [argument for argument in arguments if argument.startswith("tests/")]
-    named += ["tests/e2e" for argument in arguments if argument == "e2e"]
-    assert sorted(named) == sorted(left_out)
-    assert all((ROOT / folder).is_dir() for folder in named)
-    assert arguments.count("slow" if is_slow else "not slow") == 5
-    assert ("--ignored" in arguments) == is_slow
+def test_each_file_of_tests_is_in_one_part(is_slow):
+    pytests = [part for part in parts_of(is_slow=is_slow) if "rust" not in part.command]
+    assert all(("slow" if is_slow else "not slow") in part.command for part in pytests)
+    files = [file for part in pytests for file in files_of(part)]
+    assert sorted(files) == sorted((ROOT / "tests").rglob("test_*.py"))
+
+
+def test_the_tests_of_rust_are_those_that_are_ignored_where_they_are_slow():
+    for is_slow in (False, True):
+        [rust] = [part for part in parts_of(is_slow=is_slow) if "rust" in part.command]
+        assert ("--ignored" in rust.command) == is_slow
 
 
 @pytest.mark.parametrize(
