@@ -228,7 +228,6 @@ def parts_of(*, is_slow: bool) -> list[Part]:
         Part("e2e", (*e2e, *(f"--ignore={path}" for path in FIRST_OF_E2E if is_slow))),
         Part("rust", ("scripts/test", "rust", "--no-fail-fast", *(["--", "--ignored"] if is_slow else []))),
         Part("queue", (*PYTEST, "-m", speed, QUEUE)),
-        Part("connectors", (*PYTEST, "-m", speed, *CONNECTORS)),
     ]
 
 
