@@ -29,8 +29,6 @@ QUEUE, STORES = "tests/amqp", "tests/store"
 # Both import vLLM, which takes as long as a fifth of their tests.
 CONNECTORS = ("tests/connector", "tests/store_connector")
 E2E = "tests/e2e"
-# They take the longest of all that is slow: in two parts, each with a zygote of its own.
-FIRST_OF_E2E = [f"tests/e2e/test_{name}.py" for name in ("answers", "bfloat16", "faults", "first_token", "identity")]
 # Benchmarks and builds, which take the other half of what is slow of the rest.
 BENCH = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("tests/test_bench*.py"))
 BENCH += ["tests/test_gpu_check.py", "tests/test_wheel.py"]
@@ -205,27 +203,17 @@ def run(parts: Sequence[Part], num_lanes: int = 4) -> int:
     return len(failed)
 
 
-def only(paths: Sequence[str]) -> list[str]:
-    """What has pytest leave out all other files of the end-to-end tests."""
-    files = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / E2E).glob("test_*.py"))
-    return [f"--ignore={file}" for file in files if file not in paths]
-
-
 def parts_of(*, is_slow: bool) -> list[Part]:
     """The parts of `make test`, or of `make test-slow`."""
     speed = "slow" if is_slow else "not slow"
-    e2e = ("scripts/test", "e2e", *OPTIONS, "-m", speed)
     others = [f"--ignore={path}" for path in (QUEUE, STORES, *CONNECTORS, E2E, *(BENCH if is_slow else ()))]
     # The longest first.
     return [
         Part("stores", (*PYTEST, "-m", speed, STORES)),
         Part("python", (*PYTEST, "-m", speed, *others)),
-        *(
-            [Part("e2e-first", (*e2e, *only(FIRST_OF_E2E))), Part("bench", (*PYTEST, "-m", speed, *BENCH))]
-            if is_slow
-            else []
-        ),
-        Part("e2e", (*e2e, *(f"--ignore={path}" for path in FIRST_OF_E2E if is_slow))),
+        Part("connectors", (*PYTEST, "-m", speed, *CONNECTORS)),
+        Part("e2e", ("scripts/test", "e2e", *OPTIONS, "-m", speed)),
+        *([Part("bench", (*PYTEST, "-m", speed, *BENCH))] if is_slow else []),
         Part("rust", ("scripts/test", "rust", "--no-fail-fast", *(["--", "--ignored"] if is_slow else []))),
         Part("queue", (*PYTEST, "-m", speed, QUEUE)),
     ]
@@ -233,7 +221,9 @@ def parts_of(*, is_slow: bool) -> list[Part]:
 
 def main() -> int:
     """Runs the parts that the command line names."""
-    return run(parts_of(is_slow=sys.argv[1:] == ["slow"]))
+    is_slow = sys.argv[1:] == ["slow"]
+    # Beside more, a broker has been seen to confirm nothing for 10 s.
+    return run(parts_of(is_slow=is_slow), num_lanes=3 if is_slow else 4)
 
 
 if __name__ == "__main__":
