@@ -190,7 +190,7 @@ def run(parts: Sequence[Part], num_lanes: int = 4) -> int:
         while waiting or running:
             while waiting and len(running) < num_lanes:
                 running.append(waiting.pop(0))
-                running[-1].start({EXPECTED_VARIABLE: expected.name, "KVPIPE_TEST_PART": running[-1].name})
+                running[-1].start({EXPECTED_VARIABLE: expected.name})
             running = [part for part in running if not has_ended(part, failed)]
             if time.monotonic() - shown >= interval_s:
                 shown = time.monotonic()

@@ -76,3 +76,9 @@ def test_a_death_counts_once_where_one_run_is_inside_another():
     done = watched("python3 -m tests.deaths sh -c 'sh -c \"kill -SEGV \\$\\$\"; exit 0'; echo inner $?; exit 0")
     assert "inner 1" in done.stdout
     assert done.returncode == 0
+
+
+@needs_events
+def test_a_run_that_has_ended_inside_another_does_not_end_the_reports_of_that_one():
+    done = watched("python3 -m tests.deaths true; sh -c 'kill -SEGV $$'; exit 0")
+    assert done.returncode == 1

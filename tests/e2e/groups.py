@@ -19,8 +19,7 @@ from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
 from tests.zygote import Zygote
 
 REPOSITORY = Path(__file__).parents[2]
-# Each part of the tests has its own.
-LOGS = REPOSITORY / ".cache" / "test-logs" / "instances" / os.environ.get("KVPIPE_TEST_PART", "e2e")
+LOGS = REPOSITORY / ".cache" / "test-logs" / "instances"
 COMMON = (
     *("--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details"),
