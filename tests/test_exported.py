@@ -26,7 +26,7 @@ print(json.dumps({
 def look_after(code):
     done = subprocess.run([sys.executable, "-c", code + LOOK], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(done.stdout)
 
 
 def test_all_is_sorted_and_complete():
@@ -54,28 +54,12 @@ def test_every_public_name_is_documented(name):
 
 
 def test_import_kvpipe_loads_nothing_heavy_and_starts_nothing():
-    [seen] = look_after("import kvpipe, kvpipe.control, kvpipe.config, kvpipe.testing")
+    seen = look_after("import kvpipe, kvpipe.control, kvpipe.config, kvpipe.testing")
     assert not HEAVY & set(seen["modules"])
     assert (seen["python_threads"], seen["threads"]) == (1, 1)
     assert "libucp" not in seen["maps"]
 
 
 def test_import_kvpipe_leaves_asyncio_to_those_who_await():
-    [seen] = look_after("import kvpipe")
+    seen = look_after("import kvpipe")
     assert "asyncio" not in seen["modules"]
-
-
-@pytest.mark.vllm
-def test_importing_the_connectors_starts_no_thread_and_loads_no_ucx():
-    vllm = "import vllm.distributed.kv_transfer.kv_connector.v1.base, vllm.v1.core.sched.output"
-    connectors = "import kvpipe.connector, kvpipe.store_connector"
-    before, seen = look_after(vllm + LOOK + connectors)[-2:]
-    assert (seen["python_threads"], seen["threads"]) == (before["python_threads"], before["threads"])
-    assert "libucp" not in seen["maps"]
-
-
-def test_the_stub_is_what_the_native_module_is():
-    stubtest = pytest.importorskip("mypy.stubtest", reason="mypy is not installed")
-    command = [sys.executable, "-m", stubtest.__name__, "kvpipe._kvpipe"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout

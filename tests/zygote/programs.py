@@ -21,6 +21,8 @@ def main() -> None:
         }
         print(json.dumps(facts))
         print("of the program", file=sys.stderr)
+    elif action == "maps":
+        print(Path("/proc/self/maps").read_text())
     elif action == "exit":
         sys.exit(int(sys.argv[2]))
     elif action == "die":
