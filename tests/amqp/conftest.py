@@ -16,7 +16,7 @@ def broker(tmp_path_factory):
 
 @pytest.fixture
 def own_broker(tmp_path):
-    """A broker that this test may end, restart or block."""
+    """A broker that this test may end or restart."""
     folder = tmp_path / "broker"
     folder.mkdir()
     with started(folder) as broker:

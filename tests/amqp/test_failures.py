@@ -94,20 +94,19 @@ def test_without_a_broker_requests_are_refused_at_once_and_answered_again_after_
 
 
 @pytest.mark.parametrize("resource", ["memory", "disk"])
-def test_a_broker_that_takes_no_messages_is_said_and_recovers_by_itself(own_broker, resource, monkeypatch):
+def test_a_broker_that_takes_no_messages_is_said_and_recovers_by_itself(broker, resource, monkeypatch):
     async def scene():
-        async with stage(own_broker.url) as s:
+        async with stage(broker.url) as s:
             front, decode = await s.front(), await s.pair()
-            await asyncio.to_thread(own_broker.block_publishers, resource)
-            with monkeypatch.context() as quick:
-                quick.setattr("kvpipe.queue.front._CONFIRM_TIMEOUT_S", 0.5)
-                with pytest.raises(InstanceError, match="does not take requests") as refused:
-                    await ask(front, body())
-            assert refused.value.status == 503
-            with pytest.raises(InstanceError, match="does not take requests"):
-                front.check()  # without another wait
-            assert "does not take requests" in front.health()
-            await asyncio.to_thread(own_broker.unblock, resource)
+            with broker.blocked(resource):
+                with monkeypatch.context() as quick:
+                    quick.setattr("kvpipe.queue.front._CONFIRM_TIMEOUT_S", 0.5)
+                    with pytest.raises(InstanceError, match="does not take requests") as refused:
+                        await ask(front, body())
+                assert refused.value.status == 503
+                with pytest.raises(InstanceError, match="does not take requests"):
+                    front.check()  # without another wait
+                assert "does not take requests" in front.health()
             await until(lambda: not front._is_blocked)
             assert text_of((await ask(front, body()))[1]) == written(decode.tokens())
 

@@ -45,13 +45,13 @@ async def scene(broker, **arguments):
         yield Scene(channel, queue)
 
 
-def test_replies_that_become_ready_while_one_is_confirmed_go_together_and_in_order(own_broker):
+def test_replies_that_become_ready_while_one_is_confirmed_go_together_and_in_order(broker):
     async def play():
-        async with scene(own_broker) as s:
+        async with scene(broker) as s:
             await s.queue.consume(s.receive, no_ack=True)
             await s.send(reply(0))
             await until(lambda: s.numbers == [0])
-            with own_broker.blocked():
+            with broker.blocked():
                 await s.send(reply(1))
                 await asyncio.sleep(0)  # its message is on its way
                 for number in range(2, 50):
@@ -63,13 +63,13 @@ def test_replies_that_become_ready_while_one_is_confirmed_go_together_and_in_ord
     run(play)
 
 
-def test_a_sender_waits_while_a_mebibyte_is_not_confirmed(own_broker):
+def test_a_sender_waits_while_a_mebibyte_is_not_confirmed(broker):
     async def play():
-        async with scene(own_broker) as s:
+        async with scene(broker) as s:
             await s.queue.consume(s.receive, no_ack=True)
             await s.send(reply(0))
             await until(lambda: s.numbers == [0])
-            with own_broker.blocked():
+            with broker.blocked():
                 await s.send(reply(1, 600_000), reply(2, 600_000))
                 waiting = asyncio.create_task(s.send(reply(3)))
                 done, _ = await asyncio.wait({waiting}, timeout=UNDONE_S)
