@@ -15,13 +15,18 @@ class Cache:
 
     slots: list[list[int | None]] = field(default_factory=lambda: [[None] * BLOCK for _ in range(NUM_BLOCKS)])
     _names: dict[tuple[int | None, int], int] = field(default_factory=dict)
+    _histories: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def history(self, tokens: list[int]) -> list[int]:
-        """The number of each position of a sequence."""
+        """The number of each position of a sequence. Not to be changed: who asks again gets the same list."""
+        sequence = tuple(tokens)
+        if (known := self._histories.get(sequence)) is not None:
+            return known
         names: list[int] = []
         for token in tokens:
             key = (names[-1] if names else None, token)
             names.append(self._names.setdefault(key, len(self._names)))
+        self._histories[sequence] = names
         return names
 
     def write(self, table: list[int], history: list[int], first: int, end: int) -> None:
@@ -29,7 +34,11 @@ class Cache:
             self.slots[table[position // BLOCK]][position % BLOCK] = history[position]
 
     def holds(self, table: list[int], history: list[int], first: int, end: int) -> bool:
-        return all(self.slots[table[at // BLOCK]][at % BLOCK] == history[at] for at in range(first, end))
+        for start in range(first - first % BLOCK, end, BLOCK):
+            begin, stop = max(first - start, 0), min(end - start, BLOCK)
+            if self.slots[table[start // BLOCK]][begin:stop] != history[start + begin : start + stop]:
+                return False
+        return True
 
     def spoil(self, block_ids: list[int]) -> None:
         for block_id in block_ids:

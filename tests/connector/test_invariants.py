@@ -23,8 +23,8 @@ from tests.connector.world import THEIRS, Mode, World
 
 pytestmark = pytest.mark.vllm
 
-SEED = int(os.environ.get("KVPIPE_SEED", "6"))
-NUM_EXAMPLES = int(os.environ.get("KVPIPE_EXAMPLES", "60"))
+SEED = int(os.environ.get("KVPIPE_SEED", "11"))
+NUM_EXAMPLES = int(os.environ.get("KVPIPE_EXAMPLES", "40"))
 NUM_STEPS = 60
 # Runs go on with the next seed until they have met all that is rare.
 MOST_SEEDS = 20
