@@ -29,6 +29,8 @@ QUEUE, STORES = "tests/amqp", "tests/store"
 # Both import vLLM, which takes as long as a fifth of their tests.
 CONNECTORS = ("tests/connector", "tests/store_connector")
 E2E = "tests/e2e"
+# Instances that start as users start them, and answers that take a whole processor: half of the end-to-end tests' time.
+E2E_LONG = [f"tests/e2e/test_{name}.py" for name in ("bfloat16", "queue", "two_by_two")]
 # Benchmarks and builds, which take the other half of what is slow of the rest.
 BENCH = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("tests/test_bench*.py"))
 BENCH += ["tests/test_gpu_check.py", "tests/test_wheel.py"]
@@ -180,6 +182,7 @@ def ended(parts: Sequence[Part]) -> Iterator[None]:
 
 def run(parts: Sequence[Part], num_lanes: int = 4) -> int:
     """Runs parts in their order, so many side by side. The number of parts that failed."""
+    shutil.rmtree(LOGS / "instances", ignore_errors=True)
     LOGS.mkdir(parents=True, exist_ok=True)
     began = shown = time.monotonic()
     waiting, running = list(parts), list[Part]()
@@ -203,19 +206,33 @@ def run(parts: Sequence[Part], num_lanes: int = 4) -> int:
     return len(failed)
 
 
+def tests_below(folder: str) -> list[str]:
+    """Files of tests."""
+    return sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / folder).glob("test_*.py"))
+
+
+def ignore(*paths: str) -> list[str]:
+    """Arguments of pytest that leave these files and folders out."""
+    return [f"--ignore={path}" for path in paths]
+
+
 def parts_of(*, is_slow: bool) -> list[Part]:
-    """The parts of `make test`, or of `make test-slow`."""
-    speed = "slow" if is_slow else "not slow"
-    others = [f"--ignore={path}" for path in (QUEUE, STORES, *CONNECTORS, E2E, *(BENCH if is_slow else ()))]
-    # The longest first.
+    """The parts of `make test`, or of `make test-slow`. The longest first."""
+    speed = ("-m", "slow" if is_slow else "not slow")
+    e2e = ("scripts/test", "e2e", *OPTIONS, *speed)
+    others = ignore(QUEUE, STORES, *CONNECTORS, E2E, *(BENCH if is_slow else ()))
+    rust = ("scripts/test", "rust", "--no-fail-fast")
+    stores, python = Part("stores", (*PYTEST, *speed, STORES)), Part("python", (*PYTEST, *speed, *others))
+    connectors, queue = Part("connectors", (*PYTEST, *speed, *CONNECTORS)), Part("queue", (*PYTEST, *speed, QUEUE))
+    if not is_slow:
+        return [stores, python, connectors, Part("e2e", e2e), Part("rust", rust), queue]
+    short = [path for path in tests_below(E2E) if path not in E2E_LONG]
     return [
-        Part("stores", (*PYTEST, "-m", speed, STORES)),
-        Part("python", (*PYTEST, "-m", speed, *others)),
-        Part("connectors", (*PYTEST, "-m", speed, *CONNECTORS)),
-        Part("e2e", ("scripts/test", "e2e", *OPTIONS, "-m", speed)),
-        *([Part("bench", (*PYTEST, "-m", speed, *BENCH))] if is_slow else []),
-        Part("rust", ("scripts/test", "rust", "--no-fail-fast", *(["--", "--ignored"] if is_slow else []))),
-        Part("queue", (*PYTEST, "-m", speed, QUEUE)),
+        Part("e2e", (*e2e, *ignore(*E2E_LONG))),
+        Part("e2e-long", (*e2e, *ignore(*short))),
+        Part("bench", (*PYTEST, *speed, *BENCH)),
+        *(python, stores, connectors, queue),
+        Part("rust", (*rust, "--", "--ignored")),
     ]
 
 

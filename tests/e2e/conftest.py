@@ -1,7 +1,6 @@
 """One prefill, one decode and one undivided instance of real vLLM behind a proxy, shared by all tests here."""
 
 import importlib.util
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,8 +49,7 @@ def zygote() -> Iterator[Zygote]:
 
     Each worker has one OpenMP thread: for a tiny model more of them spin for each other most of the time.
     """
-    shutil.rmtree(LOGS, ignore_errors=True)
-    LOGS.mkdir(parents=True)
+    LOGS.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         with Zygote(log=LOGS / "zygote.log") as zygote:

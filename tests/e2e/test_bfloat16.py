@@ -27,8 +27,8 @@ SHORT = HOT | {"logprobs": 1, "max_tokens": 4}
 
 
 def said(url: str, length: int, more: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """A choice of 128 tokens, or of as many as asked for."""
-    plain = {"max_tokens": 128, "ignore_eos": True, "return_token_ids": True, "seed": length}
+    """A choice of 48 tokens, or of as many as asked for."""
+    plain = {"max_tokens": 48, "ignore_eos": True, "return_token_ids": True, "seed": length}
     answer, handoff = ask(url, COMPLETIONS, completion(prompt(length, seed=160), **plain | more))
     return answer["choices"][0], handoff
 

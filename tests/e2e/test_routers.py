@@ -133,20 +133,17 @@ def test_a_tool_call_is_that_of_one_instance(router: Router, *, stream: bool) ->
     assert (result["result"], result["first_token"]) == ("full", "exact"), result
 
 
-SEVERAL_PROMPTS = {"several prompts": {}, "two choices of each": {"n": 2, "temperature": 1.2, "seed": 9}}
-
-
-@pytest.mark.parametrize("more", SEVERAL_PROMPTS.values(), ids=list(SEVERAL_PROMPTS))
-def test_what_is_no_single_handoff_is_answered_as_by_one_instance(router: Router, more: dict[str, Any]) -> None:
+def test_what_is_no_single_handoff_is_answered_as_by_one_instance_and_nothing_stays_leased(router: Router) -> None:
     """The router passes on the parameters of one handoff for all of them."""
-    body = completion([prompt(70 + 40 * seed, seed + 90) for seed in range(4)], **more)
-    texts = []
-    for url in (router.url, router.servers.undivided.url):
-        with post(url, COMPLETIONS, body) as response:
-            choices = json.loads(response.read())["choices"]
-            texts.append([choice["text"] for choice in sorted(choices, key=lambda choice: choice["index"])])
-    assert texts[0] == texts[1]
-    assert len(texts[0]) == len(body["prompt"]) * body.get("n", 1)
+    prompts = [prompt(70 + 40 * seed, seed + 90) for seed in range(4)]
+    for body in (completion(prompts), completion(prompts, n=2, temperature=1.2, seed=9)):
+        texts = []
+        for url in (router.url, router.servers.undivided.url):
+            with post(url, COMPLETIONS, body) as response:
+                choices = json.loads(response.read())["choices"]
+                texts.append([choice["text"] for choice in sorted(choices, key=lambda choice: choice["index"])])
+        assert texts[0] == texts[1]
+        assert len(texts[0]) == len(prompts) * body.get("n", 1)
     router.servers.come_to_rest()
 
 

@@ -79,7 +79,7 @@ fn reads_blocks(search: &Search, address: &str, middle: impl Fn(&str)) -> String
         }
         let read = read.expect("read").wait_for(PATIENCE);
         assert_eq!(read, Ok(LEN as u64));
-        let expected: Vec<u8> = pattern(LEN, 0).rchunks(BLOCK).flatten().copied().collect();
+        let expected = pattern(LEN, 0).rchunks(BLOCK).collect::<Vec<_>>().concat();
         assert!(bytes(&to) == expected, "content of read {number}");
     }
     peer.transport()
