@@ -320,6 +320,7 @@ def test_a_request_whose_front_end_has_died_leaves_nothing_behind(broker, monkey
     run(scene)
 
 
+@pytest.mark.slow
 def test_a_front_end_that_has_died_does_not_hold_up_a_worker(broker, monkeypatch):
     monkeypatch.setattr("kvpipe.queue.topology.REPLIES_EXPIRE_S", 15)
     monkeypatch.setattr("kvpipe.queue.delivery._ASK_EVERY_S", 0.1)

@@ -341,6 +341,7 @@ def test_the_metrics_work_under_multi_connector(config: VllmConfig) -> None:
         unregister_vllm_metrics()
 
 
+@pytest.mark.slow
 def test_of_several_api_servers_any_shows_all_handoffs_and_the_latest_number_of_leased_blocks(tmp_path: Path) -> None:
     env = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
     command = [sys.executable, "-m", "tests.connector.api_servers"]

@@ -277,6 +277,7 @@ def test_a_directory_and_its_capacity_belong_together(settings):
         StoreServer(token="t", **settings)
 
 
+@pytest.mark.slow
 def test_clients_see_whole_values_of_both_tiers_under_load(tmp_path):
     """Values are of one byte each, which their key names; memory holds a sixth of them, the disk two thirds."""
     num_readers, num_keys, ends_s = 3, 90, time.monotonic() + 6

@@ -162,6 +162,7 @@ def has_subscriber(server):
         return client.client_list(_type="pubsub") != []
 
 
+@pytest.mark.slow
 def test_a_wait_goes_on_when_the_server_that_it_is_subscribed_at_is_stopped(running_cluster, tmp_path):
     with (
         running_cluster(tmp_path) as servers,

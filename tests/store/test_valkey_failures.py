@@ -119,6 +119,7 @@ def test_aborted_reservations_and_handoffs_leave_nothing(client, store, number):
 # --- servers that die
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_is_known_within_the_bound(own_server):
     store = ValkeyStore.open(own_server.url("answer_s=1"))
     assert store.put(b"k", bytes(8 * MIB))
@@ -208,6 +209,7 @@ def test_a_subscription_that_is_lost_is_made_again(own_server):
             assert lease.read() == b"abc"
 
 
+@pytest.mark.slow
 def test_calls_that_wait_share_one_attempt_to_connect_again(running, tmp_path):
     with (
         running(tmp_path, "--requirepass", "secret") as server,
