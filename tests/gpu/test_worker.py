@@ -139,6 +139,7 @@ def test_kv_that_the_gpu_computes_late_arrives_bit_by_bit(pair: Pair, how: str, 
         pair.load(TARGET)
     facts = pair.outcome()
     assert (facts.is_loaded, facts.num_received, facts.reason) == (True, len(TARGET), "")
+    assert facts.transport == "cuda_ipc"
     assert facts.num_compared == 0
     assert facts.num_validated >= LAYERS * len(TARGET)
     assert pair.consumer.has(seed, TARGET) == [True] * LAYERS

@@ -223,22 +223,22 @@ impl Worker {
         )
     }
 
-    /// Whether a get by `key` from CUDA memory at `remote` into CUDA memory of ours, of these domains and this kind, goes
-    /// over one of the endpoint's lanes. If not, UCX would serve it in software.
+    /// The transport of the lane that a get by `key` from CUDA memory at `remote` into CUDA memory of ours, of these domains
+    /// and this kind, goes over. With none, UCX would serve it in software.
     ///
     /// For `cuda_ipc` only a mapping of the peer's memory proves it: UCX also unpacks a key whose memory cannot be opened
     /// here. UCX reports the mapping since it has `ucp_rkey_ptr` for it (1.22).
-    pub fn reaches(
+    pub fn reaches<'a>(
         &self,
-        lanes: &[Lane],
+        lanes: &'a [Lane],
         (here, to): (Domains, MemoryKind),
         key: &RemoteKey,
         remote: u64,
-    ) -> bool {
+    ) -> Option<&'a str> {
         self.inner.note_use(to);
         let is_mapped = may_unmap(true, || self.mapping(key, remote).is_some());
-        let is_direct = |lane| is_direct(lane, here, key.domains, is_mapped);
-        lanes.iter().any(is_direct)
+        let is_direct = |lane: &&Lane| is_direct(lane, here, key.domains, is_mapped);
+        lanes.iter().find(is_direct).map(|lane| &lane.transport[..])
     }
 
     /// The address here of a peer's memory that is mapped, or can be. The caller has the lock of [`may_unmap`].

@@ -217,6 +217,5 @@ impl AgentCore {
 }
 
 pub(crate) fn transport(cx: &ReactorContext, session: SessionKey) -> String {
-    cx.data_path(session)
-        .map_or_else(String::new, |data_path| data_path.transport().to_owned())
+    cx.shown_transport(session).unwrap_or_default()
 }

@@ -26,7 +26,7 @@ use crate::reactor::{Reactor, Route};
 use crate::session::{ReactorConfig, ReactorContext, SessionTimeouts};
 use crate::sync::lock;
 use crate::tensor::{Meta, Received};
-use crate::transport::{DataPath, Transport};
+use crate::transport::Transport;
 use crate::work::{Then, Work};
 use incoming::PendingReceive;
 use posted::QueuedSend;
@@ -102,9 +102,9 @@ impl SharedInfo {
     }
 
     /// How the receiver gets large tensors, once that is known.
-    fn set_data_path(&self, data_path: Option<DataPath>) {
-        if let Some(data_path) = data_path {
-            data_path.transport().clone_into(&mut self.get().transport);
+    fn set_transport(&self, transport: Option<String>) {
+        if let Some(transport) = transport {
+            self.get().transport = transport;
         }
     }
 

@@ -180,7 +180,7 @@ impl Service for Receiver {
     }
 
     fn data_path_changed(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        self.shared.set_data_path(cx.data_path(session));
+        self.shared.set_transport(cx.shown_transport(session));
     }
 
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {

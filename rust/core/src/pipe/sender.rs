@@ -283,7 +283,9 @@ impl Service for Sender {
     }
 
     fn data_path_changed(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        self.shared.set_data_path(cx.peer_data_path(session));
+        let data_path = cx.peer_data_path(session);
+        let transport = data_path.map(|data_path| data_path.transport().to_owned());
+        self.shared.set_transport(transport);
     }
 
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {

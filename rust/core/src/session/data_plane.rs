@@ -258,16 +258,16 @@ impl ReactorContext {
             })
     }
 
-    /// Whether a read from CUDA memory of a peer into CUDA memory of ours goes over one of the session's lanes.
+    /// The transport of the session's lane that reads from CUDA memory of a peer into CUDA memory of ours, if there is one.
     pub(crate) fn reaches(
         &self,
         session: SessionKey,
         to: &Memory,
         from: (u64, &RemoteKey),
-    ) -> bool {
+    ) -> Option<String> {
         let lanes = self.endpoint(session).map_or(&[][..], |it| &it.lanes);
-        let data = self.data.as_ref().filter(|_| !lanes.is_empty());
-        data.is_some_and(|data| data.worker.reaches(lanes, to, from))
+        let data = self.data.as_ref().filter(|_| !lanes.is_empty())?;
+        data.worker.reaches(lanes, to, from).map(ToOwned::to_owned)
     }
 
     /// Registers memory, so that it can be read or sent from.

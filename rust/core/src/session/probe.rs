@@ -42,6 +42,8 @@ pub(super) struct DataPaths {
     theirs: Option<DataPath>,
     /// What carries streams.
     stream_transport: String,
+    /// What has carried bytes of GPUs last; none where there were none. It is not what carries the host's.
+    gpu_transport: Option<String>,
     /// A get of the canary that has not ended.
     canary: Option<CanaryRead>,
     /// Reads the peer's process, where the path is CMA.
@@ -323,6 +325,26 @@ impl ReactorContext {
     /// How the peer gets our bytes.
     pub(crate) fn peer_data_path(&self, session: SessionKey) -> Option<DataPath> {
         self.endpoint(session)?.paths.theirs.clone()
+    }
+
+    /// The transport by which this side gets the peer's bytes: that of a GPU's once it has got some of those.
+    pub(crate) fn shown_transport(&self, session: SessionKey) -> Option<String> {
+        let paths = &self.endpoint(session)?.paths;
+        let ours = paths.ours.as_ref().map(DataPath::transport);
+        paths.gpu_transport.as_deref().or(ours).map(str::to_owned)
+    }
+
+    /// Bytes from or to a GPU come over this lane's transport, or as a stream.
+    pub(crate) fn note_gpu_transport(&mut self, session: SessionKey, read_over: Option<String>) {
+        let Some(endpoint) = self.endpoint_mut(session) else {
+            return;
+        };
+        let paths = &mut endpoint.paths;
+        let transport = Some(read_over.unwrap_or_else(|| paths.stream_transport.clone()));
+        if paths.gpu_transport != transport {
+            paths.gpu_transport = transport;
+            self.note_changed_path(session);
+        }
     }
 
     /// What reads the peer's process, where that is the data path.

@@ -80,17 +80,22 @@ impl RemoteSource {
         session: SessionKey,
         destination: &Memory,
     ) -> Result<Option<ReadPath>> {
-        if self.verification == Verification::StreamOnly {
-            return Ok(None);
-        }
         let (to, data_path) = (destination.buffer().kind(), cx.data_path(session));
-        let is_cuda = self.is_cuda;
+        let (is_cuda, is_exposed) = (self.is_cuda, self.verification != Verification::StreamOnly);
+        let mut lane = None;
         // A key that cannot be used here is no fault of the peer's: CUDA opens not all memory everywhere.
         let reaches = || {
             let key = self.key(cx, session, to);
-            key.is_ok_and(|key| cx.reaches(session, destination, (self.base, &key)))
+            lane = key
+                .ok()
+                .and_then(|key| cx.reaches(session, destination, (self.base, &key)));
+            lane.is_some()
         };
-        if !is_read(data_path.as_ref(), is_cuda, to, reaches) {
+        let is_read = is_exposed && is_read(data_path.as_ref(), is_cuda, to, reaches);
+        if is_cuda || to != MemoryKind::Host {
+            cx.note_gpu_transport(session, lane);
+        }
+        if !is_read {
             return Ok(None);
         }
         if let Some(process) = cx.process(session)

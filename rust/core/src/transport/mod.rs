@@ -319,11 +319,19 @@ impl Worker {
         }
     }
 
-    /// Whether one of the lanes reads from a peer's CUDA memory into our CUDA memory.
-    pub(crate) fn reaches(&self, lanes: &[Lane], to: &Memory, from: (u64, &RemoteKey)) -> bool {
+    /// The transport of the lane that reads from a peer's CUDA memory into our CUDA memory, if there is one.
+    pub(crate) fn reaches<'a>(
+        &self,
+        lanes: &'a [Lane],
+        to: &Memory,
+        from: (u64, &RemoteKey),
+    ) -> Option<&'a str> {
         let (Self::Ucx(worker), (remote, RemoteKey::Ucx(key))) = (self, from) else {
             // The twin has one lane for all memory.
-            return matches!(self, Self::Twin(_)) && lanes.iter().any(|lane| lane.is_rma);
+            let lane = lanes.iter().find(|lane| lane.is_rma);
+            return lane
+                .filter(|_| matches!(self, Self::Twin(_)))
+                .map(|lane| &lane.transport[..]);
         };
         let here = to.pack_rkey().map(|key| Domains::of(&key));
         let here = (here.unwrap_or_default(), to.buffer().kind());

@@ -272,3 +272,21 @@ fn lanes_of_cma_are_read_by_calls_of_our_own_or_not_at_all() {
         Probe::Get(_)
     ));
 }
+
+#[test]
+fn what_carries_bytes_of_gpus_is_shown_and_changes_nothing_for_the_hosts() {
+    let mut it = Fixture::new();
+    it.begin();
+    it.run();
+    let read = DataPath::RemoteRead(MEMORY.to_owned());
+    it.cx.receive_data_path(SESSION, read.clone()).unwrap();
+    let shown = |it: &Fixture| it.cx.shown_transport(SESSION).unwrap();
+    assert_eq!(shown(&it), MEMORY);
+    it.cx
+        .note_gpu_transport(SESSION, Some("cuda_ipc".to_owned()));
+    assert_eq!(shown(&it), "cuda_ipc");
+    assert_eq!(it.cx.data_path(SESSION), Some(read));
+    it.cx.endpoint_mut(SESSION).unwrap().paths.stream_transport = "tcp".to_owned();
+    it.cx.note_gpu_transport(SESSION, None);
+    assert_eq!(shown(&it), "tcp", "no lane reached it");
+}
