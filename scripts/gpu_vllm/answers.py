@@ -74,12 +74,28 @@ def compare(asker: Asker, wanted: dict[str, Body], num_threads: int) -> dict[str
 def objections(found: dict[str, Any], *, is_exact: bool, transport: str) -> list[str]:
     """Why a comparison is not as it should be."""
     wrong = []
-    if is_exact and (wrongly := [name for name, how in found["parted"].items() if how["margin"] is None or how["margin"] > TIE]):
+    if is_exact and (
+        wrongly := [name for name, how in found["parted"].items() if how["margin"] is None or how["margin"] > TIE]
+    ):
         wrong.append(f"{len(wrongly)} of {found['asked']} answers differ: {', '.join(wrongly)}")
     for key, expected in (("result", "full"), ("transport", transport), ("first_token", "exact")):
         if list(found[key]) != [expected]:
             wrong.append(f"{key} {found[key]}, not only {expected}")
     return wrong
+
+
+def warm(asker: Asker) -> dict[str, Any]:
+    """First requests, for which Triton compiles kernels; returns the seconds of each."""
+    took = {}
+    for name, body in (
+        ("greedy", completion(prompt(600, 11))),
+        ("seeded", completion(prompt(70, 12), seed=1, **_HOT)),
+        ("plain", completion(prompt(70, 13), with_alternatives=False)),
+    ):
+        began = time.monotonic()
+        asker.both(body)
+        took[name] = round(time.monotonic() - began, 1)
+    return took
 
 
 class Load:
@@ -158,6 +174,7 @@ def main(arguments: Sequence[str]) -> int:
         with DeploymentThread(spec(group, options.model, options.logs, on_cpu=options.cpu), report=say) as running:
             found["start_s"] = round(time.monotonic() - began, 1)
             asker = Asker(running)
+            found["warm_s"] = warm(asker)
             stages: dict[str, Callable[[], dict[str, Any]]] = {
                 "one at a time": lambda: compare(asker, bodies(), 1),
                 "eight at once": lambda: compare(asker, many(), _NUM_UNDER_LOAD),
@@ -176,7 +193,7 @@ def main(arguments: Sequence[str]) -> int:
                     found["wrong"] += [f"{name}: {each}" for each in wrong]
                 found["chosen"] = chosen_lines(sorted(options.logs.glob("*.log")))
                 write(options.json, found)
-                say(f"{name}: {({key: value for key, value in found[name].items() if key != 'parted'})}")
+                say(f"{name}: { ({key: value for key, value in found[name].items() if key != 'parted'}) }")
             asker.close()
     except Exception as error:  # noqa: BLE001 - whatever it was belongs into the findings
         return fail(options.json, found, error)

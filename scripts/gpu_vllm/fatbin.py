@@ -1,7 +1,7 @@
 """Slims a shared object of CUDA: device code that one GPU cannot use becomes zeros.
 
-Offsets and sizes stay, so nothing else of the file changes, and the zeros vanish when the file is compressed. The layout
-of `.nv_fatbin` is NVIDIA's and not documented; an entry that is not as expected is an error.
+Offsets and sizes stay, so nothing else of the file changes, and the zeros vanish when the file is compressed. The
+layout of `.nv_fatbin` is NVIDIA's and not documented; an entry that is not as expected is an error.
 """
 
 import struct

@@ -9,8 +9,12 @@ MODEL = "m"
 TOKEN = "the token of the check"  # noqa: S105 - of processes on loopback that end with this one
 LEASE_S = 15
 V1, V2 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-# FlashInfer is not there; nothing can be fetched; what Triton and torch.compile make is kept for the next instance.
+# FlashInfer is not there, and nothing can be fetched.
 ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+# torch.compile starts as many processes as there are cores, in each of many engines.
+ENV |= {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
+# A machine without a network may have a name that nothing resolves.
+ENV |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 # Many instances share a GPU and start at once. vLLM's own measurement of free memory would see those of the others.
 MEMORY = ("--gpu-memory-utilization", "0.06", "--kv-cache-memory-bytes")
 # Long prompts take several steps, so that blocks are announced while prefill computes.

@@ -7,7 +7,6 @@ zeroes the device code of other GPUs. Nothing is built but kvpipe's wheel.
 import fnmatch
 import json
 import lzma
-import os
 import shutil
 import subprocess
 import sys
@@ -33,7 +32,8 @@ MIB = 1 << 20
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 * MIB}]
 _PLATFORMS = ("manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{minor}" for minor in range(5, 40)))
 
-# vLLM's files that no step loads: kernels for other models, whose imports it suppresses; headers; benchmarks; its front end in Rust.
+# vLLM's files that no step loads: kernels for other models, whose imports it suppresses; headers; benchmarks; its front
+# end in Rust.
 _NOT_OF_VLLM = (
     "vllm/third_party/deep_gemm/*",
     "vllm/third_party/fmha_sm100/*",
@@ -164,7 +164,13 @@ def _unpacked(scratch: Path, wheel: Path, say: Callable[[str], None]) -> dict[st
 def _download(folder: Path, wanted: Sequence[str]) -> None:
     """Downloads wheels of Python 3.12 by the user's own pip, index and proxy included."""
     machine = [f"--platform={name}_x86_64" for name in _PLATFORMS]
-    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", f"--python-version={PYTHON}"]
+    options = [
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary=:all:",
+        f"--python-version={PYTHON}",
+    ]
     command = [sys.executable, "-m", "pip", "download", *options, "--implementation=cp", *machine, "--dest", folder]
     subprocess.run([*command, *wanted], check=True)  # noqa: S603 - pip
 

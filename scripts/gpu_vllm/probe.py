@@ -107,7 +107,7 @@ def _silu_and_mul() -> float:
 
     values = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(64, 2048, device="cuda", dtype=torch.bfloat16)
-    torch.ops._C.silu_and_mul(out, values)
+    torch.ops._C.silu_and_mul(out, values)  # noqa: SLF001 - the name of vLLM's operators
     gate, up = values.float().chunk(2, dim=-1)
     return _differ(out, torch.nn.functional.silu(gate) * up, 2e-2)
 

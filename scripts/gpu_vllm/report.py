@@ -51,13 +51,17 @@ def facts_of(step: Mapping[str, Any]) -> str:
             found.append(f"{stage}: {row['equal']} of {row['asked']} equal, {_counts(row)}")
     for stage in ("decode killed", "prefill killed"):
         if row := step.get(stage):
-            found.append(f"{stage}: {row.get('right', 0)} right, {row.get('wrong', 0)} wrong, {row.get('no answer', 0)} none")
+            found.append(
+                f"{stage}: {row.get('right', 0)} right, {row.get('wrong', 0)} wrong, {row.get('no answer', 0)} none"
+            )
     return "; ".join(found)
 
 
 def _counts(row: Mapping[str, Any]) -> str:
-    keys = ("result", "transport", "first_token", "computed_tokens")
-    return ", ".join(f"{name} {number}" for key in keys for name, number in row.get(key, {}).items())
+    keys = ("result", "transport", "first_token")
+    counts = [f"{name} {number}" for key in keys for name, number in row.get(key, {}).items()]
+    counts += [f"computed {name} of the prompt {number}" for name, number in row.get("computed_tokens", {}).items()]
+    return ", ".join(counts)
 
 
 def _figures(name: str, step: Mapping[str, Any]) -> list[str]:
@@ -66,12 +70,14 @@ def _figures(name: str, step: Mapping[str, Any]) -> list[str]:
     lines = []
     for stage in ("one at a time", "eight at once"):
         for row_name, row in step.get(stage, {}).items():
-            cells = [f"{column} {_cell(row[column])}" for column in columns if row.get(column)]
-            lines.append(f"{name}, {stage}, {row_name}: {', '.join(cells)}")
+            cells = ", ".join(f"{column} {_cell(row[column])}" for column in columns if row.get(column))
+            lines += [f"{name}, {stage}, {row_name}: {cells}"]
     row = step.get("one at a time", {}).get(f"{REACH_TOKENS} just-in-time", {})
     if handover := row.get("handover_ms"):
         verdict = "reached" if handover["median"] <= REACH_HANDOVER_MS else "NOT reached"
-        lines.append(f"{name}: hand-over of {REACH_TOKENS} tokens {_cell(handover)} ms of {REACH_HANDOVER_MS:g}: {verdict}")
+        lines.append(
+            f"{name}: hand-over of {REACH_TOKENS} tokens {_cell(handover)} ms of {REACH_HANDOVER_MS:g}: {verdict}"
+        )
     return lines
 
 
@@ -83,8 +89,14 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
     """Draws first token, latency between tokens and hand-over of the shape beside the undivided instance."""
     from matplotlib import figure  # noqa: PLC0415 - only a machine with figures needs it
 
-    shapes = {name: step for name, step in result["steps"].items() if step.get("one at a time", {}).get("512 undivided")}
-    panels = (("first_ms", "time to first token, ms"), ("between_ms", "between tokens, ms"), ("handover_ms", "hand-over, ms"))
+    shapes = {
+        name: step for name, step in result["steps"].items() if name.startswith("shape") and step.get("one at a time")
+    }
+    panels = (
+        ("first_ms", "time to first token, ms"),
+        ("between_ms", "between tokens, ms"),
+        ("handover_ms", "hand-over, ms"),
+    )
     drawn = figure.Figure(figsize=(4.4 * len(panels), 3.4 * max(1, len(shapes))), layout="constrained")
     axes = drawn.subplots(max(1, len(shapes)), len(panels), squeeze=False)
     for line, (name, step) in zip(axes, shapes.items(), strict=False):
@@ -99,10 +111,17 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
 def _panel(axis: Any, rows: Mapping[str, Any], key: str) -> None:
     names: Sequence[str] = list(dict.fromkeys(name.partition(" ")[2] for name in rows))
     for name in names:
-        points = {int(row.partition(" ")[0]): found[key] for row, found in rows.items() if row.endswith(f" {name}") and found.get(key)}
+        points = {
+            int(row.partition(" ")[0]): found[key]
+            for row, found in rows.items()
+            if row.endswith(f" {name}") and found.get(key)
+        }
         if points:
             medians = [each["median"] for each in points.values()]
-            around = [[each["median"] - each["p10"] for each in points.values()], [each["p90"] - each["median"] for each in points.values()]]
+            around = [
+                [each["median"] - each["p10"] for each in points.values()],
+                [each["p90"] - each["median"] for each in points.values()],
+            ]
             axis.errorbar(list(points), medians, yerr=around, marker="o", capsize=3, label=name)
+            axis.legend(fontsize=7)
     axis.set_ylim(bottom=0)
-    axis.legend(fontsize=7)

@@ -28,9 +28,20 @@ from kvpipe.bench.handoff.samples import PHASES, exposed
 from kvpipe.launch.deployment import DeploymentThread
 from kvpipe.launch.plan import free_ports
 
-_LENGTHS, _NUM_ROUNDS, _NUM_TOKENS = (512, 2048, 4096), 8, 32
-_LOAD_TOKENS, _LOAD_OUTPUT, _LOAD_REQUESTS, _LOAD_AT_ONCE = 1024, 64, 48, 8
-_WARM_ROUNDS = 3
+_NUM_TOKENS, _LOAD_OUTPUT, _LOAD_AT_ONCE, _WARM_ROUNDS = 32, 64, 8, 3
+
+
+class Plan(NamedTuple):
+    """How much is measured: lengths of prompts, requests of each, and requests under load with their length."""
+
+    lengths: tuple[int, ...] = (512, 2048, 4096)
+    num_rounds: int = 8
+    num_loads: int = 48
+    load_tokens: int = 1024
+
+
+# To rehearse: two layers on two cores.
+_ON_CPU = Plan((64,), 1, 8, 64)
 
 
 class Stream(NamedTuple):
@@ -140,14 +151,14 @@ def _answers(url: str) -> bool:
         return False
 
 
-def one_at_a_time(asker: Asker, lengths: Sequence[int]) -> dict[str, Any]:
+def one_at_a_time(asker: Asker, plan: Plan) -> dict[str, Any]:
     """A request at a time: the undivided instance, then P and D by each dispatch, in turn."""
     found: dict[str, Any] = {}
     with sequential_proxy(asker) as sequential:
         ways = {"undivided": asker.undivided.url, "just-in-time": asker.url, "sequential": sequential}
-        for length in lengths:
+        for length in plan.lengths:
             streams: dict[str, list[Stream]] = {name: [] for name in ways}
-            for number in range(_WARM_ROUNDS + _NUM_ROUNDS):
+            for number in range(_WARM_ROUNDS + plan.num_rounds):
                 for at, (name, url) in enumerate(ways.items()):
                     asked = stream(url, prompt(length, 1000 * number + at), _NUM_TOKENS)
                     if number >= _WARM_ROUNDS:
@@ -161,19 +172,19 @@ def one_at_a_time(asker: Asker, lengths: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def under_load(asker: Asker) -> dict[str, Any]:
+def under_load(asker: Asker, plan: Plan) -> dict[str, Any]:
     """Eight requests at a time: the undivided instance, then P and D."""
     found: dict[str, Any] = {}
     for name, url in (("undivided", asker.undivided.url), ("just-in-time", asker.url)):
         with ThreadPoolExecutor(_LOAD_AT_ONCE) as threads:
             began = time.monotonic()
-            seeds = range(9000, 9000 + _LOAD_REQUESTS)
-            asked = lambda seed, url=url: stream(url, prompt(_LOAD_TOKENS, seed), _LOAD_OUTPUT)  # noqa: E731
+            seeds = range(9000, 9000 + plan.num_loads)
+            asked = lambda seed, url=url: stream(url, prompt(plan.load_tokens, seed), _LOAD_OUTPUT)  # noqa: E731
             streams = list(threads.map(asked, seeds))
             took = time.monotonic() - began
         results = [asker.result(one.handoff) for one in streams if one.handoff]
         found[name] = of_streams(streams) | (of_results(results) if results else {})
-        found[name] |= {"handoffs": [one.handoff for one in streams], "requests_per_s": _LOAD_REQUESTS / took}
+        found[name] |= {"handoffs": [one.handoff for one in streams], "requests_per_s": round(plan.num_loads / took, 2)}
     return found
 
 
@@ -182,7 +193,7 @@ def with_trace(found: dict[str, Any], file: Path) -> None:
     events = trace.by_handoff(trace.read(file))
     for row in found.values():
         if any(handoffs := row.pop("handoffs", [])):
-            row |= of_trace(events, handoffs)
+            row.update(of_trace(events, handoffs))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -193,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(option, type=Path, required=True)
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args(arguments)
-    group = SHAPES[options.group]
+    group, plan = SHAPES[options.group], _ON_CPU if options.cpu else Plan()
     found: dict[str, Any] = {"group": options.group, "args": group.args, "env": dict(group.env), "wrong": []}
     try:
         began = time.monotonic()
@@ -201,9 +212,9 @@ def main(arguments: Sequence[str]) -> int:
         with DeploymentThread(deployment, report=say) as running:
             found["start_s"] = round(time.monotonic() - began, 1)
             asker = Asker(running)
-            found["one at a time"] = one_at_a_time(asker, _LENGTHS[:1] if options.cpu else _LENGTHS)
+            found["one at a time"] = one_at_a_time(asker, plan)
             write(options.json, found)
-            found["eight at once"] = under_load(asker)
+            found["eight at once"] = under_load(asker, plan)
             found["chosen"] = chosen_lines(sorted(options.logs.glob("*.log")))
             asker.close()
         for stage in ("one at a time", "eight at once"):

@@ -33,6 +33,16 @@ PROBE_LOG, INSTANCES_LOG, CONSOLE_LOG, RESULT, TRACE = (
     "trace.json",
 )
 
+_WARM = "import torch, transformers; torch.zeros(1, device='cuda')"
+_MODELS = """
+import pathlib, sys
+from gpu_vllm.groups import write_shape
+from tiny_model import make_tiny_model
+folder = pathlib.Path(sys.argv[1])
+make_tiny_model(folder / "tiny")
+write_shape(folder / "shape", int(sys.argv[2]))
+"""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -44,7 +54,8 @@ class Step:
         bound_s: How long it may take.
         needs: Steps that come first; one of them has to have started its engines.
         weight: How many engines it starts.
-        is_alone: Whether nothing else may run meanwhile, because it measures.
+        is_alone: Whether nothing else may run meanwhile, because it measures. Such a step comes last.
+        instead_of: A step in whose place it runs; it is left out where that one has passed.
     """
 
     name: str
@@ -53,6 +64,7 @@ class Step:
     needs: tuple[str, ...] = ()
     weight: int = 3
     is_alone: bool = False
+    instead_of: str = ""
 
 
 def steps() -> list[Step]:
@@ -68,7 +80,7 @@ def steps() -> list[Step]:
         Step("piecewise-graphs", "answers", 220, ("engine float32-v2", "bfloat16-v2")),
         Step("default-graphs", "answers", 220, ("engine bfloat16-v2", "bfloat16-v2")),
         Step("shape", "shape", 220, ("bfloat16-v2", "default-graphs"), is_alone=True),
-        Step("shape-eager", "shape", 150, ("bfloat16-v2", "default-graphs"), is_alone=True),
+        Step("shape-eager", "shape", 150, ("bfloat16-v2", "default-graphs"), is_alone=True, instead_of="shape"),
     ]
     return found
 
@@ -145,12 +157,13 @@ class Check:
             self.facts |= json.loads((HERE.parent / packing.FACTS).read_text())
             site = self.work / "site"
             # torch's libraries are gigabytes, which are read from the disk meanwhile.
-            with subprocess.Popen([sys.executable, "-c", "import torch, transformers; torch.zeros(1, device='cuda')"]):  # noqa: S603
+            with subprocess.Popen([sys.executable, "-c", _WARM]):  # noqa: S603 - the line above
                 packing.unpack(archive, site)
                 self.say("unpacked")
                 options = ["-m", "compileall", "-q", "-j", "0", str(site)]
                 subprocess.run([sys.executable, *options], check=False, stdout=subprocess.DEVNULL, timeout=60)  # noqa: S603
-                self.say("compiled")
+                self.say("compiled to bytecode")
+            self.say("torch read")
             paths.insert(0, str(site))
         else:
             self.facts["commit"] = packing.commit()
@@ -158,14 +171,10 @@ class Check:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
             variables[name] = str(self.work / name.lower())
-        code = (
-            "import sys, pathlib; from tiny_model import make_tiny_model; from gpu_vllm.groups import write_shape;"
-            f"make_tiny_model(pathlib.Path(sys.argv[1]) / 'tiny'); write_shape(pathlib.Path(sys.argv[1]) / 'shape'{', 2' if self.on_cpu else ''})"
-        )
         log = self.logs / "models.log"
         with log.open("wb") as file:
             made = subprocess.run(  # noqa: S603 - the line above
-                [sys.executable, "-c", code, str(self.work)],
+                [sys.executable, "-c", _MODELS, str(self.work), "2" if self.on_cpu else "16"],
                 env=variables,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -194,7 +203,7 @@ class Check:
                 return
             for step in left:
                 used = sum(each.weight for each in running)
-                if not self._may_begin(step, running) or used + step.weight > room and running:
+                if not self._may_begin(step, running) or (used + step.weight > room and running):
                     continue
                 self._begin(step, variables)
                 running.append(step)
@@ -202,18 +211,24 @@ class Check:
 
     def _may_begin(self, step: Step, running: Sequence[Step]) -> bool:
         """Whether a step may begin now. One whose needs have all failed is left out."""
-        if step.is_alone and running or any(each.is_alone for each in running):
+        if any(each.is_alone for each in running):
             return False
+        others = [each.name for each in self.steps if not each.is_alone]
+        if step.is_alone and (running or any(name not in self.runs for name in others)):
+            return False
+        if (first := self.runs.get(step.instead_of)) and first.findings.get("eight at once"):
+            return self._leave_out(step, f"{step.instead_of} has measured")
         needs = [name for name in step.needs if any(each.name == name for each in self.steps)]
-        if not needs:
-            return not step.is_alone or all(name.name in self.runs for name in self.steps if not name.is_alone)
         ended = [self.runs[name] for name in needs if name in self.runs and self.runs[name].outcome != "running"]
-        if any(each.has_started for each in ended):
-            # What measures comes last.
-            return not step.is_alone or all(each.name in self.runs for each in self.steps if not each.is_alone)
+        if not needs or any(each.has_started for each in ended):
+            return True
         if len(ended) == len(needs):
-            self.runs[step.name] = Run(step, f"left out: none of {', '.join(needs)} has started")
-            self.say(f"{step.name}: {self.runs[step.name].outcome}")
+            self._leave_out(step, f"none of {', '.join(needs)} has started")
+        return False
+
+    def _leave_out(self, step: Step, reason: str) -> bool:
+        self.runs[step.name] = Run(step, f"left out: {reason}")
+        self.say(f"{step.name}: left out: {reason}")
         return False
 
     def _begin(self, step: Step, variables: Mapping[str, str]) -> None:
@@ -337,7 +352,17 @@ def _has_error(log: Path) -> bool:
 
 
 def _is_error(line: str) -> bool:
-    words = ("Error:", "Error(", "error:", "Exception:", "RuntimeError", "assert ", "CUDA error", "Segmentation", "wrong:")
+    words = (
+        "Error:",
+        "Error(",
+        "error:",
+        "Exception:",
+        "RuntimeError",
+        "assert ",
+        "CUDA error",
+        "Segmentation",
+        "wrong:",
+    )
     return any(word in line for word in words)
 
 
@@ -366,4 +391,3 @@ class _ended_in_order:  # noqa: N801 - it reads as a phrase
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
