@@ -179,7 +179,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 def fail(path: Path, found: dict[str, Any], error: BaseException) -> int:
     """Adds an error to the findings, prints it, and returns the exit status."""
-    write(path, found | {"error": f"{type(error).__name__}: {error}"[:4000]})
+    write(path, found | {"error": f"{type(error).__name__}: {error}"[-4000:]})
     say(f"failed: {type(error).__name__}: {error}")
     sys.stdout.flush()
     return 1

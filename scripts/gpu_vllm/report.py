@@ -32,7 +32,8 @@ def table(result: Mapping[str, Any]) -> list[str]:
     lines = [f"{result['date']}: {title(result['facts'])}"]
     for name, step in result["steps"].items():
         lines.append(f"{name:22} {step['outcome']:10} {step['seconds']:6.1f} s  {facts_of(step)}"[:400])
-        lines += [f"    {wrong}"[:300] for wrong in [*step.get("wrong", []), step.get("error", "")] if wrong]
+        wrongs = [*step.get("wrong", []), *step.get("error", "").splitlines()[-2:]]
+        lines += [f"    {wrong}"[:300] for wrong in wrongs if wrong]
     for name, step in result["steps"].items():
         if name.startswith("shape"):
             lines += _figures(name, step)
@@ -51,9 +52,8 @@ def facts_of(step: Mapping[str, Any]) -> str:
             found.append(f"{stage}: {row['equal']} of {row['asked']} equal, {_counts(row)}")
     for stage in ("decode killed", "prefill killed"):
         if row := step.get(stage):
-            found.append(
-                f"{stage}: {row.get('right', 0)} right, {row.get('wrong', 0)} wrong, {row.get('no answer', 0)} none"
-            )
+            counts = [f"{row.get(name, 0)} {name}" for name in ("right", "wrong", "no answer")]
+            found += [f"{stage}: {', '.join(counts)}"]
     return "; ".join(found)
 
 

@@ -105,15 +105,17 @@ class Check:
         out: Folder of the files that come back.
         within_s: After it nothing runs.
         chosen: Names of steps, or their beginnings; empty means all.
+        site: Where to unpack, for another run to find it; None unpacks into a folder that is removed.
         on_cpu: Whether vLLM's CPU build stands in.
     """
 
-    def __init__(self, out: Path, within_s: float, chosen: Sequence[str], *, on_cpu: bool) -> None:
+    def __init__(self, out: Path, within_s: float, chosen: Sequence[str], *, site: Path | None, on_cpu: bool) -> None:
         self.began = time.monotonic()
         self.out, self.within_s, self.on_cpu = out, within_s, on_cpu
         self.steps = [step for step in steps() if not chosen or step.name.startswith(tuple(chosen))]
         out.mkdir(parents=True, exist_ok=True)
         self.work = Path(tempfile.mkdtemp(prefix="gpu-check-"))
+        self.site = self.work / "site" if site is None else site.resolve()
         self.logs = self.work / "logs"
         self.logs.mkdir()
         self.runs: dict[str, Run] = {}
@@ -155,16 +157,12 @@ class Check:
         archive = HERE.parent / packing.ARCHIVE
         if archive.exists():
             self.facts |= json.loads((HERE.parent / packing.FACTS).read_text())
-            site = self.work / "site"
             # torch's libraries are gigabytes, which are read from the disk meanwhile.
             with subprocess.Popen([sys.executable, "-c", _WARM]):  # noqa: S603 - the line above
-                packing.unpack(archive, site)
-                self.say("unpacked")
-                options = ["-m", "compileall", "-q", "-j", "0", str(site)]
-                subprocess.run([sys.executable, *options], check=False, stdout=subprocess.DEVNULL, timeout=60)  # noqa: S603
-                self.say("compiled to bytecode")
+                if not self.site.exists():
+                    self._unpack(archive)
             self.say("torch read")
-            paths.insert(0, str(site))
+            paths.insert(0, str(self.site))
         else:
             self.facts["commit"] = packing.commit()
             paths.insert(0, str(packing.ROOT / "examples/disagg_prefill"))
@@ -186,6 +184,16 @@ class Check:
             raise RuntimeError("the models could not be made")
         self.say("models made")
         return variables
+
+    def _unpack(self, archive: Path) -> None:
+        """Unpacks the archive; the folder appears whole."""
+        scratch = self.site.with_suffix(".new")
+        packing.unpack(archive, scratch)
+        self.say("unpacked")
+        options = ["-m", "compileall", "-q", "-j", "0", "-s", str(scratch), str(scratch)]
+        subprocess.run([sys.executable, *options], check=False, stdout=subprocess.DEVNULL, timeout=60)  # noqa: S603
+        self.say("compiled to bytecode")
+        scratch.rename(self.site)
 
     # --- the steps ----------------------------------------------------------------------------------------------
 
