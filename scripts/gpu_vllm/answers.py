@@ -101,36 +101,39 @@ def warm(asker: Asker) -> dict[str, Any]:
 class Load:
     """Requests under way, eight at a time, and how they end."""
 
-    def __init__(self, url: str, length: int, seed: int) -> None:
-        self._bodies = [completion(prompt(length, seed + each), max_tokens=64) for each in range(_NUM_UNDER_LOAD)]
+    def __init__(self, url: str, length: int, num_tokens: int, seed: int) -> None:
+        prompts = [prompt(length, seed + each) for each in range(_NUM_UNDER_LOAD)]
+        self._bodies = [completion(tokens, max_tokens=num_tokens, ignore_eos=True) for tokens in prompts]
         self._threads = ThreadPoolExecutor(_NUM_UNDER_LOAD)
         self._asked = [self._threads.submit(ask, url, body) for body in self._bodies]
 
-    def outcome(self, undivided_url: str) -> dict[str, Any]:
-        """Waits for all; returns how many answers were right, wrong and none."""
+    def outcome(self, asker: Asker, *, knows_results: bool) -> dict[str, Any]:
+        """Waits for all; returns how many answers were right, wrong and none, and how handoffs ended where D knows."""
         counts: Counter[str] = Counter()
-        errors, margins = [], []
+        errors, margins, handoffs = [], [], []
         for asked, body in zip(self._asked, self._bodies, strict=True):
             try:
-                answer, _ = asked.result()
+                answer, handoff = asked.result()
             except RuntimeError as error:
                 counts["no answer"] += 1
                 errors.append(str(error)[:200])
                 continue
-            how = margin(ask(undivided_url, body)[0], answer)
+            handoffs += [handoff] if handoff and knows_results else []
+            how = margin(ask(asker.undivided.url, body)[0], answer)
             counts["right" if how is None or how <= TIE else "wrong"] += 1
             margins += [] if how is None else [how]
         self._threads.shutdown()
-        return {**counts, "margins": margins, "errors": sorted(set(errors))}
+        results = dict(Counter(str(asker.result(handoff).get("result")) for handoff in handoffs))
+        return {**counts, "result": results, "margins": margins, "errors": sorted(set(errors))}
 
 
 def killed_decode(asker: Asker) -> dict[str, Any]:
     """D is killed while it decodes: P gets its blocks back, and a new D answers."""
-    load = Load(asker.url, 300, 100)
+    load = Load(asker.url, 300, 400, 100)
     until(lambda: metric(asker.decode, "vllm:num_requests_running") > 0, 20)
     began = time.monotonic()
     asker.running.call(asker.decode.child.stop(0))
-    found = load.outcome(asker.undivided.url)
+    found = load.outcome(asker, knows_results=False)
     freed = until(lambda: metric(asker.prefill, "vllm:kv_cache_usage_perc") == 0, LEASE_S + 10)
     found |= {"prefill_holds_no_block": bool(freed), "freed_after_s": round(time.monotonic() - began, 1)}
     say(f"D killed: {found}; starting it again")
@@ -141,10 +144,10 @@ def killed_decode(asker: Asker) -> dict[str, Any]:
 
 def killed_prefill(asker: Asker) -> dict[str, Any]:
     """P is killed while it computes: D computes what has not come."""
-    load = Load(asker.url, 3000, 200)
+    load = Load(asker.url, 3600, 64, 200)
     until(lambda: metric(asker.prefill, "vllm:num_requests_running") > 0, 20)
     asker.running.call(asker.prefill.child.stop(0))
-    found = load.outcome(asker.undivided.url)
+    found = load.outcome(asker, knows_results=True)
     freed = until(lambda: metric(asker.decode, "vllm:kv_cache_usage_perc") == 0, LEASE_S + 10)
     return found | {"decode_holds_no_block": bool(freed)}
 
