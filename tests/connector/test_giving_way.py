@@ -140,6 +140,12 @@ def test_an_engine_that_has_leased_nothing_does_not_give_way(sides: tuple[Side, 
     assert not first.gives_way(first.consume(20, second.produce(20), second))
 
 
+def test_time_counts_from_the_first_lease_on() -> None:
+    waits = GivingWay()
+    waits.note(1, 100.0)
+    assert [waits.is_due(b"a", b"b", now_s) for now_s in (100.9, 101.0)] == [False, True]
+
+
 def test_a_lease_that_ends_or_begins_is_progress() -> None:
     waits = GivingWay()
     for now_s, num_leased_blocks in enumerate((4, 3, 5, 0, 5, 2)):
