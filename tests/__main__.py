@@ -28,12 +28,13 @@ PYTEST = ("scripts/test", "python", *OPTIONS)
 QUEUE, STORES = "tests/amqp", "tests/store"
 # Both import vLLM, which takes as long as a fifth of their tests.
 CONNECTORS = ("tests/connector", "tests/store_connector")
+# Of the Python API: mostly processes that send to each other, two thirds of the time of all that is not named here.
+PIPES = ("test_agent*", "test_deadlines", "test_faults", "test_lookup*", "test_pipe*", "test_tensor", "test_work")
 E2E = "tests/e2e"
 # Instances that start as users start them, and answers that take a whole processor: half of the end-to-end tests' time.
 E2E_LONG = [f"tests/e2e/test_{name}.py" for name in ("bfloat16", "queue", "two_by_two")]
 # Benchmarks and builds, which take the other half of what is slow of the rest.
-BENCH = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("tests/test_bench*.py"))
-BENCH += ["tests/test_gpu_check.py", "tests/test_wheel.py"]
+BENCH = ("test_bench*", "test_gpu_check", "test_wheel")
 
 # How often a terminal's line is renewed, and how often a log gets one.
 TERMINAL_S, LOG_S = 0.5, 30.0
@@ -206,9 +207,9 @@ def run(parts: Sequence[Part], num_lanes: int = 4) -> int:
     return len(failed)
 
 
-def tests_below(folder: str) -> list[str]:
-    """Files of tests."""
-    return sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / folder).glob("test_*.py"))
+def files_below(folder: str, pattern: str) -> list[str]:
+    """Files of tests in a folder."""
+    return sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / folder).glob(f"{pattern}.py"))
 
 
 def ignore(*paths: str) -> list[str]:
@@ -220,18 +221,20 @@ def parts_of(*, is_slow: bool) -> list[Part]:
     """The parts of `make test`, or of `make test-slow`. The longest first."""
     speed = ("-m", "slow" if is_slow else "not slow")
     e2e = ("scripts/test", "e2e", *OPTIONS, *speed)
-    others = ignore(QUEUE, STORES, *CONNECTORS, E2E, *(BENCH if is_slow else ()))
+    pipes, bench = ([path for each in files for path in files_below("tests", each)] for files in (PIPES, BENCH))
+    others = ignore(QUEUE, STORES, *CONNECTORS, E2E, *pipes, *(bench if is_slow else ()))
     rust = ("scripts/test", "rust", "--no-fail-fast")
     stores, python = Part("stores", (*PYTEST, *speed, STORES)), Part("python", (*PYTEST, *speed, *others))
     connectors, queue = Part("connectors", (*PYTEST, *speed, *CONNECTORS)), Part("queue", (*PYTEST, *speed, QUEUE))
+    pipe = Part("pipes", (*PYTEST, *speed, *pipes))
     if not is_slow:
-        return [stores, python, connectors, Part("e2e", e2e), Part("rust", rust), queue]
-    short = [path for path in tests_below(E2E) if path not in E2E_LONG]
+        return [stores, connectors, Part("rust", rust), pipe, Part("e2e", e2e), python, queue]
+    short = [path for path in files_below(E2E, "test_*") if path not in E2E_LONG]
     return [
         Part("e2e", (*e2e, *ignore(*E2E_LONG))),
         Part("e2e-long", (*e2e, *ignore(*short))),
-        Part("bench", (*PYTEST, *speed, *BENCH)),
-        *(python, stores, connectors, queue),
+        Part("bench", (*PYTEST, *speed, *bench)),
+        *(python, pipe, stores, connectors, queue),
         Part("rust", (*rust, "--", "--ignored")),
     ]
 
