@@ -13,6 +13,7 @@ from kvpipe.launch.spec import OWN_STORE
 from tests.e2e.client import TOKEN, get, until
 from tests.e2e.groups import COMMON, LOGS, LOOKUP_TIMEOUT_S, STORE_CHUNK, tiny_model
 from tests.e2e.two_by_two import SMALL
+from tests.zygote import Zygote
 
 # Whole prompts in one step: vLLM on CPU dies of a seeded request that is computed in several chunks.
 ONE_STEP = ("--max-model-len", "4096", "--max-num-batched-tokens", "4096")
@@ -108,12 +109,8 @@ def is_listening(url: str) -> bool:
 
 
 @contextlib.contextmanager
-def instances(kind: str) -> Iterator[DeploymentThread]:
-    """Two prefill, two decode and one undivided instance, that share KV by handoffs or through a store.
-
-    They start as users start them. Where five were forked within 5 s, the broker confirmed nothing for 10 s in two of
-    three runs, and the proxy answered 503.
-    """
+def instances(kind: str, zygote: Zygote) -> Iterator[DeploymentThread]:
+    """Two prefill, two decode and one undivided instance, that share KV by handoffs or through a store."""
     spec = DeploymentSpec(
         model=tiny_model(),
         num_prefill=2,
@@ -121,7 +118,7 @@ def instances(kind: str) -> Iterator[DeploymentThread]:
         num_undivided=1,
         token=TOKEN,
         block_size=32,
-        omp_threads=1,
+        server_command=zygote.command(),
         vllm_args=(*COMMON, *ONE_STEP, *SMALL),
         proxy_command=None,
         log_dir=LOGS / f"queue-{kind}",

@@ -36,6 +36,7 @@ from tests.e2e.client import (
     until,
 )
 from tests.e2e.groups import STORE_CHUNK, Groups
+from tests.zygote import Zygote
 
 Request = tuple[str, dict[str, Any]]
 
@@ -85,10 +86,10 @@ class Behind:
 
 
 @pytest.fixture(scope="module", params=["handoff", "store"])
-def behind(groups: Groups, broker: BrokerProcess, request: pytest.FixtureRequest) -> Iterator[Behind]:
+def behind(groups: Groups, zygote: Zygote, broker: BrokerProcess, request: pytest.FixtureRequest) -> Iterator[Behind]:
     """Two prefill and two decode instances behind the broker."""
     groups.end()
-    with instances(request.param) as running:
+    with instances(request.param, zygote) as running:
         deployment = running.deployment
         with Queued(broker.url, request.param, deployment.prefill, deployment.decode) as queued:
             yield Behind(request.param, running, queued)
