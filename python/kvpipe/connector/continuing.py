@@ -66,7 +66,8 @@ class ContinuingScheduler(Scheduler):
     def __new__(cls, vllm_config: VllmConfig, *_args: Any, **_kwargs: Any) -> Self:
         """Makes the scheduler of vLLM's own choice, which depends on the configuration: vLLM names one class."""
         is_asynchronous = cls is ContinuingScheduler and vllm_config.scheduler_config.async_scheduling
-        return super().__new__(AsyncContinuingScheduler if is_asynchronous else cls)
+        made: Self = super().__new__(AsyncContinuingScheduler if is_asynchronous else cls)
+        return made
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
