@@ -256,8 +256,7 @@ def test_the_users_environment_wins_over_the_defaults_for_cpu(monkeypatch):
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
-@pytest.mark.skipif(not is_cpu_vllm(), reason="vLLM's CPU build is not installed")
-def test_decode_instances_of_the_cpu_build_continue_after_prefills_token():
+def test_decode_instances_continue_after_prefills_token():
     with DeploymentThread(stand_ins(proxy_command=None, num_undivided=1)) as running:
         scheduler = {
             each.role: "kvpipe.connector.ContinuingScheduler" in command_of(each)

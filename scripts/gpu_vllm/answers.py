@@ -35,6 +35,7 @@ from kvpipe.launch.deployment import DeploymentThread
 # Of float32, as measured in tests/e2e/identity.py: tokens that are nearer to each other may change places.
 TIE = 1e-4
 _HOT = {"temperature": 1.2, "top_p": 0.95}
+_PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
 _LENGTHS = (1, 11, 128, 129, 167, 600, 1500)
 _NUM_UNDER_LOAD = 8
 
@@ -43,8 +44,20 @@ def bodies() -> dict[str, Body]:
     """The requests: prompts shorter than a block, of whole blocks, of several steps."""
     found = {f"greedy {length}": completion(prompt(length, 1)) for length in _LENGTHS}
     found |= {f"seeded {length}": completion(prompt(length, 2), seed=length, **_HOT) for length in _LENGTHS}
-    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
-    return found | {"penalties": completion(prompt(90, 3), seed=5, **_HOT, **penalties)}
+    return found | {"penalties": completion(prompt(90, 3), seed=5, **_HOT, **_PENALTIES)}
+
+
+def plain(*, is_seeded: bool) -> dict[str, Body]:
+    """Requests that are not asked for alternatives: D continues after P's token, with V1 only those without a seed."""
+    if not is_seeded:
+        return {f"plain {length}": completion(prompt(length, 21), with_alternatives=False) for length in _LENGTHS}
+    found = {
+        f"plain seeded {length}": completion(prompt(length, 22), with_alternatives=False, seed=length, **_HOT)
+        for length in _LENGTHS
+    }
+    return found | {
+        "plain penalties": completion(prompt(90, 23), with_alternatives=False, seed=5, **_HOT, **_PENALTIES)
+    }
 
 
 def compare(asker: Asker, wanted: dict[str, Body], num_threads: int) -> dict[str, Any]:
@@ -71,14 +84,15 @@ def compare(asker: Asker, wanted: dict[str, Body], num_threads: int) -> dict[str
     }
 
 
-def objections(found: dict[str, Any], *, is_exact: bool, transport: str) -> list[str]:
-    """Why a comparison is not as it should be."""
+def objections(found: dict[str, Any], *, is_exact: bool, transport: str, computed: str) -> list[str]:
+    """Why a comparison is not as it should be. `computed`: prompt tokens that D computes; 0 where it continues."""
     wrong = []
     if is_exact and (
         wrongly := [name for name, how in found["parted"].items() if how["margin"] is None or how["margin"] > TIE]
     ):
         wrong.append(f"{len(wrongly)} of {found['asked']} answers differ: {', '.join(wrongly)}")
-    for key, expected in (("result", "full"), ("transport", transport), ("first_token", "exact")):
+    wanted = {"result": "full", "transport": transport, "first_token": "exact", "computed_tokens": computed}
+    for key, expected in wanted.items():
         if list(found[key]) != [expected]:
             wrong.append(f"{key} {found[key]}, not only {expected}")
     return wrong
@@ -171,6 +185,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     group, transport = GROUPS[options.group], "cma" if options.cpu else "cuda_ipc"
     is_exact = group.is_exact or options.cpu
+    # Log probabilities need P's token to be sampled here too.
+    computed = {"one at a time": "1", "continuing seeded": "0" if group.uses_v2 and not options.cpu else "1"}
     found: dict[str, Any] = {"group": options.group, "args": group.args, "env": dict(group.env), "wrong": []}
     try:
         began = time.monotonic()
@@ -180,6 +196,8 @@ def main(arguments: Sequence[str]) -> int:
             found["warm_s"] = warm(asker)
             stages: dict[str, Callable[[], dict[str, Any]]] = {
                 "one at a time": lambda: compare(asker, bodies(), 1),
+                "continuing": lambda: compare(asker, plain(is_seeded=False), 1),
+                "continuing seeded": lambda: compare(asker, plain(is_seeded=True), 1),
                 "eight at once": lambda: compare(asker, many(), _NUM_UNDER_LOAD),
             }
             if group.has_deaths:
@@ -192,7 +210,8 @@ def main(arguments: Sequence[str]) -> int:
                 if "killed" in name:
                     found["wrong"] += wrong_after_deaths(name, found[name])
                 else:
-                    wrong = objections(found[name], is_exact=is_exact, transport=transport)
+                    num_computed = computed.get(name, "0")
+                    wrong = objections(found[name], is_exact=is_exact, transport=transport, computed=num_computed)
                     found["wrong"] += [f"{name}: {each}" for each in wrong]
                 found["chosen"] = chosen_lines(sorted(options.logs.glob("*.log")))
                 write(options.json, found)

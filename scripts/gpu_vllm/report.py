@@ -46,7 +46,7 @@ def facts_of(step: Mapping[str, Any]) -> str:
     if "equal_tokens" in step:
         kind = f"V2 {step['is_v2']}, asynchronous {step['is_asynchronous']}, {step['backend']}"
         found.append(f"{step['equal']} of {step['asked']} as transformers ({kind})")
-    for stage in ("one at a time", "eight at once"):
+    for stage in ("one at a time", "continuing", "continuing seeded", "eight at once"):
         row = step.get(stage, {})
         if "equal" in row:
             found.append(f"{stage}: {row['equal']} of {row['asked']} equal, {_counts(row)}")

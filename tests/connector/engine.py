@@ -13,6 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -127,15 +128,19 @@ class Engine:
             sampled_token_ids=sampled,
             kv_connector_output=None if is_unreported(output, words) else words,
         )
-        for outputs in self.scheduler.update_from_output(output, result).values():
+        self.deliver(self.scheduler.update_from_output(output, result))
+
+    def deliver(self, by_client: Mapping[int, EngineCoreOutputs]) -> None:
+        """Notes what a step sends to clients."""
+        for outputs in by_client.values():
             for sent in outputs.outputs:
                 self.sent.setdefault(sent.request_id, []).extend(sent.new_token_ids)
             if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats is not None:
                 self.connector_stats.append(outputs.scheduler_stats.kv_connector_stats)
 
     def _sample(self, request_id: str) -> list[int]:
-        request = self.scheduler.requests[request_id]
-        return [7] if request.num_computed_tokens >= request.num_tokens else []
+        request = self.scheduler.requests.get(request_id)
+        return [7] if request is None or request.num_computed_tokens >= request.num_tokens else []
 
     def abort(self, request: Request) -> None:
         """The client has left."""

@@ -65,9 +65,16 @@ class RemoteRead:
 
 @dataclass
 class Row:
-    """What a model runner has of a request: the scheduler sends changes only."""
+    """What a model runner has of a request: the scheduler sends changes only.
+
+    Attributes:
+        prompt: What it got with the new request; V2 gets outputs too.
+        num_prompt: How many of these it takes for the prompt.
+        output: What has come since.
+    """
 
     prompt: list[int]
+    num_prompt: int
     output: list[int] = field(default_factory=list)
 
     @property
@@ -125,6 +132,7 @@ class Rank:
         foreign: Handoffs whose producer computes another prompt.
         seen: Counts what happens.
         uses_v2: Whether the model runner is V2; otherwise V1.
+        is_async: Whether vLLM schedules asynchronously.
         is_late: Whether forward passes run when the test has them do so; otherwise they run at once.
     """
 
@@ -136,6 +144,7 @@ class Rank:
         seen: Counter[str],
         *,
         uses_v2: bool,
+        is_async: bool,
         is_late: bool,
     ) -> None:
         self._handoffs = handoffs
@@ -143,6 +152,7 @@ class Rank:
         self._foreign = foreign
         self._seen = seen
         self._uses_v2 = uses_v2
+        self._is_async = is_async
         self._is_late = is_late
         self.cache = Cache()
         self.transfers: dict[bytes, Transfer] = {}
@@ -154,6 +164,8 @@ class Rank:
         self._ended: set[bytes] = set()
         self._read: set[bytes] = set()
         self._rows: dict[str, Row] = {}
+        # Requests of the pass before: V1's persistent batch.
+        self._batch: set[str] = set()
         self._sent: deque[Step] = deque()
         self._begun: deque[Step] = deque()
         self._reports: dict[int, KVConnectorOutput] = {}
@@ -363,14 +375,25 @@ class Rank:
         self._sampled[id(step)] = sampled
 
     def _update_rows(self, output: SchedulerOutput) -> None:
-        """What the model runner does first in a step. V2 gets a resumed request as a new one, with all its tokens."""
+        """What the model runner does first in a step. V2 gets a resumed request as a new one, with all its tokens.
+
+        V1 cuts its own outputs to the scheduler's number. With asynchronous scheduling it has the tokens of the pass
+        before on the device only: a request that was not in it gets its outputs from the scheduler.
+        """
         for request_id in output.finished_req_ids:
             self._rows.pop(request_id, None)
         for new in output.scheduled_new_reqs:
-            self._rows[new.req_id] = Row(list((new.prefill_token_ids if self._uses_v2 else new.prompt_token_ids) or ()))
+            tokens = new.prefill_token_ids if self._uses_v2 else new.prompt_token_ids
+            self._rows[new.req_id] = Row(list(tokens or ()), num_prompt=new.prompt_len)
         cached = output.scheduled_cached_reqs
         for request_id, num_output in zip(cached.req_ids, cached.num_output_tokens, strict=True):
-            del self._rows[request_id].output[max(0, num_output) :]
+            if self._uses_v2:
+                continue
+            row, is_in_batch = self._rows[request_id], request_id in self._batch - cached.resumed_req_ids
+            del row.output[max(0, num_output) :]
+            if self._is_async and num_output > 0 and not is_in_batch:
+                row.output = cached.all_token_ids[request_id][-num_output:]
+        self._batch = set(output.num_scheduled_tokens)
 
     def _compute(self, step: Step) -> None:
         for request_id, first, end in step.spans():
@@ -400,6 +423,8 @@ class Rank:
 
     def _sample(self, step: Step, request_id: str, end: int) -> list[int]:
         tokens, request = self._rows[request_id].tokens, step.requests[request_id]
+        if self._uses_v2:
+            assert self._rows[request_id].num_prompt == request.num_prompt_tokens, "V2 tells prompt from output"
         if end < len(tokens):
             return []
         position = len(tokens) - request.num_prompt_tokens

@@ -1,6 +1,7 @@
 """Requests that continue after the producer's first token, under vLLM's real scheduler."""
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
@@ -28,14 +30,39 @@ OWN = 7  # what the test's engine samples
 OTHER = 9
 
 
-@pytest.fixture
-def engine(tiny_model: str) -> Iterator[Engine]:
-    """An engine with the scheduler that has requests continue."""
-    engine = Engine(engine_config(tiny_model, {"scheduler_cls": CLASS}))
+def continuing_engine(model: str, *, is_async: bool = False, uses_v2: bool = False) -> Engine:
+    """An engine with the scheduler that has requests continue, also as vLLM's CPU build has none."""
+    config = engine_config(model, {"scheduler_cls": CLASS})
+    config.scheduler_config.async_scheduling = is_async
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(uses_v2)))
+        return Engine(config)
+
+
+def ended(engine: Engine) -> Iterator[Engine]:
+    """Ends an engine after its test."""
     yield engine
     engine.finish_all()
     engine.close()
     assert_nothing_is_left()
+
+
+@pytest.fixture
+def engine(tiny_model: str) -> Iterator[Engine]:
+    """An engine with the scheduler that has requests continue."""
+    yield from ended(continuing_engine(tiny_model))
+
+
+@pytest.fixture(params=[False, True], ids=["V1", "V2"])
+def async_engine(tiny_model: str, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """The same with asynchronous scheduling, with either model runner."""
+    yield from ended(continuing_engine(tiny_model, is_async=True, uses_v2=request.param))
+
+
+@pytest.fixture
+def v2_engine(tiny_model: str) -> Iterator[Engine]:
+    """The same with the V2 model runner."""
+    yield from ended(continuing_engine(tiny_model, uses_v2=True))
 
 
 def assert_nothing_is_left() -> None:
@@ -110,15 +137,127 @@ def test_others_in_the_same_steps_are_told_as_they_are(engine: Engine, producer:
     assert set(engine.sent[other.request_id]) == {OWN}
 
 
+class Steps:
+    """Steps of an engine, two at once.
+
+    Attributes:
+        outputs: Those that compute the request.
+    """
+
+    def __init__(self, engine: Engine, request: Request, depth: int = 2) -> None:
+        self._engine, self._request, self._depth = engine, request, depth
+        self._under_way: deque[SchedulerOutput] = deque()
+        self.outputs: list[SchedulerOutput] = []
+
+    def begin(self) -> SchedulerOutput:
+        """Schedules a step, and ends the oldest one if it is one too many."""
+        if len(self._under_way) == self._depth:
+            self._engine.end(self._under_way.popleft())
+        output = self._engine.scheduler.schedule()
+        self._under_way.append(output)
+        if self._request.request_id in output.num_scheduled_tokens:
+            self.outputs.append(output)
+        return output
+
+    def finish(self) -> None:
+        """Goes on until the request has finished and no step is under way."""
+        until(lambda: self.begin() and self._request.is_finished())
+        while self._under_way:
+            self._engine.end(self._under_way.popleft())
+
+
+@pytest.mark.parametrize("uses_v2", [False, True], ids=["V1", "V2"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step", "two steps"])
+def test_workers_get_the_token_as_their_model_runner_wants_it_one_or_two_steps_deep(
+    tiny_model: str, producer: _kvpipe.Control, *, is_async: bool, uses_v2: bool
+) -> None:
+    for engine in ended(continuing_engine(tiny_model, is_async=is_async, uses_v2=uses_v2)):
+        assert isinstance(engine.scheduler, AsyncScheduler) is is_async
+        request, handoff = asked(engine, producer)
+        steps = Steps(engine, request, depth=1 + is_async)
+        steps.finish()
+        assert engine.sent[request.request_id] == [OTHER, OWN, OWN, OWN] == list(request.output_token_ids)
+        (new,), all_tokens = steps.outputs[0].scheduled_new_reqs, [*prompt(100), OTHER]
+        assert new.num_computed_tokens == 100
+        assert new.prompt_token_ids == (prompt(100) if uses_v2 else all_tokens)
+        if uses_v2:
+            assert new.prefill_token_ids[:101] == all_tokens
+        else:
+            assert [output.scheduled_cached_reqs.num_output_tokens for output in steps.outputs[1:]] == [[1], [2]]
+        assert [output.num_scheduled_tokens for output in steps.outputs] == [{request.request_id: 1}] * 3
+        assert not any(output.kv_connector_metadata.first_tokens for output in steps.outputs)
+        assert reported(engine, handoff.hex())["computed_tokens"] == 0
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_second_token_under_way_while_its_request_is_preempted_is_sent_once(
+    async_engine: Engine, producer: _kvpipe.Control, *, is_dropped: bool
+) -> None:
+    """vLLM delivers it, or computes it again."""
+    request, _ = asked(async_engine, producer)
+    steps = Steps(async_engine, request)
+    until(lambda: steps.begin() and steps.outputs)
+    scheduler = async_engine.scheduler
+    scheduler._preempt_request(request, 0.0, drop_stale_output=is_dropped)
+    scheduler.running.remove(request)
+    scheduler.prev_step_scheduled_req_ids.clear()
+    steps.finish()
+    assert async_engine.sent[request.request_id] == [OTHER, OWN, OWN, OWN] == list(request.output_token_ids)
+
+
+def test_a_request_that_its_second_token_ends_while_the_third_is_under_way_sends_two(
+    async_engine: Engine, producer: _kvpipe.Control
+) -> None:
+    request, _ = asked(async_engine, producer, stop_token_ids=[OWN])
+    steps = Steps(async_engine, request)
+    steps.finish()
+    assert len(steps.outputs) > 1
+    assert async_engine.sent[request.request_id] == [OTHER, OWN]
+
+
+def test_a_limit_of_two_tokens_leaves_nothing_to_schedule_ahead(
+    async_engine: Engine, producer: _kvpipe.Control
+) -> None:
+    request, _ = asked(async_engine, producer, max_tokens=2)
+    steps = Steps(async_engine, request)
+    steps.finish()
+    assert len(steps.outputs) == 1
+    assert async_engine.sent[request.request_id] == [OTHER, OWN]
+
+
+def test_a_request_that_is_aborted_with_its_second_token_under_way_sends_nothing(
+    async_engine: Engine, producer: _kvpipe.Control
+) -> None:
+    request, _ = asked(async_engine, producer)
+    steps = Steps(async_engine, request)
+    until(lambda: steps.begin() and steps.outputs)
+    async_engine.abort(request)
+    steps.finish()
+    assert request.request_id not in async_engine.sent
+    assert_nothing_is_left()
+
+
+COUNTS_OUTPUTS = [
+    {"seed": 1, "temperature": 1.0},
+    {"presence_penalty": 1.0},
+    {"frequency_penalty": 1.0},
+    {"repetition_penalty": 1.5},
+    {"min_tokens": 2},
+    {"bad_words": ["x"]},
+]
+
+
+@pytest.mark.parametrize("sampling", COUNTS_OUTPUTS, ids=lambda sampling: next(iter(sampling)))
+def test_the_v2_model_runner_tells_the_token_from_the_prompt(v2_engine: Engine, sampling: dict[str, Any]) -> None:
+    request = Request("request", prompt(100), SamplingParams(**{"max_tokens": 4, "temperature": 0.0} | sampling), None)
+    assert v2_engine.role._continuations.begin(request, OTHER)
+    v2_engine.role._continuations.forget(request)
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"seed": 1, "temperature": 1.0},
-        {"presence_penalty": 1.0},
-        {"frequency_penalty": 1.0},
-        {"repetition_penalty": 1.5},
-        {"min_tokens": 2},
-        {"bad_words": ["x"]},
+        *COUNTS_OUTPUTS,
         {"logprobs": 1},
         {"prompt_logprobs": 1},
         {"logprob_token_ids": [5]},
@@ -131,9 +270,12 @@ def test_others_in_the_same_steps_are_told_as_they_are(engine: Engine, producer:
     ],
     ids=lambda sampling: next(iter(sampling)),
 )
-def test_what_depends_on_more_than_the_tokens_takes_two_steps(engine: Engine, sampling: dict[str, Any]) -> None:
+def test_what_depends_on_more_than_the_tokens_takes_two_steps(
+    engine: Engine, v2_engine: Engine, sampling: dict[str, Any]
+) -> None:
     request = Request("request", prompt(100), SamplingParams(**{"max_tokens": 4, "temperature": 0.0} | sampling), None)
-    assert not engine.role._continuations.begin(request, OTHER)
+    for each in (engine, v2_engine) if sampling not in COUNTS_OUTPUTS else (engine,):
+        assert not each.role._continuations.begin(request, OTHER)
     assert request.num_output_tokens == 0
 
 
@@ -236,8 +378,6 @@ def test_vllms_own_scheduler_continues_nothing(new_engine: Any, producer: _kvpip
 @pytest.mark.parametrize(
     ("part", "field", "value", "reason"),
     [
-        ("", "use_v2_model_runner", True, "V2"),
-        ("scheduler_config", "async_scheduling", True, "asynchronous"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline"),
         ("structured_outputs_config", "reasoning_parser", "qwen3", "reasoning parser"),
         ("model_config", "logits_processors", ["a.module:Processor"], "logits processors"),
@@ -249,9 +389,7 @@ def test_an_engine_in_which_no_request_can_continue_says_why(
     """Not a real configuration: most of these need a GPU, or what they name."""
     config = SimpleNamespace(
         use_v2_model_runner=False,
-        scheduler_config=SimpleNamespace(
-            scheduler_cls=CLASS, async_scheduling=False, get_scheduler_cls=lambda: continuing.ContinuingScheduler
-        ),
+        scheduler_config=SimpleNamespace(scheduler_cls=CLASS, get_scheduler_cls=lambda: continuing.ContinuingScheduler),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         structured_outputs_config=SimpleNamespace(reasoning_parser=""),
         model_config=SimpleNamespace(logits_processors=None, max_model_len=2048),
@@ -262,7 +400,7 @@ def test_an_engine_in_which_no_request_can_continue_says_why(
     continuations = continuing.Continuations(config)
     assert continuations.begin(request, OTHER)
     continuations.forget(request)
-    setattr(getattr(config, part) if part else config, field, value)
+    setattr(getattr(config, part), field, value)
     request = Request("request", prompt(100), SamplingParams(max_tokens=4, ignore_eos=True), None)
     with log.at_level(logging.WARNING):
         assert not continuing.Continuations(config).begin(request, OTHER)
@@ -288,6 +426,7 @@ def test_requests_that_vllm_treats_in_ways_of_their_own_take_two_steps(engine: E
 def test_vllm_has_the_fields_that_are_used_here() -> None:
     """Its scheduler is no public interface."""
     assert {"schedule", "update_from_output"} <= set(vars(Scheduler))
+    assert {"schedule", "update_from_output"}.isdisjoint(vars(AsyncScheduler))
     assert {"request_id", "new_token_ids"} <= set(EngineCoreOutput.__struct_fields__)
-    assert "prompt_token_ids" in NewRequestData.__dataclass_fields__
+    assert {"prompt_token_ids", "prefill_token_ids"} <= NewRequestData.__dataclass_fields__.keys()
     assert "num_output_tokens" in CachedRequestData.__dataclass_fields__

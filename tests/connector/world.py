@@ -88,12 +88,13 @@ class World:
         self.sent: Counter[str] = Counter()
         self.loads: dict[str, SentLoad] = {}
         self.loaded: set[str] = set()
+        self.continued: set[str] = set()
         self.steps: deque[Step] = deque()
         self._by_id: dict[str, Request] = {}
         self._incomplete: set[str] = set()
         self._aggregator = KVOutputAggregator(self.mode.num_ranks)
         facts = self.handoffs, self.given, self.foreign, self.seen
-        modes = {"uses_v2": self.mode.uses_v2, "is_late": self.mode.is_late}
+        modes = {"uses_v2": self.mode.uses_v2, "is_async": self.mode.is_async, "is_late": self.mode.is_late}
         self.ranks = [Rank(*facts, **modes) for _ in range(self.mode.num_ranks)]
         match = self.engine.role.match
         self.engine.role.match = lambda request, num_local: self._claimed(request, num_local, match(request, num_local))
@@ -201,7 +202,8 @@ class World:
         if report is not None:
             self._check_report(report)
         self._check_tokens(step)
-        self.engine.scheduler.update_from_output(step.output, result)
+        self.engine.deliver(self.engine.scheduler.update_from_output(step.output, result))
+        self._check_answers(step)
         if report is not None:
             self._note_ended_loads(report)
         self.check()
@@ -214,6 +216,8 @@ class World:
                 role = "producing" if handoff in self.wire.produced else "consuming"
             when = "decode" if request is not None and request.num_output_tokens else "prefill"
             self.seen[f"{role} request preempted in {when}"] += 1
+            if request is not None and self._continues_after(request, [THEIRS]):
+                self.seen["continued request preempted before its second token"] += 1
             if request is not None and 0 < request.num_output_tokens < len(self.given.get(handoff, ())):
                 self.seen["resumed request preempted between its tokens"] += 1
 
@@ -266,6 +270,7 @@ class World:
             )
             if is_continued:
                 assert list(request.output_token_ids) == [THEIRS], "it continues after what the producer has sampled"
+                self.continued.add(request_id)
                 self.seen["request continued"] += 1
             else:
                 expected.append(table[num_before // BLOCK])
@@ -311,6 +316,16 @@ class World:
                 assert step.computed[request_id] == list(request.all_token_ids[first:end]), (
                     "a worker computes other tokens than the scheduler counts"
                 )
+
+    def _check_answers(self, step: Step) -> None:
+        """Clients have got each output once, in order. A producer's token comes with the next one, or not at all."""
+        for request_id in step.output.num_scheduled_tokens:
+            sent, request = self.engine.sent.get(request_id, []), self._by_id[request_id]
+            is_unsent = not sent and self._continues_after(request, [THEIRS])
+            assert is_unsent or sent == list(request.output_token_ids), "a client has got other tokens than vLLM counts"
+
+    def _continues_after(self, request: Request, outputs: list[int]) -> bool:
+        return request.request_id in self.continued and list(request.output_token_ids) == outputs
 
     def check(self) -> None:
         """Between any two hooks no block that others write or read can be given to another request."""

@@ -5,7 +5,8 @@ producer's token. Here the scheduler role appends the token to the request's out
 vLLM then computes the token at the position after the prompt, and samples the second one. The client needs both:
 `ContinuingScheduler` puts the first one before the second in the output of that step.
 
-vLLM's V1 model runner gets the token as the last one of the prompt, because a new request has no output there.
+vLLM's V1 model runner gets the token as the last one of the prompt, because a new request has no output there. The V2
+model runner gets all tokens of a new request, and counts those after the prompt as output.
 docs/internals/second-token.md has the lines of vLLM that this depends on.
 """
 
@@ -17,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingType
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -54,16 +58,25 @@ def _continued(vllm_config: VllmConfig) -> _Continued:
 
 
 class ContinuingScheduler(Scheduler):
-    """vLLM's synchronous scheduler, for engines that consume handoffs: `--scheduler-cls`."""
+    """vLLM's scheduler, for engines that consume handoffs: `--scheduler-cls`.
+
+    With asynchronous scheduling an instance is of the subclass of vLLM's asynchronous scheduler below.
+    """
+
+    def __new__(cls, vllm_config: VllmConfig, *_args: Any, **_kwargs: Any) -> Self:
+        """Makes the scheduler of vLLM's own choice, which depends on the configuration: vLLM names one class."""
+        is_asynchronous = cls is ContinuingScheduler and vllm_config.scheduler_config.async_scheduling
+        made: Self = super().__new__(AsyncContinuingScheduler if is_asynchronous else cls)
+        return made
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         self._continued = _continued(vllm_config)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedules a step. Workers get the first token of a continued request as the last one of its prompt."""
+        """Schedules a step. V1 workers get the first token of a continued request as the last one of its prompt."""
         output: SchedulerOutput = super().schedule(*args, **kwargs)
-        if self._continued.tokens:
+        if self._continued.tokens and not self.use_v2_model_runner:
             for new in output.scheduled_new_reqs:
                 if (token := self._continued.tokens.get(new.req_id)) is not None:
                     new.prompt_token_ids = [*(new.prompt_token_ids or ()), token]
@@ -84,6 +97,10 @@ class ContinuingScheduler(Scheduler):
         return outputs
 
 
+class AsyncContinuingScheduler(ContinuingScheduler, AsyncScheduler):
+    """The same with asynchronous scheduling: the outputs of two steps may be unknown, also that of the first one."""
+
+
 class Continuations:
     """Requests of one engine that continue after the producer's first token.
 
@@ -99,6 +116,7 @@ class Continuations:
         self._is_on = is_wanted and not refusal
         if is_wanted and refusal:
             logger.warning("continuing.off every request takes one step more to its second token: %s", refusal)
+        self._uses_v2 = bool(vllm_config.use_v2_model_runner)
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._block_size = int(vllm_config.cache_config.block_size)
         self._continued = _continued(vllm_config)
@@ -120,13 +138,14 @@ class Continuations:
             and not request.mm_features
             and not request.resumable
             and request.num_output_tokens == 0
-            # Workers know a preempted request already, without the token.
+            # V1 workers know a preempted request already, without the token.
             and request.num_preemptions == 0
             # There is a second token, and a position for it.
             and request.max_tokens > 1
             and request.num_tokens + 1 < self._max_model_len
             and token not in params.all_stop_token_ids
-            and _depends_on_tokens_only(params)
+            and _is_plain(params)
+            and (self._uses_v2 or _depends_on_tokens_only(params))
         )
 
     def _has_room(self, request: Request) -> bool:
@@ -153,10 +172,6 @@ def _is_wanted(vllm_config: VllmConfig) -> bool:
 
 def _refusal(vllm_config: VllmConfig) -> str:
     """Why no request of an engine continues; empty if some do."""
-    if vllm_config.use_v2_model_runner:
-        return "the V2 model runner"
-    if vllm_config.scheduler_config.async_scheduling:
-        return "asynchronous scheduling"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "pipeline parallelism"
     if vllm_config.structured_outputs_config.reasoning_parser:
@@ -164,8 +179,21 @@ def _refusal(vllm_config: VllmConfig) -> str:
     plugins = [entry.value for entry in entry_points(group="vllm.logits_processors")]
     others = [name for name in plugins if not name.startswith("kvpipe.")]
     if others or vllm_config.model_config.logits_processors:
-        return "logits processors, which would get the token as part of the prompt"
+        return "logits processors, which would not see the token as an output"
     return ""
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether the first token of a request needs nothing but to be in its output: no entry of its own, no grammar."""
+    return (
+        params.logprobs is None
+        and params.prompt_logprobs is None
+        and params.logprob_token_ids is None
+        and params.structured_outputs is None
+        and params.thinking_token_budget is None
+        and params.trace_decode_token_ids is None
+        and not params.watermarking
+    )
 
 
 def _depends_on_tokens_only(params: SamplingParams) -> bool:
@@ -178,11 +206,4 @@ def _depends_on_tokens_only(params: SamplingParams) -> bool:
         and (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0, 0, 1)
         and not params.min_tokens
         and not params.bad_words
-        and params.logprobs is None
-        and params.prompt_logprobs is None
-        and params.logprob_token_ids is None
-        and params.structured_outputs is None
-        and params.thinking_token_budget is None
-        and params.trace_decode_token_ids is None
-        and not params.watermarking
     )

@@ -25,9 +25,8 @@ Echo = Callable[[str], None]
 _LOWEST_PORT = 10_000
 _KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
-# Only where vLLM schedules synchronously: the class extends its synchronous scheduler, and on GPUs vLLM schedules the
-# next step while one is computed.
-DECODE_ARGS_ON_CPU = ("--scheduler-cls", "kvpipe.connector.ContinuingScheduler")
+# The class is the synchronous or the asynchronous scheduler, as vLLM is configured.
+DECODE_ARGS = ("--scheduler-cls", "kvpipe.connector.ContinuingScheduler")
 
 # For vLLM's CPU build. By default, all instances bind to the same cores, and each takes a share of all memory for its
 # KV. With these, they share the cores and have 1 GiB of KV each.
@@ -114,8 +113,8 @@ class Planner:
         elif role in _KV_ROLE:
             control = f"{LOOPBACK}:{next(self._ports)}"
             command += ["--kv-transfer-config", json.dumps(_kv_transfer_config(spec, role, control))]
-            if role == "decode" and is_cpu_vllm():
-                command += DECODE_ARGS_ON_CPU
+            if role == "decode":
+                command += DECODE_ARGS
         cores, share = next(self._cores), next(self._gpu_shares)
         command += [*share.args, *spec.vllm_args]
         child = self._child(f"{role}-{index}", command, cores, share.gpus)

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvpipe.bench.instances.model import dtype
-from kvpipe.launch.plan import DECODE_ARGS_ON_CPU, free_ports
+from kvpipe.launch.plan import DECODE_ARGS, free_ports
 from kvpipe.launch.spec import LOOPBACK, VLLM_COMMAND
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def start_instance(
     command += ["--served-model-name", MODEL, "--load-format", "dummy", "--dtype", dtype()]
     command += ["--block-size", str(BLOCK_SIZE), "--enforce-eager", *args]
     if transfer and (transfer["kv_connector"], transfer["kv_role"]) == ("KVPipeConnector", "kv_consumer"):
-        command += DECODE_ARGS_ON_CPU
+        command += DECODE_ARGS
     if transfer:
         command += ["--kv-transfer-config", json.dumps(transfer)]
     common = {
