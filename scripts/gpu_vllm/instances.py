@@ -150,7 +150,7 @@ class Asker:
 
     def result(self, handoff: str) -> dict[str, Any]:
         """How a handoff ended, as D's control port says."""
-        asked = lambda: self._control.result(self.decode.control, handoff).wait(5)  # noqa: E731
+        asked = lambda: self._control.result(self.decode.control or "", handoff).wait(5)  # noqa: E731
         return until(asked, 10) or {"result": "unknown"}
 
     def both(self, body: Body) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -171,8 +171,8 @@ def _download(folder: Path, wanted: Sequence[str]) -> None:
         "--only-binary=:all:",
         f"--python-version={PYTHON}",
     ]
-    command = [sys.executable, "-m", "pip", "download", *options, "--implementation=cp", *machine, "--dest", folder]
-    subprocess.run([*command, *wanted], check=True)  # noqa: S603 - pip
+    command = [sys.executable, "-m", "pip", "download", *options, "--implementation=cp", *machine, "--dest"]
+    subprocess.run([*command, str(folder), *wanted], check=True)  # noqa: S603 - pip
 
 
 def _extracted(wheels: Iterable[Path], site: Path, left_out: Sequence[str]) -> list[Path]:

@@ -7,6 +7,8 @@ from typing import Any
 TABLE, PICTURE = "table.txt", "figures.png"
 # P's token to D's first step, of the 1B shape.
 REACH_TOKENS, REACH_HANDOVER_MS = 2048, 15.0
+# Of each way to answer, in every panel.
+_COLOURS = {"undivided": "tab:blue", "just-in-time": "tab:orange", "sequential": "tab:green"}
 
 
 def write(result: Mapping[str, Any], out: Path) -> list[str]:
@@ -52,7 +54,8 @@ def facts_of(step: Mapping[str, Any]) -> str:
             found.append(f"{stage}: {row['equal']} of {row['asked']} equal, {_counts(row)}")
     for stage in ("decode killed", "prefill killed"):
         if row := step.get(stage):
-            counts = [f"{row.get(name, 0)} {name}" for name in ("right", "wrong", "no answer")]
+            counts = [f"{row.get(name, 0)} {name}" for name in ("under way", "right", "wrong", "no answer")]
+            counts += [f"{name} {number}" for name, number in row.get("result", {}).items()]
             found += [f"{stage}: {', '.join(counts)}"]
     return "; ".join(found)
 
@@ -122,6 +125,8 @@ def _panel(axis: Any, rows: Mapping[str, Any], key: str) -> None:
                 [each["median"] - each["p10"] for each in points.values()],
                 [each["p90"] - each["median"] for each in points.values()],
             ]
-            axis.errorbar(list(points), medians, yerr=around, marker="o", capsize=3, label=name)
+            axis.errorbar(
+                list(points), medians, yerr=around, marker="o", capsize=3, label=name, color=_COLOURS.get(name)
+            )
             axis.legend(fontsize=7)
     axis.set_ylim(bottom=0)
