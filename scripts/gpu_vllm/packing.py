@@ -69,12 +69,19 @@ def pack(folder: Path, limit_bytes: int, wheel: Path | None, say: Callable[[str]
     """Fills a folder with the archive, the programs and the facts; returns the exit status.
 
     Args:
-        folder: The folder, which appears whole: its own old content is removed first.
+        folder: The folder. An older pack in it is removed first.
         limit_bytes: The most that the folder and the repository's tracked files may have together.
         wheel: kvpipe's wheel; None builds it.
         say: Called with each line of progress.
+
+    Raises:
+        SystemExit: The folder has other files, or a program is missing.
     """
     began = time.monotonic()
+    if folder.exists() and any(folder.iterdir()) and not (folder / FACTS).exists():
+        raise SystemExit(f"gpu-check: {folder} has other files than a pack: give a new folder")
+    if missing := missing_programs(has_wheel=wheel is not None):
+        raise SystemExit(f"gpu-check: not installed: {', '.join(missing)}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as name:
@@ -91,6 +98,13 @@ def pack(folder: Path, limit_bytes: int, wheel: Path | None, say: Callable[[str]
     programs = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and file.name != ARCHIVE)
     parts += [Part("programs of the check", programs), Part("the repository's tracked files", tracked_bytes())]
     return judged(parts, limit_bytes, f"{time.monotonic() - began:.0f} s", say)
+
+
+def missing_programs(*, has_wheel: bool) -> list[str]:
+    """The programs that packing needs and that are not here, with the package of each."""
+    needed = {"git": "git", "strip": "binutils"}
+    needed |= {} if has_wheel else {"cargo": "rustup", "cc": "gcc"}
+    return [f"{program} ({package})" for program, package in needed.items() if shutil.which(program) is None]
 
 
 def judged(parts: Sequence[Part], limit_bytes: int, took: str, say: Callable[[str], None]) -> int:
@@ -199,11 +213,9 @@ def _place(name: str) -> str:
 
 
 def _strip(files: Iterable[Path]) -> None:
-    program = shutil.which("strip")
-    if program is None:
-        raise SystemExit("gpu-check: strip is not installed: apt-get install binutils")
     for file in files:
-        subprocess.run([program, "--strip-unneeded", file], check=False, stderr=subprocess.DEVNULL)  # noqa: S603
+        command = ["strip", "--strip-unneeded", file]
+        subprocess.run(command, check=False, stderr=subprocess.DEVNULL)  # noqa: S603 - binutils', by its name
 
 
 def _kind(file: Path) -> tuple[str, str]:
