@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from gpu_vllm import fatbin
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ARCHIVE, FACTS = "vllm.tar.xz", "vllm.json"
+_PACKED = {ARCHIVE, FACTS, "gpu-check", "gpu_vllm"}
 VLLM = "vllm==0.32.0"
 UCX = "libucx-cu13==1.22.0"
 PYTHON = "3.12"
@@ -78,8 +79,9 @@ def pack(folder: Path, limit_bytes: int, wheel: Path | None, say: Callable[[str]
         SystemExit: The folder has other files, or a program is missing.
     """
     began = time.monotonic()
-    if folder.exists() and any(folder.iterdir()) and not (folder / FACTS).exists():
-        raise SystemExit(f"gpu-check: {folder} has other files than a pack: give a new folder")
+    others = {each.name for each in folder.iterdir()} - _PACKED if folder.exists() else set()
+    if others:
+        raise SystemExit(f"gpu-check: {folder} has {min(others)}, which is no part of a pack: give a new folder")
     if missing := missing_programs(has_wheel=wheel is not None):
         raise SystemExit(f"gpu-check: not installed: {', '.join(missing)}")
     shutil.rmtree(folder, ignore_errors=True)
@@ -88,7 +90,19 @@ def pack(folder: Path, limit_bytes: int, wheel: Path | None, say: Callable[[str]
         scratch = Path(name)
         groups = _unpacked(scratch, wheel or _built_wheel(), say)
         say("compressing")
-        parts = _compressed(folder / ARCHIVE, scratch, groups)
+        parts = fill(folder, scratch / "site", groups)
+    return judged(parts, limit_bytes, f"{time.monotonic() - began:.0f} s", say)
+
+
+def fill(folder: Path, site: Path, groups: Mapping[str, Sequence[Path]]) -> list[Part]:
+    """Writes the archive, the programs and the facts into a folder; returns the size of each part.
+
+    Args:
+        folder: The folder, which exists.
+        site: What the archive is unpacked to.
+        groups: The files of each part, below `site`.
+    """
+    parts = _compressed(folder / ARCHIVE, site, groups)
     for program in (HERE.parent / "gpu-check", *sorted(HERE.glob("*.py"))):
         target = folder / program.relative_to(HERE.parent)
         target.parent.mkdir(exist_ok=True)
@@ -96,8 +110,7 @@ def pack(folder: Path, limit_bytes: int, wheel: Path | None, say: Callable[[str]
     facts = {"commit": commit(), "vllm": VLLM, "ucx": UCX, "architecture": ARCHITECTURE, "python": PYTHON}
     (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
     programs = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and file.name != ARCHIVE)
-    parts += [Part("programs of the check", programs), Part("the repository's tracked files", tracked_bytes())]
-    return judged(parts, limit_bytes, f"{time.monotonic() - began:.0f} s", say)
+    return [*parts, Part("programs of the check", programs), Part("the repository's tracked files", tracked_bytes())]
 
 
 def missing_programs(*, has_wheel: bool) -> list[str]:
@@ -223,7 +236,7 @@ def _kind(file: Path) -> tuple[str, str]:
     return file.suffix, str(file)
 
 
-def _compressed(archive: Path, scratch: Path, groups: dict[str, list[Path]]) -> list[Part]:
+def _compressed(archive: Path, site: Path, groups: Mapping[str, Sequence[Path]]) -> list[Part]:
     """Writes the archive; a part's size is what it has added to it, up to what the encoder held back."""
     parts = []
     with archive.open("wb") as file:
@@ -234,7 +247,7 @@ def _compressed(archive: Path, scratch: Path, groups: dict[str, list[Path]]) -> 
             for name, members in groups.items():
                 before = file.tell()
                 for member in _once(members):
-                    tar.add(member, member.relative_to(scratch / "site"), filter=_plain)
+                    tar.add(member, member.relative_to(site), filter=_plain)
                 parts.append(Part(name, file.tell() - before))
         rest = file.tell() - sum(part.num_bytes for part in parts)
     return [*parts, Part("the end of the archive", rest)]

@@ -16,7 +16,7 @@ def write(result: Mapping[str, Any], out: Path) -> list[str]:
     lines = table(result)
     (out / TABLE).write_text("\n".join(lines) + "\n")
     try:
-        _draw(result, out / PICTURE)
+        picture(result).savefig(out / PICTURE, dpi=130)
     except Exception as error:  # noqa: BLE001 - the table has all of it
         lines.append(f"no picture: {type(error).__name__}: {error}")
     return lines
@@ -88,7 +88,7 @@ def _cell(spread: Mapping[str, float]) -> str:
     return f"{spread['median']:.2f} ({spread['p90']:.2f})"
 
 
-def _draw(result: Mapping[str, Any], path: Path) -> None:
+def picture(result: Mapping[str, Any]) -> Any:
     """Draws first token, latency between tokens and hand-over of the shape beside the undivided instance."""
     from matplotlib import figure  # noqa: PLC0415 - only a machine with figures needs it
 
@@ -108,7 +108,7 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
             axis.set_ylabel(label)
             axis.set_xlabel(f"tokens of the prompt ({name})")
     drawn.suptitle(title(result["facts"]), fontsize=7)
-    drawn.savefig(path, dpi=130)
+    return drawn
 
 
 def _panel(axis: Any, rows: Mapping[str, Any], key: str) -> None:
