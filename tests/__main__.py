@@ -33,7 +33,7 @@ E2E = "tests/e2e"
 E2E_LONG = [f"tests/e2e/test_{name}.py" for name in ("bfloat16", "queue", "two_by_two")]
 # Benchmarks and builds, which take the other half of what is slow of the rest.
 BENCH = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("tests/test_bench*.py"))
-BENCH += ["tests/test_gpu_check.py", "tests/test_wheel.py"]
+BENCH += ["tests/gpu_check", "tests/test_gpu_check.py", "tests/test_wheel.py"]
 
 # How often a terminal's line is renewed, and how often a log gets one.
 TERMINAL_S, LOG_S = 0.5, 30.0

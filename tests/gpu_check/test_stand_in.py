@@ -28,7 +28,7 @@ def ended(tmp_path_factory):
     packing.fill(pack, site, {"the stand-in": sorted(file for file in site.rglob("*") if file.is_file())})
     # The stand-in's torch for what reads the real one meanwhile; scripts find the unpacked one by themselves.
     env = os.environ | {"PYTHONPATH": str(site), "GPU_CHECK_START_S": "100"}
-    command = [sys.executable, pack / "gpu-check", "--vllm", "--out", out]
+    command = [sys.executable, pack / "gpu-check", "--vllm", "--out", out, "--within", "350"]
     ran = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=380, check=False)
     return ran, out
 
