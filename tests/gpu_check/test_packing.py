@@ -1,11 +1,14 @@
 """The pack: its sizes, its limit, and what it is given."""
 
 import json
+import os
 
 import pytest
 from gpu_vllm import packing
 
 MIB = packing.MIB
+# Random, so that the archive has as many.
+B_BYTES = 3 * MIB
 
 
 @pytest.fixture
@@ -15,7 +18,7 @@ def filled(tmp_path):
     site.mkdir()
     folder.mkdir()
     (site / "a.py").write_text("a = 1\n")
-    (site / "b.so").write_bytes(bytes(range(256)) * 400)
+    (site / "b.so").write_bytes(os.urandom(B_BYTES))
     parts = packing.fill(folder, site, {"Python files": [site / "a.py"], "b": [site / "b.so"]})
     return folder, parts
 
@@ -26,7 +29,7 @@ def test_a_pack_has_the_archive_the_programs_and_the_commit(filled, tmp_path):
     assert json.loads((folder / "vllm.json").read_text())["commit"] == packing.commit()
     packing.unpack(folder / "vllm.tar.xz", tmp_path / "unpacked")
     assert (tmp_path / "unpacked/a.py").read_text() == "a = 1\n"
-    assert (tmp_path / "unpacked/b.so").stat().st_size == 256 * 400
+    assert (tmp_path / "unpacked/b.so").stat().st_size == B_BYTES
 
 
 def test_the_sizes_of_its_parts_are_those_of_all_that_travels(filled):
@@ -34,6 +37,7 @@ def test_the_sizes_of_its_parts_are_those_of_all_that_travels(filled):
     sizes = {part.name: part.num_bytes for part in parts}
     assert sizes.pop("the repository's tracked files") == packing.tracked_bytes() > MIB
     assert sum(sizes.values()) == sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    assert MIB < sizes["b"] <= B_BYTES
     assert {"Python files", "b", "the end of the archive", "programs of the check"} == set(sizes)
 
 
@@ -49,7 +53,8 @@ def test_it_says_the_size_of_each_part_and_fails_over_the_limit_with_the_sum(lim
     assert verdict in said[2]
 
 
-def test_a_folder_with_other_files_is_not_removed(tmp_path):
+def test_a_folder_with_other_files_is_not_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(SystemExit, match=r"thesis\.tex, which is no part of a pack"):
         packing.pack(tmp_path, MIB, None, print)
