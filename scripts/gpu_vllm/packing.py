@@ -227,7 +227,7 @@ def _place(name: str) -> str:
 
 def _strip(files: Iterable[Path]) -> None:
     for file in files:
-        command = ["strip", "--strip-unneeded", file]
+        command = ["strip", "--strip-unneeded", str(file)]
         subprocess.run(command, check=False, stderr=subprocess.DEVNULL)  # noqa: S603 - binutils', by its name
 
 

@@ -11,6 +11,8 @@ import pytest
 from gpu_vllm import groups, there
 from gpu_vllm.there import Check, Step
 
+from kvpipe.launch.gpus import assign_gpus, start_turns
+
 PROGRAMS = {
     "passes": "finish({'start_s': 1.0}, 0)",
     "measures": "finish({'start_s': 1.0, 'eight at once': {'a': {}}}, 0)",
@@ -128,6 +130,11 @@ def test_the_steps_are_those_of_the_reference_in_their_order():
     for at, step in enumerate(steps):
         assert set(step.needs) <= set(names[:at]), step.name
     assert [step.name for step in steps if step.is_alone] == names[-2:] == ["shape", "shape-eager"]
+
+
+@pytest.mark.parametrize("group", [*groups.GROUPS.values(), *groups.SHAPES.values()])
+def test_the_instances_of_a_group_start_at_once_although_they_share_a_gpu(group):
+    assert set(start_turns(assign_gpus(3, ("0",), group.args), group.args)) == {0}
 
 
 def test_every_step_has_a_bound_within_eight_minutes():
