@@ -18,8 +18,9 @@ from kvpipe import _kvpipe, transfer_params
 from kvpipe.config import resolve_token
 from kvpipe.transfer_params import ConsumeParams, ProduceParams
 
-# Slow enough to be killed meanwhile.
-TOKENS_PER_S, GAP_S = 5_000, 0.001
+TOKENS_PER_S, GAP_S = 20_000, 0.001
+# Of answers during which an instance is killed.
+LONG, LONG_S = 400, 5.0
 BLOCK_BYTES = 1 << 10
 _DESCRIPTION = {"forces_first_tokens": True, "reasoning_parser": "", "max_model_len": 8192, "max_num_seqs": 64}
 _HASH, _RANKS = bytes(32), [("127.0.0.1:1", bytes(16))]
@@ -64,7 +65,7 @@ class Instance:
         if isinstance(params, ProduceParams) and params.handoff is not None:
             return _json(tokens, kv_transfer_params=self.produce(params.handoff, body["prompt"], tokens[0]))
         if not body.get("stream"):
-            await asyncio.sleep(GAP_S * len(tokens))
+            await asyncio.sleep(LONG_S if len(tokens) >= LONG else GAP_S * len(tokens))
             return _json(tokens)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
