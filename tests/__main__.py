@@ -36,7 +36,7 @@ E2E_LONG = ("test_bfloat16", "test_two_by_two")
 # A front end that gets too little CPU time does not see in time that its broker has confirmed, and answers 503.
 E2E_QUEUE = ("test_queue",)
 # Benchmarks and builds, which take the other half of what is slow of the rest.
-BENCH = ("test_bench*", "test_gpu_check", "test_wheel")
+BENCH = ("test_bench*", "gpu_check/test_*", "test_gpu_check", "test_wheel")
 
 # How often a terminal's line is renewed, and how often a log gets one.
 TERMINAL_S, LOG_S = 0.5, 30.0

@@ -462,11 +462,35 @@ def test_gpus_that_do_not_fit_are_refused_with_both_numbers(change, message):
 def test_a_gpu_that_is_shared_or_short_of_memory_is_named():
     shares, memory = gpus.assign_gpus(2, ("0",), ()), {"0": gpus.GpuMemory(total=80 << 10, free=60 << 10)}
     shared, short = gpus.sharing_text(shares, (), memory)
-    assert shared == "2 instances share GPU 0: 0.45 of its memory each"
+    assert shared == "2 instances share GPU 0: 0.45 of its memory each, started one after the other"
     assert short.startswith("GPU 0 is short of memory: 72.0 GiB are wanted, 60.0 of 80.0 are free")
     assert gpus.sharing_text(gpus.assign_gpus(2, ("0", "1"), ()), (), {}) == []
     chosen = ("--gpu-memory-utilization", "0.3")
     assert len(gpus.sharing_text(gpus.assign_gpus(2, ("0",), chosen), chosen, memory)) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_instances", "listed", "args", "turns"),
+    [
+        (3, ("0",), (), [0, 1, 2]),
+        (4, ("0", "1"), (), [0, 0, 1, 1]),
+        (3, ("0", "1", "2"), ("-tp", "2"), [0, 1, 2]),
+        (2, ("0", "1"), (), [0, 0]),
+        (2, (), (), [0, 0]),
+        (3, ("0",), ("--kv-cache-memory-bytes=1024",), [0, 0, 0]),
+    ],
+)
+def test_instances_that_share_a_gpu_have_turns_unless_vllm_need_not_measure_its_memory(
+    num_instances, listed, args, turns
+):
+    assert gpus.start_turns(gpus.assign_gpus(num_instances, listed, args), args) == turns
+
+
+def test_an_instance_starts_when_the_one_before_it_on_its_gpu_is_healthy():
+    told = []
+    with DeploymentThread(stand_ins(proxy_command=None, gpus=("0",)), report=told.append):
+        states = [tuple(line.split()[:2]) for line in told]
+    assert states == [(name, state) for name in ("prefill-0", "decode-0") for state in ("starting", "healthy")]
 
 
 def test_the_memory_of_gpus_is_what_nvidia_smi_reports(tmp_path, monkeypatch):

@@ -38,8 +38,8 @@ class PipeStats:
         num_tensors: Tensors sent or received, completed.
         num_bytes: Bytes of these tensors.
         in_flight: Pending operations, late ones that are not settled included.
-        transport: Transport of large tensors: `cma`, `tcp`, `rc_mlx5`, …; empty before the ends are connected. A receiver
-            that has got a tensor from or on a GPU names what carried that: `cuda_ipc`, or that of streams.
+        transport: Transport of large tensors: `cma`, `tcp`, `rc_mlx5`, …; empty before the ends are connected. A
+            receiver that has got a tensor from or on a GPU names what carried that: `cuda_ipc`, or that of streams.
     """
 
     num_tensors: int

@@ -34,8 +34,8 @@ from kvpipe.launch.deployment import DeploymentThread
 
 # Of float32, as measured in tests/e2e/identity.py: tokens that are nearer to each other may change places.
 TIE = 1e-4
-_HOT = {"temperature": 1.2, "top_p": 0.95}
-_PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
+_HOT: Body = {"temperature": 1.2, "top_p": 0.95}
+_PENALTIES: Body = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
 _LENGTHS = (1, 11, 128, 129, 167, 600, 1500)
 _NUM_UNDER_LOAD = 8
 
@@ -121,6 +121,16 @@ class Load:
         self._threads = ThreadPoolExecutor(_NUM_UNDER_LOAD)
         self._asked = [self._threads.submit(ask, url, body) for body in self._bodies]
 
+    def under_way(self, asker: Asker) -> dict[str, int]:
+        """How many requests have no answer yet, and how many of them P and D say that they have."""
+        counts = {
+            f"{state} at {name}": int(metric(instance, f"vllm:num_requests_{state}"))
+            for name, instance in (("P", asker.prefill), ("D", asker.decode))
+            for state in ("running", "waiting")
+        }
+        # Counted last: a request that is without an answer now was under way when they were asked.
+        return {**counts, "under way": sum(not asked.done() for asked in self._asked)}
+
     def outcome(self, asker: Asker, *, knows_results: bool) -> dict[str, Any]:
         """Waits for all; returns how many answers were right, wrong and none, and how handoffs ended where D knows."""
         counts: Counter[str] = Counter()
@@ -145,9 +155,9 @@ def killed_decode(asker: Asker) -> dict[str, Any]:
     """D is killed while it decodes: P gets its blocks back, and a new D answers."""
     load = Load(asker.url, 300, 400, 100)
     until(lambda: metric(asker.decode, "vllm:num_requests_running") > 0, 20)
-    began = time.monotonic()
+    at_death, began = load.under_way(asker), time.monotonic()
     asker.running.call(asker.decode.child.stop(0))
-    found = load.outcome(asker, knows_results=False)
+    found = at_death | load.outcome(asker, knows_results=False)
     freed = until(lambda: metric(asker.prefill, "vllm:kv_cache_usage_perc") == 0, LEASE_S + 10)
     found |= {"prefill_holds_no_block": bool(freed), "freed_after_s": round(time.monotonic() - began, 1)}
     say(f"D killed: {found}; starting it again")
@@ -160,8 +170,9 @@ def killed_prefill(asker: Asker) -> dict[str, Any]:
     """P is killed while it computes: D computes what has not come."""
     load = Load(asker.url, 3600, 64, 200)
     until(lambda: metric(asker.prefill, "vllm:num_requests_running") > 0, 20)
+    at_death = load.under_way(asker)
     asker.running.call(asker.prefill.child.stop(0))
-    found = load.outcome(asker, knows_results=True)
+    found = at_death | load.outcome(asker, knows_results=True)
     freed = until(lambda: metric(asker.decode, "vllm:kv_cache_usage_perc") == 0, LEASE_S + 10)
     return found | {"decode_holds_no_block": bool(freed)}
 
@@ -171,6 +182,10 @@ def wrong_after_deaths(name: str, found: dict[str, Any]) -> list[str]:
     wrong = [f"{name}: {found['wrong']} wrong answers"] if found.get("wrong") else []
     if name == "prefill killed" and found.get("no answer"):
         wrong.append(f"{name}: {found['no answer']} requests without an answer: {found['errors'][:2]}")
+    if not found["under way"]:
+        wrong.append(f"{name}: too late, no request was under way")
+    if found["result"].get("full", 0) == _NUM_UNDER_LOAD:
+        wrong.append(f"{name}: too late, all KV had come")
     wrong += [f"{name}: not {key}" for key, value in found.items() if key.endswith("holds_no_block") and not value]
     return wrong
 

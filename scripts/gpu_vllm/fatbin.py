@@ -42,11 +42,10 @@ def slim(data: bytearray, architecture: int) -> int:
 def _loaded(entries: list[Entry], architecture: int) -> list[Entry]:
     """The machine code of the nearest architecture of this generation, else the PTX it can be compiled from."""
     generation = architecture // 10 * 10
-    for lowest in (architecture, generation, generation - 10):
-        usable = [each for each in entries if each.kind == _ELF and lowest <= each.architecture <= architecture]
-        if usable:
-            nearest = max(each.architecture for each in usable)
-            return [each for each in usable if each.architecture == nearest]
+    usable = [each for each in entries if each.kind == _ELF and generation <= each.architecture <= architecture]
+    if usable:
+        nearest = max(each.architecture for each in usable)
+        return [each for each in usable if each.architecture == nearest]
     return [each for each in entries if each.kind == _PTX and each.architecture <= architecture]
 
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from gpu_vllm.groups import ENV, LEASE_S, MODEL, TOKEN, Group
 from kvpipe.control import ControlClient
+from kvpipe.exceptions import KVPipeError
 from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread, Instance
 from kvpipe.launch.spec import VLLM_COMMAND
 
@@ -150,8 +151,19 @@ class Asker:
 
     def result(self, handoff: str) -> dict[str, Any]:
         """How a handoff ended, as D's control port says."""
-        asked = lambda: self._control.result(self.decode.control, handoff).wait(5)  # noqa: E731
-        return until(asked, 10) or {"result": "unknown"}
+        reason = ""
+
+        def asked() -> dict[str, Any] | None:
+            nonlocal reason
+            try:
+                return self._control.result(self.decode.control or "", handoff).wait(5)
+            except (
+                KVPipeError
+            ) as error:  # a session ends when a process has no CPU time for 10 s: the next one asks again
+                reason = str(error)
+                return None
+
+        return until(asked, 10) or {"result": "unknown", "reason": reason}
 
     def both(self, body: Body) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """The undivided instance's answer, that through P and D, and how the handoff ended."""

@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from gpu_vllm import fatbin
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ARCHIVE, FACTS = "vllm.tar.xz", "vllm.json"
+_PACKED = {ARCHIVE, FACTS, "gpu-check", "gpu_vllm"}
 VLLM = "vllm==0.32.0"
 UCX = "libucx-cu13==1.22.0"
 PYTHON = "3.12"
@@ -69,19 +70,39 @@ def pack(folder: Path, limit_bytes: int, wheel: Path | None, say: Callable[[str]
     """Fills a folder with the archive, the programs and the facts; returns the exit status.
 
     Args:
-        folder: The folder, which appears whole: its own old content is removed first.
+        folder: The folder. An older pack in it is removed first.
         limit_bytes: The most that the folder and the repository's tracked files may have together.
         wheel: kvpipe's wheel; None builds it.
         say: Called with each line of progress.
+
+    Raises:
+        SystemExit: The folder has other files, or a program is missing.
     """
     began = time.monotonic()
+    others = {each.name for each in folder.iterdir()} - _PACKED if folder.exists() else set()
+    if others:
+        raise SystemExit(f"gpu-check: {folder} has {min(others)}, which is no part of a pack: give a new folder")
+    if missing := missing_programs(has_wheel=wheel is not None):
+        raise SystemExit(f"gpu-check: not installed: {', '.join(missing)}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         groups = _unpacked(scratch, wheel or _built_wheel(), say)
         say("compressing")
-        parts = _compressed(folder / ARCHIVE, scratch, groups)
+        parts = fill(folder, scratch / "site", groups)
+    return judged(parts, limit_bytes, f"{time.monotonic() - began:.0f} s", say)
+
+
+def fill(folder: Path, site: Path, groups: Mapping[str, Sequence[Path]]) -> list[Part]:
+    """Writes the archive, the programs and the facts into a folder; returns the size of each part.
+
+    Args:
+        folder: The folder, which exists.
+        site: What the archive is unpacked to.
+        groups: The files of each part, below `site`.
+    """
+    parts = _compressed(folder / ARCHIVE, site, groups)
     for program in (HERE.parent / "gpu-check", *sorted(HERE.glob("*.py"))):
         target = folder / program.relative_to(HERE.parent)
         target.parent.mkdir(exist_ok=True)
@@ -89,8 +110,14 @@ def pack(folder: Path, limit_bytes: int, wheel: Path | None, say: Callable[[str]
     facts = {"commit": commit(), "vllm": VLLM, "ucx": UCX, "architecture": ARCHITECTURE, "python": PYTHON}
     (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
     programs = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and file.name != ARCHIVE)
-    parts += [Part("programs of the check", programs), Part("the repository's tracked files", tracked_bytes())]
-    return judged(parts, limit_bytes, f"{time.monotonic() - began:.0f} s", say)
+    return [*parts, Part("programs of the check", programs), Part("the repository's tracked files", tracked_bytes())]
+
+
+def missing_programs(*, has_wheel: bool) -> list[str]:
+    """The programs that packing needs and that are not here, with the package of each."""
+    needed = {"git": "git", "strip": "binutils"}
+    needed |= {} if has_wheel else {"cargo": "rustup", "cc": "gcc"}
+    return [f"{program} ({package})" for program, package in needed.items() if shutil.which(program) is None]
 
 
 def judged(parts: Sequence[Part], limit_bytes: int, took: str, say: Callable[[str], None]) -> int:
@@ -171,8 +198,8 @@ def _download(folder: Path, wanted: Sequence[str]) -> None:
         "--only-binary=:all:",
         f"--python-version={PYTHON}",
     ]
-    command = [sys.executable, "-m", "pip", "download", *options, "--implementation=cp", *machine, "--dest", folder]
-    subprocess.run([*command, *wanted], check=True)  # noqa: S603 - pip
+    command = [sys.executable, "-m", "pip", "download", *options, "--implementation=cp", *machine, "--dest"]
+    subprocess.run([*command, str(folder), *wanted], check=True)  # noqa: S603 - pip
 
 
 def _extracted(wheels: Iterable[Path], site: Path, left_out: Sequence[str]) -> list[Path]:
@@ -199,11 +226,9 @@ def _place(name: str) -> str:
 
 
 def _strip(files: Iterable[Path]) -> None:
-    program = shutil.which("strip")
-    if program is None:
-        raise SystemExit("gpu-check: strip is not installed: apt-get install binutils")
     for file in files:
-        subprocess.run([program, "--strip-unneeded", file], check=False, stderr=subprocess.DEVNULL)  # noqa: S603
+        command = ["strip", "--strip-unneeded", str(file)]
+        subprocess.run(command, check=False, stderr=subprocess.DEVNULL)  # noqa: S603 - binutils', by its name
 
 
 def _kind(file: Path) -> tuple[str, str]:
@@ -211,7 +236,7 @@ def _kind(file: Path) -> tuple[str, str]:
     return file.suffix, str(file)
 
 
-def _compressed(archive: Path, scratch: Path, groups: dict[str, list[Path]]) -> list[Part]:
+def _compressed(archive: Path, site: Path, groups: Mapping[str, Sequence[Path]]) -> list[Part]:
     """Writes the archive; a part's size is what it has added to it, up to what the encoder held back."""
     parts = []
     with archive.open("wb") as file:
@@ -222,7 +247,7 @@ def _compressed(archive: Path, scratch: Path, groups: dict[str, list[Path]]) -> 
             for name, members in groups.items():
                 before = file.tell()
                 for member in _once(members):
-                    tar.add(member, member.relative_to(scratch / "site"), filter=_plain)
+                    tar.add(member, member.relative_to(site), filter=_plain)
                 parts.append(Part(name, file.tell() - before))
         rest = file.tell() - sum(part.num_bytes for part in parts)
     return [*parts, Part("the end of the archive", rest)]

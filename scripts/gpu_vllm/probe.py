@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     found: dict[str, Any] = {"python": platform.python_version(), "wrong": []}
     checks: list[tuple[str, Callable[[], object]]] = [("machine", _machine), ("kvpipe", _kvpipe)]
-    checks += [(name, lambda name=name: importlib.import_module(name).__name__) for name in EXTENSIONS]
+    checks += [(name, partial(_load, name)) for name in EXTENSIONS]
     checks += [
         ("rms_norm", _rms_norm),
         ("silu_and_mul", _silu_and_mul),
@@ -59,6 +60,10 @@ def _show(command: Sequence[str]) -> None:
     except (OSError, subprocess.SubprocessError) as error:
         print(f"{command[0]}: {error}")
     sys.stdout.flush()
+
+
+def _load(name: str) -> str:
+    return importlib.import_module(name).__name__
 
 
 def _machine() -> dict[str, Any]:

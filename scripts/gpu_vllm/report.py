@@ -7,6 +7,8 @@ from typing import Any
 TABLE, PICTURE = "table.txt", "figures.png"
 # P's token to D's first step, of the 1B shape.
 REACH_TOKENS, REACH_HANDOVER_MS = 2048, 15.0
+# Of each way to answer, in every panel.
+_COLOURS = {"undivided": "tab:blue", "just-in-time": "tab:orange", "sequential": "tab:green"}
 
 
 def write(result: Mapping[str, Any], out: Path) -> list[str]:
@@ -14,7 +16,7 @@ def write(result: Mapping[str, Any], out: Path) -> list[str]:
     lines = table(result)
     (out / TABLE).write_text("\n".join(lines) + "\n")
     try:
-        _draw(result, out / PICTURE)
+        picture(result).savefig(out / PICTURE, dpi=130)
     except Exception as error:  # noqa: BLE001 - the table has all of it
         lines.append(f"no picture: {type(error).__name__}: {error}")
     return lines
@@ -52,7 +54,8 @@ def facts_of(step: Mapping[str, Any]) -> str:
             found.append(f"{stage}: {row['equal']} of {row['asked']} equal, {_counts(row)}")
     for stage in ("decode killed", "prefill killed"):
         if row := step.get(stage):
-            counts = [f"{row.get(name, 0)} {name}" for name in ("right", "wrong", "no answer")]
+            counts = [f"{row.get(name, 0)} {name}" for name in ("under way", "right", "wrong", "no answer")]
+            counts += [f"{name} {number}" for name, number in row.get("result", {}).items()]
             found += [f"{stage}: {', '.join(counts)}"]
     return "; ".join(found)
 
@@ -85,7 +88,7 @@ def _cell(spread: Mapping[str, float]) -> str:
     return f"{spread['median']:.2f} ({spread['p90']:.2f})"
 
 
-def _draw(result: Mapping[str, Any], path: Path) -> None:
+def picture(result: Mapping[str, Any]) -> Any:
     """Draws first token, latency between tokens and hand-over of the shape beside the undivided instance."""
     from matplotlib import figure  # noqa: PLC0415 - only a machine with figures needs it
 
@@ -105,7 +108,7 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
             axis.set_ylabel(label)
             axis.set_xlabel(f"tokens of the prompt ({name})")
     drawn.suptitle(title(result["facts"]), fontsize=7)
-    drawn.savefig(path, dpi=130)
+    return drawn
 
 
 def _panel(axis: Any, rows: Mapping[str, Any], key: str) -> None:
@@ -122,6 +125,8 @@ def _panel(axis: Any, rows: Mapping[str, Any], key: str) -> None:
                 [each["median"] - each["p10"] for each in points.values()],
                 [each["p90"] - each["median"] for each in points.values()],
             ]
-            axis.errorbar(list(points), medians, yerr=around, marker="o", capsize=3, label=name)
+            axis.errorbar(
+                list(points), medians, yerr=around, marker="o", capsize=3, label=name, color=_COLOURS.get(name)
+            )
             axis.legend(fontsize=7)
     axis.set_ylim(bottom=0)

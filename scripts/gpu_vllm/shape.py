@@ -86,8 +86,8 @@ def stream(url: str, tokens: Sequence[int], num_tokens: int) -> Stream:
 def spread(figures: Sequence[float]) -> dict[str, float]:
     """Median, 10th and 90th percentile, largest."""
     ordered = sorted(figures)
-    at = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))]  # noqa: E731
-    found = {"median": statistics.median(ordered), "p10": at(0.1), "p90": at(0.9), "largest": ordered[-1]}
+    tenth, ninetieth = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.1, 0.9))
+    found = {"median": statistics.median(ordered), "p10": tenth, "p90": ninetieth, "largest": ordered[-1]}
     return {name: round(value, 3) for name, value in found.items()} | {"num": len(ordered)}
 
 

@@ -148,6 +148,11 @@ class Check:
             self._gather()
         return self._report()
 
+    def close(self) -> None:
+        """Closes the log and removes what is not brought back."""
+        self._console.close()
+        shutil.rmtree(self.work, ignore_errors=True)
+
     # --- before the steps ---------------------------------------------------------------------------------------
 
     def _prepared(self) -> dict[str, str]:
@@ -338,7 +343,7 @@ class Check:
         result = self.result()
         for line in report.write(result, self.out):
             self.say(line)
-        shutil.rmtree(self.work, ignore_errors=True)
+        self.close()
         passed = [each.outcome == "passed" for each in self.runs.values()]
         return 0 if passed and all(passed) and "stopped" not in self.facts else 1
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from kvpipe.exceptions import ConfigError, KVPipeError
+from kvpipe.launch.gpus import start_turns
 from kvpipe.launch.plan import Echo, Instance, Planner
 from kvpipe.launch.process import ChildProcess
 from kvpipe.launch.spec import DeploymentSpec
@@ -94,6 +95,8 @@ class Deployment:
     async def start(self) -> None:
         """Starts the store, the instances, then the proxy, and returns when all answer `/health` with 200.
 
+        Instances that share a GPU start one after the other, because each measures its free memory.
+
         Raises:
             KVPipeError: A process ended, or the timeout has passed. The others keep running until `stop`.
         """
@@ -102,9 +105,12 @@ class Deployment:
         if self.store is not None:
             await self._start(self.store)
             await self.until_healthy([self.store])
-        for instance in self.instances:
-            await self._start(instance)
-        await self.until_healthy(self.instances)
+        turns = start_turns([instance.gpu_share for instance in self.instances], self.spec.vllm_args)
+        for turn in range(max(turns, default=-1) + 1):
+            starting = [instance for instance, its in zip(self.instances, turns, strict=True) if its == turn]
+            for instance in starting:
+                await self._start(instance)
+            await self.until_healthy(starting)
         if self.proxy is not None:
             await self._start(self.proxy)
             await self.until_healthy([self.proxy])

@@ -13,6 +13,7 @@ from kvpipe.launch.cores import counted
 # vLLM takes so much of a GPU's memory by default (0.32, config/cache.py:gpu_memory_utilization).
 _DEFAULT_UTILIZATION = 0.9
 _UTILIZATION_FLAG, _PARALLEL_FLAGS = "--gpu-memory-utilization", ("--tensor-parallel-size", "-tp")
+_KV_CACHE_FLAG = "--kv-cache-memory-bytes"
 _QUERY = ("--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
 _QUERY_TIMEOUT_S = 20.0
 
@@ -72,6 +73,23 @@ def assign_gpus(num_instances: int, gpus: Sequence[str], vllm_args: Sequence[str
     return [GpuShare(each, _share(max(uses[gpu] for gpu in each))) for each in assigned]
 
 
+def start_turns(shares: Sequence[GpuShare], vllm_args: Sequence[str]) -> list[int]:
+    """Returns the turn in which each instance starts; those of one turn share no GPU.
+
+    vLLM measures the free memory of its GPU while it starts. It fails, or plans with less, where another process
+    allocates or frees memory meanwhile (0.32, v1/worker/gpu_worker.py:determine_available_memory). It does not measure
+    if its arguments have the size of the KV cache.
+    """
+    if _value_of(vllm_args, (_KV_CACHE_FLAG,)) is not None:
+        return [0] * len(shares)
+    turns: list[int] = []
+    latest: dict[str, int] = {}
+    for share in shares:
+        turns.append(max((latest[gpu] + 1 for gpu in share.gpus if gpu in latest), default=0))
+        latest |= dict.fromkeys(share.gpus, turns[-1])
+    return turns
+
+
 def _share(num_users: int) -> float | None:
     """The share of each instance, rounded down; None if there is only one, which takes what vLLM takes."""
     return None if num_users == 1 else int(100 * _DEFAULT_UTILIZATION / num_users) / 100
@@ -120,11 +138,12 @@ def sharing_text(shares: Sequence[GpuShare], vllm_args: Sequence[str], memory: d
     """Says which GPUs are shared, and where vLLM will want more memory than is free."""
     lines = []
     users = Counter(itertools.chain(*(share.gpus for share in shares)))
+    how = ", started one after the other" if any(start_turns(shares, vllm_args)) else ""
     for gpu, number in users.items():
         share = next(each.utilization for each in shares if gpu in each.gpus)
         wanted = share or float(_value_of(vllm_args, (_UTILIZATION_FLAG,)) or _DEFAULT_UTILIZATION)
         if number > 1:
-            lines.append(f"{number} instances share GPU {gpu}: {wanted:g} of its memory each")
+            lines.append(f"{number} instances share GPU {gpu}: {wanted:g} of its memory each{how}")
         if (has := memory.get(gpu)) and number * wanted * has.total > has.free:
             lines.append(
                 f"GPU {gpu} is short of memory: {number * wanted * has.total / 1024:.1f} GiB are wanted, "

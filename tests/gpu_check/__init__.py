@@ -1,0 +1,1 @@
+"""scripts/gpu-check --vllm: packing, steps, report, and the whole with stand-ins for vLLM's engines."""
