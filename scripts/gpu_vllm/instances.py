@@ -157,9 +157,7 @@ class Asker:
             nonlocal reason
             try:
                 return self._control.result(self.decode.control or "", handoff).wait(5)
-            except (
-                KVPipeError
-            ) as error:  # a session ends when a process has no CPU time for 10 s: the next one asks again
+            except KVPipeError as error:  # such as a session's end after 10 s without CPU time
                 reason = str(error)
                 return None
 
