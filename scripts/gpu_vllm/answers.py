@@ -34,6 +34,8 @@ from kvpipe.launch.deployment import DeploymentThread
 
 # Of float32, as measured in tests/e2e/identity.py: tokens that are nearer to each other may change places.
 TIE = 1e-4
+# Of bfloat16 in batches of other sizes: the steps of its numbers between 8 and 16, where logits are, and twice that.
+TIE_IN_BATCHES = 0.125
 _HOT: Body = {"temperature": 1.2, "top_p": 0.95}
 _PENALTIES: Body = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
 _LENGTHS = (1, 11, 128, 129, 167, 600, 1500)
@@ -85,11 +87,16 @@ def compare(asker: Asker, wanted: dict[str, Body], num_threads: int) -> dict[str
 
 
 def objections(found: dict[str, Any], *, is_exact: bool, transport: str, computed: str) -> list[str]:
-    """Why a comparison is not as it should be. `computed`: prompt tokens that D computes; 0 where it continues."""
-    wrong = []
-    if is_exact and (
-        wrongly := [name for name, how in found["parted"].items() if how["margin"] is None or how["margin"] > TIE]
-    ):
+    """Why a comparison is not as it should be. `computed`: prompt tokens that D computes; 0 where it continues.
+
+    Where answers need not be exact, the undivided instance itself may answer otherwise when it is asked again.
+    """
+    wrong, margins = [], {name: how["margin"] for name, how in found["parted"].items()}
+    if is_exact:
+        wrongly = [name for name, how in margins.items() if how is None or how > TIE]
+    else:
+        wrongly = [name for name, how in margins.items() if how is not None and how > TIE_IN_BATCHES]
+    if wrongly:
         wrong.append(f"{len(wrongly)} of {found['asked']} answers differ: {', '.join(wrongly)}")
     wanted = {"result": "full", "transport": transport, "first_token": "exact", "computed_tokens": computed}
     for key, expected in wanted.items():
@@ -224,9 +231,14 @@ def main(arguments: Sequence[str]) -> int:
                 found[name] = stage()
                 if "killed" in name:
                     found["wrong"] += wrong_after_deaths(name, found[name])
+                    if again := found[name].get("again"):
+                        wrong = objections(again, is_exact=is_exact, transport=transport, computed="1")
+                        found["wrong"] += [f"{name}, again: {each}" for each in wrong]
                 else:
                     num_computed = computed.get(name, "0")
-                    wrong = objections(found[name], is_exact=is_exact, transport=transport, computed=num_computed)
+                    # A batch of another size is rounded otherwise.
+                    is_equal = is_exact or name != "eight at once"
+                    wrong = objections(found[name], is_exact=is_equal, transport=transport, computed=num_computed)
                     found["wrong"] += [f"{name}: {each}" for each in wrong]
                 found["chosen"] = chosen_lines(sorted(options.logs.glob("*.log")))
                 write(options.json, found)

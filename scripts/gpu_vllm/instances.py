@@ -107,16 +107,15 @@ def token_ids(answer: dict[str, Any]) -> list[int]:
 
 
 def margin(expected: dict[str, Any], found: dict[str, Any]) -> float | None:
-    """Where two answers part: how much more likely the expected token was there. None where they do not part."""
+    """How far apart in log-probability two tokens are where the answers part. None where they do not."""
     alternatives = (expected["choices"][0].get("logprobs") or {}).get("top_logprobs") or []
     mine, theirs = token_ids(expected), token_ids(found)
     for at, (one, other) in enumerate(zip(mine, theirs, strict=False)):
         if one != other:
             if at >= len(alternatives):
                 return float("inf")
-            likely = alternatives[at]
-            least = min(likely.values())
-            return float(likely.get(f"token_id:{one}", least) - likely.get(f"token_id:{other}", least))
+            likely = [alternatives[at].get(f"token_id:{each}", float("-inf")) for each in (one, other)]
+            return abs(float(likely[0] - likely[1])) if min(likely) > float("-inf") else float("inf")
     return None if len(mine) == len(theirs) else float("inf")
 
 

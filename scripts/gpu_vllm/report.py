@@ -33,7 +33,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
     """A row for each step, then the figures of the 1B shape, and its reach."""
     lines = [f"{result['date']}: {title(result['facts'])}"]
     for name, step in result["steps"].items():
-        lines.append(f"{name:22} {step['outcome']:10} {step['seconds']:6.1f} s  {facts_of(step)}"[:400])
+        lines.append(f"{name:22} {step['outcome']:10} {step['seconds']:6.1f} s  {facts_of(step)}")
         wrongs = [*step.get("wrong", []), *step.get("error", "").splitlines()[-2:]]
         lines += [f"    {wrong}"[:300] for wrong in wrongs if wrong]
     for name, step in result["steps"].items():

@@ -381,6 +381,7 @@ def test_vllms_own_scheduler_continues_nothing(new_engine: Any, producer: _kvpip
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline"),
         ("structured_outputs_config", "reasoning_parser", "qwen3", "reasoning parser"),
         ("model_config", "logits_processors", ["a.module:Processor"], "logits processors"),
+        ("model_config", "return_sampling_mask", True, "sampling masks"),
     ],
 )
 def test_an_engine_in_which_no_request_can_continue_says_why(
@@ -392,7 +393,7 @@ def test_an_engine_in_which_no_request_can_continue_says_why(
         scheduler_config=SimpleNamespace(scheduler_cls=CLASS, get_scheduler_cls=lambda: continuing.ContinuingScheduler),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         structured_outputs_config=SimpleNamespace(reasoning_parser=""),
-        model_config=SimpleNamespace(logits_processors=None, max_model_len=2048),
+        model_config=SimpleNamespace(logits_processors=None, return_sampling_mask=False, max_model_len=2048),
         cache_config=SimpleNamespace(block_size=BLOCK),
         kv_transfer_config=SimpleNamespace(engine_id="engine"),
     )

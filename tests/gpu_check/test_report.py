@@ -1,9 +1,9 @@
 """The report of `gpu-check --vllm`: the table and the picture, and what is objected to."""
 
-import json
+import math
 
 import pytest
-from gpu_vllm import answers, report
+from gpu_vllm import answers, instances, report
 
 FACTS = {"commit": "0123456789ab", "device": "NVIDIA H200", "torch": "2.11.0+cu130"}
 
@@ -106,7 +106,7 @@ def test_the_table_says_what_was_under_way_at_a_death():
 
 def compared(**more):
     found = {"asked": 2, "parted": {}, "result": {"full": 2}, "transport": {"cuda_ipc": 2}, "first_token": {"exact": 2}}
-    return found | more
+    return found | {"computed_tokens": {"0": 2}} | more
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,31 @@ def compared(**more):
         (compared(result={}), ["result {}, not only full"]),
         (compared(parted={"greedy 11": {"margin": 0.5}}), ["1 of 2 answers differ: greedy 11"]),
         (compared(parted={"greedy 11": {"margin": 1e-6}}), []),
+        (compared(parted={"greedy 11": {"margin": None}}), ["1 of 2 answers differ: greedy 11"]),
+        (compared(computed_tokens={"1": 2}), ["computed_tokens {'1': 2}, not only 0"]),
     ],
 )
 def test_answers_and_handoffs_are_objected_to_unless_equal_full_exact_and_by_cuda_ipc(found, objections):
-    assert answers.objections(found, is_exact=True, transport="cuda_ipc") == objections
+    assert answers.objections(found, is_exact=True, transport="cuda_ipc", computed="0") == objections
 
 
-def test_the_table_of_a_run_can_be_written_again_from_its_json(tmp_path):
-    found = json.loads(json.dumps(result(shape=shape())))
-    assert report.table(found) == report.table(result(shape=shape()))
+@pytest.mark.parametrize(("margin", "is_right"), [(0.0625, True), (None, True), (0.5, False), (math.inf, False)])
+def test_answers_in_other_batches_may_part_by_rounding_only(margin, is_right):
+    found = compared(parted={"at once 3": {"margin": margin}})
+    assert answers.objections(found, is_exact=False, transport="cuda_ipc", computed="0") == (
+        [] if is_right else ["1 of 2 answers differ: at once 3"]
+    )
+
+
+def answered(*tokens, likely):
+    alternatives = [{f"token_id:{token}": value for token, value in each.items()} for each in likely]
+    return {"choices": [{"token_ids": list(tokens), "logprobs": {"top_logprobs": alternatives}}]}
+
+
+@pytest.mark.parametrize(
+    ("found", "margin"),
+    [((5, 7), None), ((5, 8), 0.5), ((5, 9), math.inf), ((5,), math.inf), ((5, 6), 2.0)],
+)
+def test_a_margin_is_how_far_the_tokens_are_apart_and_infinite_where_one_is_not_among_the_likely(found, margin):
+    expected = answered(5, 7, likely=[{5: -0.1}, {7: -3.0, 8: -2.5, 6: -1.0}])
+    assert instances.margin(expected, answered(*found, likely=[])) == margin

@@ -59,6 +59,8 @@ def test_the_report_has_answers_deaths_and_figures_of_the_stand_in(ended):
     for name in ("bfloat16-v1", "float32-v2", "default-graphs"):
         assert steps[name]["one at a time"]["equal"] == steps[name]["one at a time"]["asked"] == 15
         assert steps[name]["eight at once"]["transport"] == {"cuda_ipc": 8}
+    assert steps["float32-v2"]["continuing seeded"]["computed_tokens"] == {"0": 7}
+    assert steps["float32-v1"]["continuing seeded"]["computed_tokens"] == {"1": 7}
     assert steps["float32-v2"]["decode killed"]["no answer"] > 0
     assert steps["float32-v2"]["prefill killed"]["right"] == 8
     row = steps["shape"]["one at a time"]["2048 just-in-time"]

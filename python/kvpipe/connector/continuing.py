@@ -176,6 +176,8 @@ def _refusal(vllm_config: VllmConfig) -> str:
         return "pipeline parallelism"
     if vllm_config.structured_outputs_config.reasoning_parser:
         return "a reasoning parser, which may expect one token at a time"
+    if vllm_config.model_config.return_sampling_mask:
+        return "sampling masks, of which the token would have none"
     plugins = [entry.value for entry in entry_points(group="vllm.logits_processors")]
     others = [name for name in plugins if not name.startswith("kvpipe.")]
     if others or vllm_config.model_config.logits_processors:

@@ -238,7 +238,10 @@ impl Worker {
         self.inner.note_use(to);
         let is_mapped = may_unmap(true, || self.mapping(key, remote).is_some());
         let is_direct = |lane: &&Lane| is_direct(lane, here, key.domains, is_mapped);
-        lanes.iter().find(is_direct).map(|lane| &lane.transport[..])
+        // Where the peer's memory is mapped a kernel copies it, whatever other lanes there are.
+        let direct = lanes.iter().filter(is_direct);
+        let lane = direct.min_by_key(|lane| lane.transport != "cuda_ipc");
+        lane.map(|lane| &lane.transport[..])
     }
 
     /// The address here of a peer's memory that is mapped, or can be. The caller has the lock of [`may_unmap`].

@@ -12,7 +12,7 @@ from statistics import quantiles
 from typing import TYPE_CHECKING, Self
 
 from kvpipe import _kvpipe
-from kvpipe.bench.scale.point import Point, ReactorThread, num_descriptors, num_threads, until
+from kvpipe.bench.scale.point import Point, ReactorThread, num_descriptors, threads, until
 from kvpipe.exceptions import KVPipeError
 from kvpipe.work import Work
 
@@ -62,7 +62,7 @@ class Loads:
         self._numbers = itertools.count()
         self._ended: set[bytes] = set()
         self._point = point
-        self._other_threads = num_threads() + point.num_peers
+        self._other_threads = threads()
         self._producers = [Node.start(_BLOCKS_A_LOAD) for _ in range(point.num_peers)]
         before = num_descriptors()
         self.thread = ReactorThread.made_by(self._start)
@@ -80,9 +80,13 @@ class Loads:
         self._node = Node.start(_BLOCKS_A_LOAD * (self._point.num_loads + 1))
         self._agent = self._node.agent
 
+    def _num_threads(self) -> int:
+        """Threads since the start, but for the one of each producer. Others may have ended meanwhile."""
+        return len(threads() - self._other_threads) - self._point.num_peers
+
     def costs(self) -> dict[str, float]:
         """Microseconds of the reactor's CPU for each operation, and what the process holds."""
-        held = {"descriptors": self._own_descriptors, "threads": num_threads() - self._other_threads}
+        held = {"descriptors": self._own_descriptors, "threads": self._num_threads()}
         connects = [self._connect_and_lose() for _ in range(_CONNECTS)]
         return {
             "round": self._typical_of(lambda: self._agent.commit(self._handoff())),

@@ -99,6 +99,6 @@ def num_descriptors() -> int:
     return sum(1 for _ in _DESCRIPTORS.iterdir())
 
 
-def num_threads() -> int:
-    """Threads of this process."""
-    return sum(1 for _ in _TASKS.iterdir())
+def threads() -> set[str]:
+    """The threads of this process."""
+    return {task.name for task in _TASKS.iterdir()}

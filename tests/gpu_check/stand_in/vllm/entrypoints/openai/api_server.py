@@ -58,7 +58,7 @@ class Instance:
         params = transfer_params.parse(body.get("kv_transfer_params"))
         tokens = following(body["prompt"], body["max_tokens"], body.get("seed"))
         if isinstance(params, ConsumeParams) and params.producer:
-            self.consume(params, len(body["prompt"]))
+            self.consume(params, body)
         else:
             async with self.turn:
                 await asyncio.sleep(len(body["prompt"]) / TOKENS_PER_S)
@@ -92,13 +92,16 @@ class Instance:
             first_token=token,
         )
 
-    def consume(self, params, num_tokens):
+    def consume(self, params, body):
+        num_tokens = len(body["prompt"])
+        is_v1 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+        num_computed = int(bool(body.get("logprobs")) or (is_v1 and "seed" in body))
         began = time.monotonic()
         self.trace.instant("queued", params.handoff)
         self.trace.instant("admitted", params.handoff)
         self.control.watch(params.handoff, params.producer)
         self.control.unwatch(params.handoff, is_acknowledged=True)
-        result = {"result": "full", "transport": "cuda_ipc", "first_token": "exact", "computed_tokens": 1}
+        result = {"result": "full", "transport": "cuda_ipc", "first_token": "exact", "computed_tokens": num_computed}
         result |= {"bytes": num_tokens * BLOCK_BYTES, "transfer_ms": 1.0}
         self.control.set_result(params.handoff, json.dumps(result))
         self.control.drain()
