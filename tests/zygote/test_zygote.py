@@ -1,5 +1,6 @@
 """A program that a zygote forks is what `python -m` starts, and a zygote that must not fork does not."""
 
+import contextlib
 import json
 import os
 import signal
@@ -57,7 +58,11 @@ def test_a_client_that_is_killed_before_its_program_was_forked_ends_alone(zygote
 
 def links(pid):
     """What the descriptors of a process are."""
-    return " ".join(["", *(str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir())])
+    found = [""]
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.append(str(link.readlink()))
+    return " ".join(found)
 
 
 def test_programs_run_side_by_side(zygote):
