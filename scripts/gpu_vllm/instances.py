@@ -129,8 +129,10 @@ def until(condition: Callable[[], Any], within_s: float) -> Any:
 
 def metric(instance: Instance, name: str) -> float:
     """The sum of a metric over its labels."""
-    lines = get(instance.url, "/metrics").splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
+    lines = [line for line in get(instance.url, "/metrics").splitlines() if line.startswith(name + "{")]
+    if not lines:
+        raise RuntimeError(f"{instance.url} has no metric {name}")
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 class Asker:

@@ -4,6 +4,7 @@ A step is a program of its own with a bound, begun as soon as those that it need
 those have failed it is left out. Their logs are gathered all the time, so that they are there when this is killed.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -114,6 +115,8 @@ class Check:
         self.out, self.within_s, self.on_cpu = out, within_s, on_cpu
         self.steps = [step for step in steps() if not chosen or step.name.startswith(tuple(chosen))]
         out.mkdir(parents=True, exist_ok=True)
+        for name in (PROBE_LOG, INSTANCES_LOG, CONSOLE_LOG, RESULT, TRACE, report.TABLE, report.PICTURE):
+            (out / name).unlink(missing_ok=True)  # of an earlier run, which may be of another commit
         self.work = Path(tempfile.mkdtemp(prefix="gpu-check-"))
         self.site = self.work / "site" if site is None else site.resolve()
         self.logs = self.work / "logs"
@@ -281,8 +284,10 @@ class Check:
             try:
                 each.process.wait(_END_WITHIN_S)
             except subprocess.TimeoutExpired:
-                os.killpg(each.process.pid, signal.SIGKILL)
+                each.process.kill()
                 each.process.wait()
+        with contextlib.suppress(ProcessLookupError):  # a proxy of a step that has crashed
+            os.killpg(each.process.pid, signal.SIGKILL)
         each.outcome, each.seconds = outcome, round(time.monotonic() - each.began, 1)
         each.findings = _read(self._json(each.step))
         each.has_started = outcome == "passed" or "start_s" in each.findings
