@@ -3,9 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
-MODEL = "m"
 TOKEN = "the token of the check"  # noqa: S105 - of processes on loopback that end with this one
 LEASE_S = 15
 V1, V2 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
@@ -35,8 +33,8 @@ class Group:
     Attributes:
         args: vLLM's arguments.
         env: Variables beyond those of every group.
-        is_exact: Whether its answers have to be those of the undivided instance; bfloat16 rounds by batch.
-        has_deaths: Whether P and D are killed at the end.
+        is_exact: True if its answers have to be those of the undivided instance; bfloat16 rounds by batch.
+        has_deaths: True if P and D are killed at the end.
     """
 
     args: tuple[str, ...]
@@ -46,7 +44,7 @@ class Group:
 
     @property
     def uses_v2(self) -> bool:
-        """Whether vLLM's model runner is V2, its default on a GPU."""
+        """True if vLLM's model runner is V2, its default on a GPU."""
         return self.env.get("VLLM_USE_V2_MODEL_RUNNER") != "0"
 
     def on_cpu(self) -> "Group":
@@ -72,37 +70,10 @@ GROUPS = {
 # 1B: the shape of Llama 3.2 1B, 32 KiB of KV for each token; its weights are vLLM's own. All else is as users get it.
 SHAPE_ARGS = ("--load-format", "dummy", "--max-model-len", "8192", "--dtype", "bfloat16", "--max-num-seqs", "64")
 SHAPE_MEMORY = ("--gpu-memory-utilization", "0.25", "--kv-cache-memory-bytes", str(8 << 30))
+# Its vocabulary is smaller than Llama's, because each word has to be in the tokenizer.
+SHAPE_FIELDS = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+SHAPE_FIELDS |= {"head_dim": 64, "vocab_size": 32_000, "tie_word_embeddings": True}
 SHAPES = {
     "shape-eager": Group((*SHAPE_ARGS, *SHAPE_MEMORY, *EAGER), {}),
     "shape": Group((*SHAPE_ARGS, *SHAPE_MEMORY), {}),
 }
-
-
-def write_shape(folder: Path, num_layers: int = 16, vocab_size: int = 32_000) -> None:
-    """Writes configuration and tokenizer of a model with the layers of Llama 3.2 1B.
-
-    Its vocabulary is smaller, because each word has to be in the tokenizer.
-    """
-    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - the packing machine has none
-    from transformers import LlamaConfig, PreTrainedTokenizerFast  # noqa: PLC0415
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocab_size)}, unk_token="w0"))  # noqa: S106
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=num_layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=8192,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=True,
-    )
-    config.architectures = ["LlamaForCausalLM"]
-    (folder / "config.json").write_text(json.dumps(config.to_dict()))

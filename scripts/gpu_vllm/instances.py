@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import random
 import re
 import sys
 import time
@@ -13,7 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gpu_vllm.groups import ENV, LEASE_S, MODEL, TOKEN, Group
+from gpu_vllm.groups import ENV, LEASE_S, TOKEN, Group
+from kvpipe.bench.instances.model import random_prompt
+from kvpipe.bench.instances.vllm import MODEL
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import KVPipeError
 from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread, Instance
@@ -67,7 +68,7 @@ def completion(tokens: Sequence[int], *, with_alternatives: bool = True, **more:
 
 def prompt(length: int, seed: int) -> list[int]:
     """Token ids of a prompt; each seed is another one."""
-    return random.Random(f"{seed} {length}").choices(range(10, 2000), k=length)  # noqa: S311 - no secret
+    return random_prompt(length, f"{seed} {length}")
 
 
 def get(url: str, path: str) -> str:

@@ -66,13 +66,12 @@ class Part(NamedTuple):
         return f"{self.num_bytes / MIB:7.2f} MiB  {self.name}"
 
 
-def pack(folder: Path, limit_bytes: int, wheel: Path | None, say: Callable[[str], None]) -> int:
+def pack(folder: Path, limit_bytes: int, say: Callable[[str], None]) -> int:
     """Fills a folder with the archive, the programs and the facts; returns the exit status.
 
     Args:
         folder: The folder. An older pack in it is removed first.
         limit_bytes: The most that the folder and the repository's tracked files may have together.
-        wheel: kvpipe's wheel; None builds it.
         say: Called with each line of progress.
 
     Raises:
@@ -82,13 +81,13 @@ def pack(folder: Path, limit_bytes: int, wheel: Path | None, say: Callable[[str]
     others = {each.name for each in folder.iterdir()} - _PACKED if folder.exists() else set()
     if others:
         raise SystemExit(f"gpu-check: {folder} has {min(others)}, which is no part of a pack: give a new folder")
-    if missing := missing_programs(has_wheel=wheel is not None):
+    if missing := missing_programs():
         raise SystemExit(f"gpu-check: not installed: {', '.join(missing)}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        groups = _unpacked(scratch, wheel or _built_wheel(), say)
+        groups = _unpacked(scratch, _built_wheel(), say)
         say("compressing")
         parts = fill(folder, scratch / "site", groups)
     return judged(parts, limit_bytes, f"{time.monotonic() - began:.0f} s", say)
@@ -113,10 +112,9 @@ def fill(folder: Path, site: Path, groups: Mapping[str, Sequence[Path]]) -> list
     return [*parts, Part("programs of the check", programs), Part("the repository's tracked files", tracked_bytes())]
 
 
-def missing_programs(*, has_wheel: bool) -> list[str]:
+def missing_programs() -> list[str]:
     """The programs that packing needs and that are not here, with the package of each."""
-    needed = {"git": "git", "strip": "binutils"}
-    needed |= {} if has_wheel else {"cargo": "rustup", "cc": "gcc"}
+    needed = {"git": "git", "strip": "binutils", "cargo": "rustup", "cc": "gcc"}
     return [f"{program} ({package})" for program, package in needed.items() if shutil.which(program) is None]
 
 
@@ -125,7 +123,7 @@ def judged(parts: Sequence[Part], limit_bytes: int, took: str, say: Callable[[st
     for part in parts:
         say(str(part))
     total = sum(part.num_bytes for part in parts)
-    limit = f"{limit_bytes / MIB:.0f} MiB"
+    limit = f"{limit_bytes / MIB:g} MiB"
     if total > limit_bytes:
         say(f"{total / MIB:.2f} MiB in all, which is over {limit}")
         return 1

@@ -6,10 +6,7 @@ The weights are vLLM's own (`--load-format dummy`): times are real, answers mean
 """
 
 import argparse
-import http.client
-import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -17,14 +14,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
-from gpu_vllm.groups import MODEL, SHAPES, TOKEN
-from gpu_vllm.instances import COMPLETIONS, Asker, chosen_lines, fail, get, prompt, say, spec, until, write
+from gpu_vllm.groups import SHAPES, TOKEN
+from gpu_vllm.instances import Asker, chosen_lines, fail, get, prompt, say, spec, until, write
 from kvpipe.bench import trace
+from kvpipe.bench.handoff.client import Streamed, stream
 from kvpipe.bench.handoff.samples import PHASES, exposed
+from kvpipe.bench.measure import summarize
 from kvpipe.launch.deployment import DeploymentThread
 from kvpipe.launch.plan import free_ports
 
@@ -44,59 +43,23 @@ class Plan(NamedTuple):
 _ON_CPU = Plan((64,), 1, 8, 64)
 
 
-class Stream(NamedTuple):
-    """When the events of a stream came, in seconds after the request; and its handoff."""
-
-    asked_s: float
-    events_s: list[float]
-    handoff: str
-
-    @property
-    def first_ms(self) -> float:
-        """Time to the first token."""
-        return 1e3 * self.events_s[0]
-
-    @property
-    def between_ms(self) -> float:
-        """Mean time between tokens after the second one."""
-        return 1e3 * (self.events_s[-1] - self.events_s[1]) / max(1, len(self.events_s) - 2)
-
-    @property
-    def second_ms(self) -> float:
-        """From the first to the second token, where a hand-over shows."""
-        return 1e3 * (self.events_s[1] - self.events_s[0])
-
-
-def stream(url: str, tokens: Sequence[int], num_tokens: int) -> Stream:
-    """Streams a completion to its end."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
-    body = {"model": MODEL, "prompt": list(tokens), "temperature": 0, "max_tokens": num_tokens, "ignore_eos": True}
-    text = json.dumps(body | {"stream": True})
-    began = time.monotonic()
-    connection.request("POST", COMPLETIONS, text, {"content-type": "application/json", "connection": "close"})
-    response = connection.getresponse()
-    if response.status != http.HTTPStatus.OK:
-        raise RuntimeError(f"{url} answered {response.status}: {response.read()[:300]!r}")
-    events = [time.monotonic() - began for line in response if line.startswith(b"data: {") and b'"choices":[{' in line]
-    if len(events) < 3:  # noqa: PLR2004 - first, second, and one after
-        raise RuntimeError(f"{url}: a stream of {len(events)} events")
-    return Stream(began, events, response.headers["x-kvpipe-handoff"] or "")
+def handoff_of(streamed: Streamed) -> str:
+    """The id of the handoff; empty without one."""
+    return streamed.headers.get("x-kvpipe-handoff", "")
 
 
 def spread(figures: Sequence[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile, largest."""
-    ordered = sorted(figures)
-    tenth, ninetieth = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.1, 0.9))
-    found = {"median": statistics.median(ordered), "p10": tenth, "p90": ninetieth, "largest": ordered[-1]}
-    return {name: round(value, 3) for name, value in found.items()} | {"num": len(ordered)}
+    """Median, 10th and 90th percentile."""
+    return {name: round(value, 3) for name, value in asdict(summarize(figures)).items()}
 
 
-def of_streams(streams: Sequence[Stream]) -> dict[str, Any]:
-    """First token and latency between tokens."""
+def of_streams(streams: Sequence[Streamed]) -> dict[str, Any]:
+    """First token, first to second token, where a hand-over shows, and mean latency between the later ones."""
+    times = [(each.asked_s, each.texts_s) for each in streams]
     return {
-        "first_ms": spread([each.first_ms for each in streams]),
-        "second_ms": spread([each.second_ms for each in streams]),
-        "between_ms": spread([each.between_ms for each in streams]),
+        "first_ms": spread([1e3 * (texts_s[0] - asked_s) for asked_s, texts_s in times]),
+        "second_ms": spread([1e3 * (texts_s[1] - texts_s[0]) for _, texts_s in times]),
+        "between_ms": spread([1e3 * (texts_s[-1] - texts_s[1]) / (len(texts_s) - 2) for _, texts_s in times]),
     }
 
 
@@ -151,23 +114,27 @@ def _answers(url: str) -> bool:
         return False
 
 
+def measured(asker: Asker, streams: Sequence[Streamed]) -> dict[str, Any]:
+    """The times of streams, how their handoffs ended, and the ids of those."""
+    handoffs = [handoff for each in streams if (handoff := handoff_of(each))]
+    results = [asker.result(handoff) for handoff in handoffs]
+    return of_streams(streams) | (of_results(results) if results else {}) | {"handoffs": handoffs}
+
+
 def one_at_a_time(asker: Asker, plan: Plan) -> dict[str, Any]:
     """A request at a time: the undivided instance, then P and D by each dispatch, in turn."""
     found: dict[str, Any] = {}
     with sequential_proxy(asker) as sequential:
         ways = {"undivided": asker.undivided.url, "just-in-time": asker.url, "sequential": sequential}
         for length in plan.lengths:
-            streams: dict[str, list[Stream]] = {name: [] for name in ways}
+            streams: dict[str, list[Streamed]] = {name: [] for name in ways}
             for number in range(_WARM_ROUNDS + plan.num_rounds):
                 for at, (name, url) in enumerate(ways.items()):
-                    asked = stream(url, prompt(length, 1000 * number + at), _NUM_TOKENS)
+                    asked = stream(url, prompt(length, 1000 * number + at), max_tokens=_NUM_TOKENS)
                     if number >= _WARM_ROUNDS:
                         streams[name].append(asked)
             for name, each in streams.items():
-                results = [asker.result(one.handoff) for one in each if one.handoff]
-                handoffs = [one.handoff for one in each]
-                found[f"{length} {name}"] = of_streams(each) | (of_results(results) if results else {})
-                found[f"{length} {name}"]["handoffs"] = handoffs
+                found[f"{length} {name}"] = measured(asker, each)
             say(f"{length} tokens measured")
     return found
 
@@ -179,12 +146,12 @@ def under_load(asker: Asker, plan: Plan) -> dict[str, Any]:
         with ThreadPoolExecutor(_LOAD_AT_ONCE) as threads:
             began = time.monotonic()
             seeds = range(9000, 9000 + plan.num_loads)
-            asked = lambda seed, url=url: stream(url, prompt(plan.load_tokens, seed), _LOAD_OUTPUT)  # noqa: E731
-            streams = list(threads.map(asked, seeds))
+            asked = [
+                threads.submit(stream, url, prompt(plan.load_tokens, seed), max_tokens=_LOAD_OUTPUT) for seed in seeds
+            ]
+            streams = [each.result() for each in asked]
             took = time.monotonic() - began
-        results = [asker.result(one.handoff) for one in streams if one.handoff]
-        found[name] = of_streams(streams) | (of_results(results) if results else {})
-        found[name] |= {"handoffs": [one.handoff for one in streams], "requests_per_s": round(plan.num_loads / took, 2)}
+        found[name] = measured(asker, streams) | {"requests_per_s": round(plan.num_loads / took, 2)}
     return found
 
 
@@ -192,7 +159,7 @@ def with_trace(found: dict[str, Any], file: Path) -> None:
     """Adds hand-overs to findings, in place of the ids of their handoffs."""
     events = trace.by_handoff(trace.read(file))
     for row in found.values():
-        if any(handoffs := row.pop("handoffs", [])):
+        if handoffs := row.pop("handoffs"):
             row.update(of_trace(events, handoffs))
 
 

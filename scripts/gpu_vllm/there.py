@@ -25,7 +25,7 @@ from gpu_vllm import packing, report
 HERE = Path(__file__).resolve().parent
 # Of all files that come back, each may have 16 MiB.
 _LOG_BYTES, _ERROR_LINES = 1 << 19, 24
-_GATHER_EVERY_S, _END_WITHIN_S = 5.0, 6.0
+_GATHER_EVERY_S, _END_WITHIN_S, _WARM_WITHIN_S = 5.0, 6.0, 60.0
 PROBE_LOG, INSTANCES_LOG, CONSOLE_LOG, RESULT, TRACE = (
     "probe.log",
     "instances.log",
@@ -37,11 +37,12 @@ PROBE_LOG, INSTANCES_LOG, CONSOLE_LOG, RESULT, TRACE = (
 _WARM = "import torch, transformers; torch.zeros(1, device='cuda')"
 _MODELS = """
 import pathlib, sys
-from gpu_vllm.groups import write_shape
+from gpu_vllm.groups import SHAPE_FIELDS
+from kvpipe.bench.instances.model import write_model
 from tiny_model import make_tiny_model
 folder = pathlib.Path(sys.argv[1])
 make_tiny_model(folder / "tiny")
-write_shape(folder / "shape", int(sys.argv[2]))
+write_model(folder / "shape", int(sys.argv[2]), **SHAPE_FIELDS)
 """
 
 
@@ -55,8 +56,8 @@ class Step:
         bound_s: How long it may take.
         needs: Steps that come first; one of them has to have started its engines.
         weight: How many engines it starts.
-        is_alone: Whether nothing else may run meanwhile, because it measures. Such a step comes last.
-        instead_of: A step in whose place it runs; it is left out where that one has passed.
+        is_alone: True if nothing else may run meanwhile, because it measures. Such a step comes last.
+        instead_of: A step in whose place it runs; it is left out where that one has measured.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Check:
         within_s: After it nothing runs.
         chosen: Names of steps, or their beginnings; empty means all.
         site: Where to unpack, for another run to find it; None unpacks into a folder that is removed.
-        on_cpu: Whether vLLM's CPU build stands in.
+        on_cpu: True if vLLM's CPU build stands in.
     """
 
     def __init__(self, out: Path, within_s: float, chosen: Sequence[str], *, site: Path | None, on_cpu: bool) -> None:
@@ -136,20 +137,19 @@ class Check:
         """Unpacks, runs all steps, and reports; returns the exit status."""
         gathering = threading.Thread(target=self._gather_often, daemon=True)
         gathering.start()
-        try:
-            with _ended_in_order():
+        with _ended_in_order():
+            try:
                 variables = self._prepared()
                 self._all_steps(variables)
-        except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - the logs must come back
-            self.say(f"stopped: {type(error).__name__}: {error}")
-            self.facts["stopped"] = f"{type(error).__name__}: {error}"
-        finally:
+            except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - the logs must come back
+                self.say(f"stopped: {type(error).__name__}: {error}")
+                self.facts["stopped"] = f"{type(error).__name__}: {error}"
             for each in self.runs.values():
                 self._end(each, "stopped")
             self._is_over.set()
             gathering.join()
             self._gather()
-        return self._report()
+            return self._report()
 
     def close(self) -> None:
         """Closes the log and removes what is not brought back."""
@@ -166,9 +166,12 @@ class Check:
         if archive.exists():
             self.facts |= json.loads((HERE.parent / packing.FACTS).read_text())
             # torch's libraries are gigabytes, which are read from the disk meanwhile.
-            with subprocess.Popen([sys.executable, "-c", _WARM]):  # noqa: S603 - the line above
+            with subprocess.Popen([sys.executable, "-c", _WARM]) as warm:  # noqa: S603 - the line above
                 if not self.site.exists():
                     self._unpack(archive)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    warm.wait(_WARM_WITHIN_S)
+                warm.kill()
             self.say("torch read")
             paths.insert(0, str(self.site))
         else:
@@ -226,7 +229,7 @@ class Check:
             time.sleep(0.1)
 
     def _may_begin(self, step: Step, running: Sequence[Step]) -> bool:
-        """Whether a step may begin now. One whose needs have all failed is left out."""
+        """True if a step may begin now. One whose needs have all failed is left out."""
         if any(each.is_alone for each in running):
             return False
         others = [each.name for each in self.steps if not each.is_alone]
@@ -398,7 +401,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _ended_in_order:  # noqa: N801 - it reads as a phrase
-    """Inside the block SIGTERM raises KeyboardInterrupt, as SIGINT does."""
+    """Inside the block SIGTERM raises KeyboardInterrupt, as SIGINT does; a second one interrupts nothing."""
 
     def __enter__(self) -> None:
         self._before = signal.signal(signal.SIGTERM, _interrupt)
@@ -408,4 +411,5 @@ class _ended_in_order:  # noqa: N801 - it reads as a phrase
 
 
 def _interrupt(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -9,7 +9,7 @@ FACTS = {"commit": "0123456789ab", "device": "NVIDIA H200", "torch": "2.11.0+cu1
 
 
 def spread(median):
-    return {"median": median, "p10": median / 2, "p90": median * 2, "largest": median * 3, "num": 8}
+    return {"median": median, "p10": median / 2, "p90": median * 2, "num_samples": 8}
 
 
 def shape(**more):

@@ -64,7 +64,7 @@ def test_the_report_has_answers_deaths_and_figures_of_the_stand_in(ended):
     assert steps["float32-v2"]["decode killed"]["no answer"] > 0
     assert steps["float32-v2"]["prefill killed"]["right"] == 8
     row = steps["shape"]["one at a time"]["2048 just-in-time"]
-    assert row["handover_ms"]["num"] == row["first_ms"]["num"] == 8
+    assert row["handover_ms"]["num_samples"] == row["first_ms"]["num_samples"] == 8
     table = (ended[1] / "table.txt").read_text()
     assert ended[2] in table.splitlines()[0]
     assert "shape: hand-over of 2048 tokens" in table

@@ -186,7 +186,7 @@ def _refusal(vllm_config: VllmConfig) -> str:
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Whether the first token of a request needs nothing but to be in its output: no entry of its own, no grammar."""
+    """True if the first token of a request only has to be in its output: no entry of its own, no grammar."""
     return (
         params.logprobs is None
         and params.prompt_logprobs is None

@@ -15,12 +15,19 @@ pub(crate) fn now() -> Instant {
 #[cfg(test)]
 thread_local! {
     static AHEAD: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+    static STOPPED: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
 /// The present time, as far ahead as the calling thread has moved it.
 #[cfg(test)]
 pub(crate) fn now() -> Instant {
-    Instant::now() + AHEAD.get()
+    STOPPED.get().unwrap_or_else(Instant::now) + AHEAD.get()
+}
+
+/// Has no deadline pass for the reactors that the calling thread runs, however long a busy machine keeps it waiting.
+#[cfg(test)]
+pub(crate) fn stop() {
+    STOPPED.set(Some(Instant::now()));
 }
 
 /// Lets time pass for the reactors that the calling thread runs.

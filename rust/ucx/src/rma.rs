@@ -60,6 +60,15 @@ fn is_direct(lane: &Lane, here: Domains, there: Domains, is_mapped: bool) -> boo
     lane.is_rma && is_reached && there.has(lane.remote_domain)
 }
 
+/// The lane over which bytes move from CUDA memory into CUDA memory. Where the peer's memory is mapped a kernel copies it,
+/// whatever other lanes there are.
+fn direct_lane(lanes: &[Lane], here: Domains, there: Domains, is_mapped: bool) -> Option<&Lane> {
+    let direct = lanes
+        .iter()
+        .filter(|lane| is_direct(lane, here, there, is_mapped));
+    direct.min_by_key(|lane| lane.transport != "cuda_ipc")
+}
+
 /// The unpacked key, shared by its `RemoteKey` and the operations that use it.
 pub(crate) struct Key {
     /// None once destroyed.
@@ -237,10 +246,7 @@ impl Worker {
     ) -> Option<&'a str> {
         self.inner.note_use(to);
         let is_mapped = may_unmap(true, || self.mapping(key, remote).is_some());
-        let is_direct = |lane: &&Lane| is_direct(lane, here, key.domains, is_mapped);
-        // Where the peer's memory is mapped a kernel copies it, whatever other lanes there are.
-        let direct = lanes.iter().filter(is_direct);
-        let lane = direct.min_by_key(|lane| lane.transport != "cuda_ipc");
+        let lane = direct_lane(lanes, here, key.domains, is_mapped);
         lane.map(|lane| &lane.transport[..])
     }
 
@@ -359,6 +365,16 @@ mod tests {
         assert!(is_direct(&lane, here, there, false));
         assert!(!is_direct(&lane, Domains(1 << 3), there, false));
         assert!(!is_direct(&lane, here, Domains(1 << 2), false));
+    }
+
+    #[test]
+    fn mapped_memory_is_read_over_cuda_ipc_although_an_earlier_lane_reaches_it_too() {
+        let lanes = [lane("rc_mlx5", (2, 3)), lane("cuda_ipc", (7, 5))];
+        let (here, there) = (Domains(1 << 2), Domains(1 << 3 | 1 << 5));
+        let over =
+            |is_mapped| direct_lane(&lanes, here, there, is_mapped).map(|lane| &lane.transport[..]);
+        assert_eq!(over(true), Some("cuda_ipc"));
+        assert_eq!(over(false), Some("rc_mlx5"));
     }
 
     #[test]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 VOCAB_SIZE = 2048
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 16, 16, 64
@@ -14,29 +15,35 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 _SHOWN_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
-def write_model(folder: Path, num_layers: int = NUM_LAYERS) -> None:
-    """Writes configuration and tokenizer. vLLM makes the weights from a seed (`--load-format dummy`)."""
+def write_model(folder: Path, num_layers: int = NUM_LAYERS, **shape: Any) -> None:
+    """Writes configuration and tokenizer. vLLM makes the weights from a seed (`--load-format dummy`).
+
+    Args:
+        folder: Where to.
+        num_layers: Number of layers.
+        shape: Fields of `LlamaConfig` that differ from those of the benchmarks' model.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - installed with vLLM
     from transformers import LlamaConfig, PreTrainedTokenizerFast  # noqa: PLC0415
 
     folder.mkdir(parents=True, exist_ok=True)
-    vocab = {f"w{number}": number for number in range(VOCAB_SIZE)}
+    fields = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": NUM_KV_HEADS * HEAD_DIM,
+        "intermediate_size": 2 * NUM_KV_HEADS * HEAD_DIM,
+        "num_attention_heads": NUM_KV_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "tie_word_embeddings": False,
+        **shape,
+    }
+    vocab = {f"w{number}": number for number in range(fields["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))  # noqa: S106 - not a password
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", bos_token="w1", eos_token="w2")  # noqa: S106
     wrapped.save_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=NUM_KV_HEADS * HEAD_DIM,
-        intermediate_size=2 * NUM_KV_HEADS * HEAD_DIM,
-        num_hidden_layers=num_layers,
-        num_attention_heads=NUM_KV_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=MAX_TOKENS,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
+        num_hidden_layers=num_layers, max_position_embeddings=MAX_TOKENS, bos_token_id=1, eos_token_id=2, **fields
     )
     config.architectures = ["LlamaForCausalLM"]
     (folder / "config.json").write_text(json.dumps(config.to_dict()))

@@ -27,11 +27,7 @@ use crate::trace::Track;
 use crate::transfer::region::RemoteRegion;
 
 /// Deadline for a fresh session. A live peer needs milliseconds, and a dead one must not hold up its loads.
-#[cfg(not(test))]
 const FRESH_WITHIN: Duration = Duration::from_secs(2);
-/// Unit tests run both ends on one thread, which a busy machine may keep waiting for longer.
-#[cfg(test)]
-const FRESH_WITHIN: Duration = Duration::from_secs(60);
 
 const REFUSES_VALIDATE: &str = "the producer has integrity=validate, and this side integrity=checksum: set auto or validate \
                                 here, or checksum there";

@@ -42,7 +42,7 @@ pub(super) struct DataPaths {
     theirs: Option<DataPath>,
     /// What carries streams.
     stream_transport: String,
-    /// What has carried bytes of GPUs last; none where there were none. It is not what carries the host's.
+    /// The transport of the latest bytes from or to a GPU; none before the first. The host's may come by another one.
     gpu_transport: Option<String>,
     /// A get of the canary that has not ended.
     canary: Option<CanaryRead>,

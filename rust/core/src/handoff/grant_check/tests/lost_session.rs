@@ -13,7 +13,9 @@ struct Cable {
 }
 
 impl Cable {
+    /// The time of both ends stands still: this thread runs both, and a fresh session has a deadline.
     fn to(producer: &Side) -> Self {
+        clock::stop();
         let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
         let cable = Self {
             address: listener.local_addr().expect("address"),
