@@ -215,16 +215,6 @@ def test_a_request_that_its_second_token_ends_while_the_third_is_under_way_sends
     assert async_engine.sent[request.request_id] == [OTHER, OWN]
 
 
-def test_a_limit_of_two_tokens_leaves_nothing_to_schedule_ahead(
-    async_engine: Engine, producer: _kvpipe.Control
-) -> None:
-    request, _ = asked(async_engine, producer, max_tokens=2)
-    steps = Steps(async_engine, request)
-    steps.finish()
-    assert len(steps.outputs) == 1
-    assert async_engine.sent[request.request_id] == [OTHER, OWN]
-
-
 def test_a_request_that_is_aborted_with_its_second_token_under_way_sends_nothing(
     async_engine: Engine, producer: _kvpipe.Control
 ) -> None:
