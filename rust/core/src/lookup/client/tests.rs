@@ -120,6 +120,23 @@ fn unsettled_insert(remote: &LookupBuffer, server: &LookupBuffer) -> Operation<(
 }
 
 #[test]
+fn an_insert_that_has_its_space_may_be_transferred_longer_than_its_timeout() {
+    clock::stop();
+    let server = serve(vec![]);
+    let remote = connect(&[&server]);
+    let entry = entry(Meta::default(), 16 << 20);
+    let inserted = remote.insert(vec![1], entry, Some(Duration::ZERO), Then::GoOn);
+    let inserted = inserted.unwrap();
+    rest(|| remote.manual_round());
+    rest(|| server.manual_round());
+    clock::advance(Duration::from_millis(400)); // it is cancelled after 450
+    let servers = [server];
+    run_until(&remote, &servers, || inserted.is_completed());
+    assert_eq!(inserted.result(), Some(Ok(())));
+    assert_eq!(held(&servers[0]), (Some(1), Some(0)));
+}
+
+#[test]
 fn an_insert_that_is_read_long_after_its_deadline_fails_alone_and_its_buffer_goes_on() {
     let server = serve(vec![]);
     let remote = connect(&[&server]);
