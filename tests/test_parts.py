@@ -40,6 +40,13 @@ def test_two_parts_run_side_by_side_and_the_next_one_begins_when_one_has_ended(l
     assert re.search(r"test: all passed, \d+ s in all\n$", told)
 
 
+def test_a_part_that_is_alone_has_no_other_beside_it(logs):
+    before, alone, after = (bash(name, f"cd {logs}; echo begins >> all; sleep 0.5; echo ends >> all") for name in "abc")
+    alone.is_alone = True
+    assert run([before, alone, after]) == 0
+    assert (logs / "all").read_text().split() == ["begins", "ends"] * 3
+
+
 def test_a_part_that_fails_is_told_with_what_failed_and_the_others_go_on(capsys):
     fails = bash("fails", "echo before; echo '=== FAILURES ==='; echo 'it is wrong'; exit 1")
     after = bash("after", "echo done")
