@@ -1,6 +1,7 @@
 """Peers that die and clients that leave: the answer is still right, and no block stays held."""
 
 import http
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -45,6 +46,21 @@ def test_a_client_that_leaves_during_prefill_leaves_no_block_held(servers: Serve
 
     with sent(servers.url, COMPLETIONS, body):
         until(lambda: not servers.is_idle(servers.prefill))
+    stays_whole(servers)
+
+
+def test_clients_that_leave_at_any_moment_leave_no_block_held(servers: Servers) -> None:
+    moments = random.Random(30)
+
+    def leave(number: int) -> None:
+        length, num_bytes = moments.randrange(1, 600), moments.choice([0, 1, 300, 3000])
+        body = completion(prompt(length, seed=1000 + number), stream=True, max_tokens=64, ignore_eos=True)
+        with sent(servers.url, COMPLETIONS, body) as connection:
+            if num_bytes:
+                connection.getresponse().read(num_bytes)
+
+    with ThreadPoolExecutor(16) as clients:
+        list(clients.map(leave, range(400)))
     stays_whole(servers)
 
 
@@ -94,6 +110,19 @@ def test_decode_that_waits_answers_rightly_when_prefill_is_killed(servers: Serve
         servers.kill(servers.prefill)
         assert answer.result()[0] == expected
     servers.restart(servers.prefill)
+    stays_whole(servers)
+
+
+def test_a_prefill_instance_that_is_killed_and_restarted_twice_under_load_loses_no_request(servers: Servers) -> None:
+    bodies = [completion(prompt(50 + number, seed=400 + number), max_tokens=16) for number in range(150)]
+    expected = [servers.expected(COMPLETIONS, body) for body in bodies]
+    with ThreadPoolExecutor(4) as clients:
+        answers = [clients.submit(servers.answer, servers.url, COMPLETIONS, body) for body in bodies]
+        for num_answered in (30, 90):
+            answers[num_answered].result()
+            servers.kill(servers.prefill)
+            servers.restart(servers.prefill)
+        assert [answer.result()[0] for answer in answers] == expected
     stays_whole(servers)
 
 

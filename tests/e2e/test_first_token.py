@@ -26,6 +26,7 @@ SCHEMA = {
     "required": ["name", "is_old"],
     "additionalProperties": False,
 }
+END = "2"  # the tiny model's token for the end of a sequence
 # Hot enough that another random number gives another token. Prompts of one step: vLLM on CPU dies of a seeded request
 # that is computed in several.
 HOT = {"temperature": 1.2, "top_p": 0.95, "max_tokens": 16}
@@ -57,6 +58,8 @@ SAMPLED = {
             response_format={"type": "json_schema", "json_schema": {"name": "who", "schema": SCHEMA}},
         ),
     ),
+    "a choice": (CHAT, hot_chat("Which?", 13, structured_outputs={"choice": ["a block", "a page", "a table"]})),
+    "a regular expression": (COMPLETIONS, hot(14, structured_outputs={"regex": "[a-f]{3,9}(-[0-9]{2})+"})),
     "log probabilities": (COMPLETIONS, hot(11, logprobs=2)),
     "four blocks": (COMPLETIONS, hot(12, prompt=prompt(128, seed=12))),
 }
@@ -93,7 +96,11 @@ def test_a_sampled_answer_is_that_of_one_instance(servers: Servers, kind: str) -
     assert (result["first_token"], result["result"]) == ("exact", "full")
 
 
-@pytest.mark.parametrize("more", [{"max_tokens": 1}, {"logit_bias": {"99": 100}, "stop_token_ids": [99]}])
+@pytest.mark.parametrize(
+    "more",
+    [{"max_tokens": 1}, {"logit_bias": {"99": 100}, "stop_token_ids": [99]}, {"logit_bias": {END: 100}}],
+    ids=str,
+)
 def test_prefills_token_that_ends_the_request_is_the_answer(servers: Servers, more: dict[str, Any]) -> None:
     body = hot(9, **more)
     found, handoff = answer(servers.url, COMPLETIONS, body)
