@@ -279,7 +279,7 @@ def test_a_decode_that_refuses_the_connection_while_prefill_computes_leaves_pref
             await s.decode[1].asked.wait()
             return await answers()(request)
 
-        async with stage([prefill], [DEAD, answers()], dispatch="concurrent") as s:
+        async with stage([prefill], [DEAD, answers()], dispatch="just-in-time") as s:
             assert (await s.post())[0] == 200
             assert len(s.prefill[0].bodies) == 1
             assert not s.prefill[0].aborted.is_set()
@@ -417,7 +417,7 @@ def test_a_lone_decode_that_contradicts_gets_one_second_chance():
 
 def test_a_prefill_that_fails_beside_a_decode_that_is_not_reached_leaves_no_task_waiting():
     async def scene():
-        async with stage([DEAD], [DEAD], dispatch="concurrent") as s:
+        async with stage([DEAD], [DEAD], dispatch="just-in-time") as s:
             assert (await s.post())[0] == 502
 
     run(scene)

@@ -58,7 +58,7 @@ def test_leaving_in_mid_stream_aborts_decode_and_releases_the_handoff():
 
 def test_leaving_during_concurrent_dispatch_aborts_both_and_releases_the_handoff():
     async def scene():
-        async with stage([never_ends], [never_ends], dispatch="concurrent") as s:
+        async with stage([never_ends], [never_ends], dispatch="just-in-time") as s:
             posting = asyncio.create_task(s.post())
             await s.prefill[0].asked.wait()
             await s.decode[0].asked.wait()
@@ -122,7 +122,7 @@ def test_a_concurrent_prefill_that_decode_did_not_need_is_aborted_after_a_grace_
             await s.prefill[0].asked.wait()
             return await answers()(request)
 
-        async with stage([never_ends], [decode], dispatch="concurrent") as s:
+        async with stage([never_ends], [decode], dispatch="just-in-time") as s:
             s.control.results = {s.decode[0].control: {"result": "full"}}
             assert (await s.post())[0] == 200
             await s.prefill[0].aborted.wait()

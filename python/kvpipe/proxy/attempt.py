@@ -23,7 +23,7 @@ from kvpipe.proxy.retries import Retries
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Answer, InstanceError
 
-# With concurrent dispatch D's answer can be complete before P's has arrived.
+# With just-in-time dispatch D's answer can be complete before P's has arrived.
 PREFILL_GRACE_S = 2.0
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,6 @@ async def _sequential(attempt: Attempt) -> Answer:
     return await attempt.ask_prefill() or await attempt.ask_decode()
 
 
-async def _concurrent(attempt: Attempt) -> Answer:
-    attempt.prefilling = attempt.services.tasks.spawn(attempt.ask_prefill())
-    return await _overlap(attempt, attempt.prefilling)
-
-
 async def _just_in_time(attempt: Attempt) -> Answer:
     """Ask P, then D shortly before the predicted end of P's prefill, or when P has answered."""
     attempt.prefilling = attempt.services.tasks.spawn(attempt.ask_prefill())
@@ -32,7 +27,6 @@ Mode = Callable[[Attempt], Awaitable[Answer]]
 # `store` is none of these: its handoffs go through a store, and no control port knows them.
 MODES: dict[Dispatch, Mode] = {
     "sequential": _sequential,
-    "concurrent": _concurrent,
     "just-in-time": _just_in_time,
     "amqp": _sequential,
 }
