@@ -114,7 +114,7 @@ class Attempt:
             self._may_hold_kv = False
             return answer
         prefilled = PrefillAnswer.parse(answer.body)
-        call.record.prompt_tokens, call.record.cached_tokens = prefilled.prompt_tokens, prefilled.cached_tokens
+        call.record.usage.prefilled(prefilled.prompt_tokens, prefilled.cached_tokens)
         if self._allows_early_token():
             self.early_token = EarlyToken.of(call.path, prefilled.fields)
         if self.timing is not None:

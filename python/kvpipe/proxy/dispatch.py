@@ -132,8 +132,8 @@ class Dispatcher:
             yield answer
         finally:
             answer.close()
-            if self._split_from and call.record.prompt_tokens is not None:
-                self._prompts.learn(call.body, call.path, call.record.prompt_tokens)
+            if self._split_from and call.record.usage.prompt_tokens is not None:
+                self._prompts.learn(call.body, call.path, call.record.usage.prompt_tokens)
             if resumption is not None:
                 resumption.latest.settle(is_delivered=answer.is_complete)
 
@@ -237,6 +237,7 @@ class Dispatcher:
             if answer.status != HTTPStatus.OK:
                 return answer
             prefilled = PrefillAnswer.parse(answer.body)
+            call.record.usage.prefilled(prefilled.prompt_tokens, prefilled.cached_tokens)
             if prefilled.ends_request(call.body):
                 answer.body = prefilled.final_body()
                 return answer
@@ -258,8 +259,10 @@ class Dispatcher:
         """
         while True:
             instance = retries.first(role)
-            urls = (instance.url, "") if role == "prefill" else (prefill, instance.url)
-            call.record.begin_attempt("", *urls)
+            if prefill:
+                call.record.continue_attempt("", prefill, instance.url)
+            else:
+                call.record.begin_attempt("", *((instance.url, "") if role == "prefill" else ("", instance.url)))
             try:
                 if saved is not None:
                     return await self._on_store.ask(instance, call, saved, retries)

@@ -13,7 +13,6 @@ from kvpipe.proxy.bodies import error_body
 from kvpipe.proxy.early_token import Continuation, ContradictionError
 from kvpipe.proxy.request_record import RequestRecord
 from kvpipe.proxy.upstream import Answer, EarlyStart, InstanceError
-from kvpipe.proxy.usage import StreamUsage, with_cached_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float, record: 
         request: the client's request.
         answer: the answer.
         timeout_s: limit for one write.
-        record: has the cached tokens as P counted them, and gets tokens and times of the answer.
+        record: has the usage that P has reported, and gets tokens and times of the answer.
 
     Raises:
         ConnectionError: the client left or stalled; aiohttp's server drops it silently.
@@ -37,7 +36,7 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float, record: 
     """
     client = _Client(request, timeout_s)
     if answer.stream is None:
-        body = _with_usage(answer.body, record)
+        body = record.usage.whole(answer.body)
         response: web.StreamResponse = web.Response(status=answer.status, headers=answer.headers, body=body)
     else:
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
@@ -49,24 +48,17 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float, record: 
     return response
 
 
-def _with_usage(body: bytes, record: RequestRecord) -> bytes:
-    record.read_usage(body)
-    return body if record.cached_tokens is None else with_cached_tokens(body, record.cached_tokens)
-
-
 async def _relay_stream(client: "_Client", response: web.StreamResponse, answer: Answer, record: RequestRecord) -> None:
     last = b"\n\n"
-    usage = StreamUsage()
     try:
         async for piece in (
             _pieces(answer) if answer.early_start is None else _with_early_token(answer, answer.early_start)
         ):
-            corrected = piece if record.cached_tokens is None else usage.feed(piece, record.cached_tokens)
-            if corrected:
+            if corrected := record.usage.feed(piece):
                 await client.send(response.write(corrected))
                 record.sent(corrected)
                 last = corrected
-        if rest := usage.end():
+        if rest := record.usage.end():
             await client.send(response.write(rest))
     except InstanceError as error:
         record.error = str(error)
