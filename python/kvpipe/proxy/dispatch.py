@@ -35,7 +35,7 @@ from kvpipe.proxy.retries import Retries, RetryBudget
 from kvpipe.proxy.routing import RoundRobin, goes_to_decode_alone
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.through_store import Saved, StoreRequests
-from kvpipe.proxy.upstream import Answer, DecodeQueue, EarlyStart, InstanceError, Role, Upstream
+from kvpipe.proxy.upstream import Answer, DecodeQueue, InstanceError, Role, Upstream
 
 
 class Dispatcher:
@@ -300,8 +300,7 @@ async def _with_stream_begun(answer: Answer, attempt: Attempt, resumption: Hando
         return answer
     token = attempt.early_token
     if token is not None and not first_bytes.done():
-        answer.early_start = EarlyStart(token, resumption)
-        return answer
+        return resumption.begin(token, answer)
     try:
         answer.body, answer.first_bytes = await first_bytes, None
     except BaseException:

@@ -3,9 +3,11 @@
 import secrets
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from functools import partial
 
 from kvpipe.proxy.attempt import Attempt, Services
 from kvpipe.proxy.bodies import resumed_body
+from kvpipe.proxy.early_stream import EarlyStream
 from kvpipe.proxy.early_token import EarlyToken
 from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.instances import Instance
@@ -71,11 +73,14 @@ class Resumption(ABC):
         self._call = call
         self._retries = retries
         self._is_first = True
+        self._has_shown_text = False
 
-    def token_sent(self) -> None:
-        """Note that the client has the token."""
+    def begin(self, token: EarlyToken, answer: Answer) -> Answer:
+        """The stream that begins with the token, and goes on with that of a D."""
         self._metrics.early_token_sent()
         self._retries.token_shown()
+        stream = EarlyStream(token, answer, partial(self.retry, token), self._text_shown)
+        return Answer(answer.role, answer.instance, answer.status, answer.headers, b"", stream, is_complete=False)
 
     async def retry(self, token: EarlyToken, error: InstanceError) -> Answer:
         """Ask for a stream that begins with the token, after one that failed.
@@ -83,6 +88,8 @@ class Resumption(ABC):
         Raises:
             InstanceError: the last D's, when none may be asked any more.
         """
+        if self._has_shown_text:
+            raise error
         while True:
             self._retries.failed(error)
             decode = self._next(error)
@@ -95,6 +102,9 @@ class Resumption(ABC):
                 return await self._ask(decode, token)
             except InstanceError as failure:
                 error = failure
+
+    def _text_shown(self) -> None:
+        self._has_shown_text = True
 
     @abstractmethod
     async def _ask(self, decode: Instance, token: EarlyToken) -> Answer:

@@ -13,7 +13,7 @@ from kvpipe.proxy.prefill_answer import PrefillAnswer
 from kvpipe.proxy.resumption import Resumption
 from kvpipe.proxy.retries import Retries
 from kvpipe.proxy.tasks import OwnedTasks
-from kvpipe.proxy.upstream import Answer, EarlyStart, failed
+from kvpipe.proxy.upstream import Answer, failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class StoreRequests:
             return answer
         if not answer.is_complete:
             answer.first_bytes = self._tasks.spawn(self._exchanges.logged(answer.begin()))
-            answer.early_start = EarlyStart(token, StoreResumption(self._exchanges, self._metrics, call, retries))
+            return StoreResumption(self._exchanges, self._metrics, call, retries).begin(token, answer)
         return answer
 
 

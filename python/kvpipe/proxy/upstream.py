@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from multidict import CIMultiDict
 
-    from kvpipe.proxy.early_token import EarlyToken
-
 Role = Literal["prefill", "decode"]
 # How an instance failed: no connection; silence after it was reached; a reset or a broken answer; a server error; a
 # stream that contradicts the early token; no broker that takes requests; as many instances as may be asked.
@@ -80,29 +78,6 @@ class InstanceError(KVPipeError):
         return _STATUSES.get(self.failure, HTTPStatus.BAD_GATEWAY)
 
 
-class Resumes(Protocol):
-    """Continues a stream after the client has P's token; `kvpipe.proxy.resumption.Resumption` does."""
-
-    def token_sent(self) -> None:
-        """Note that the client has the token."""
-
-    async def retry(self, token: EarlyToken, error: InstanceError) -> Answer:
-        """Ask for a stream that begins with the token, after one that failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class EarlyStart:
-    """What the proxy sends to the client before D's stream begins.
-
-    Attributes:
-        token: P's token.
-        resumption: asks other D's for a stream that begins with the token.
-    """
-
-    token: EarlyToken
-    resumption: Resumes
-
-
 class Stream(Protocol):
     """The rest of a stream that an instance sends."""
 
@@ -152,7 +127,6 @@ class Answer:
         stream: the rest of an unfinished stream; `close` ends it.
         is_complete: whether the last byte has arrived.
         first_bytes: waits for the first bytes of a stream that has not begun.
-        early_start: what is sent before the stream begins.
     """
 
     role: Role
@@ -163,13 +137,6 @@ class Answer:
     stream: Stream | None = None
     is_complete: bool = True
     first_bytes: asyncio.Task[bytes] | None = None
-    early_start: EarlyStart | None = None
-
-    def replace_stream(self, other: Answer) -> None:
-        """Continue with the stream of another answer."""
-        self.close()
-        self.instance, self.body, self.stream = other.instance, other.body, other.stream
-        self.is_complete, self.first_bytes = other.is_complete, None
 
     async def begin(self) -> bytes:
         """Returns the first bytes of a stream.
@@ -182,6 +149,13 @@ class Answer:
         if error is not None and error[0] >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise failed(self._replaced_by(*error))
         return first
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yields all bytes, as they arrive; raises as `rest`."""
+        if self.body:
+            yield self.body
+        async for piece in self.rest():
+            yield piece
 
     async def rest(self) -> AsyncIterator[bytes]:
         """Yields the bytes after `body`, as they arrive.
