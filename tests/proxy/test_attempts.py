@@ -246,6 +246,17 @@ def test_retries_are_bounded_to_a_share_of_all_requests():
     run(scene)
 
 
+def test_when_the_budget_is_used_up_decode_answers_alone_and_no_other_prefill_is_asked():
+    async def scene():
+        num_requests, num_saved, share = 60, 10, 0.2
+        async with stage(prefill=[BUSY, BUSY]) as s:
+            assert [(await s.post())[0] for _ in range(num_requests)] == [200] * num_requests
+            num_asked_again = sum(len(p.bodies) for p in s.prefill) - num_requests
+            assert 0 < num_asked_again <= num_saved + share * num_requests + 1e-6
+
+    run(scene)
+
+
 def test_decode_answers_every_request_alone_when_the_only_prefill_fails():
     async def scene():
         async with stage(prefill=[BUSY]) as s:

@@ -114,8 +114,8 @@ def test_an_answer_from_all_of_prefills_kv_leaves_nothing_to_release():
     run(scene)
 
 
-def test_a_concurrent_prefill_that_decode_did_not_need_is_aborted_after_a_grace_time(monkeypatch):
-    monkeypatch.setattr("kvpipe.proxy.attempt.PREFILL_GRACE_S", 0.05)
+def test_a_prefill_beside_decode_that_decode_did_not_need_is_aborted_after_a_grace_time(monkeypatch):
+    monkeypatch.setattr("kvpipe.proxy.handoff.PREFILL_GRACE_S", 0.05)
 
     async def scene():
         async def decode(request):
