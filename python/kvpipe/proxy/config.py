@@ -69,6 +69,12 @@ class ProxyConfig:
     control_timeout_s: float = 5.0
     drain_timeout_s: float = 30.0
 
+    @property
+    def way(self) -> Literal["handoff", "store"]:
+        """How KV gets from P to D: D fetches it at P's control port, or loads it from a store that both share."""
+        has_control = any(instance.control for instance in self.prefill)
+        return "handoff" if has_control and self.dispatch != "store" else "store"
+
     def __post_init__(self) -> None:
         _check_pool("prefill", self.prefill)
         if self.dispatch == "amqp":

@@ -8,7 +8,7 @@ Ownership: `Dispatcher._tasks` holds every task until it has ended, the requests
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from multidict import CIMultiDict
 
@@ -19,14 +19,15 @@ from kvpipe.proxy.control import Control, FailureLog
 from kvpipe.proxy.descriptions import Descriptions, StoreDescriber
 from kvpipe.proxy.exchanges import Call, Exchanges
 from kvpipe.proxy.handoff import PREFILL_GRACE_S
-from kvpipe.proxy.instances import QUEUE, Instance
+from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.just_in_time import JustInTime
 from kvpipe.proxy.limits import LengthCheck, is_contradictory, output_limit
 from kvpipe.proxy.metrics import Metrics
+from kvpipe.proxy.pools import BrokerPool, HttpPool, Pool
 from kvpipe.proxy.prompt_length import PromptLengths
 from kvpipe.proxy.request import Request, RetryBudget, Route
 from kvpipe.proxy.results import RecentHandoffs, ResultRecorder, Results
-from kvpipe.proxy.routing import RoundRobin, goes_to_decode_alone
+from kvpipe.proxy.routing import goes_to_decode_alone
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Answer, DecodeQueue, InstanceError, Role, Upstream
 
@@ -51,15 +52,6 @@ class Dispatcher:
         queue: DecodeQueue | None = None,
     ) -> None:
         self._control_timeout_s = config.control_timeout_s
-        decode = config.decode if queue is None else (QUEUE,)
-        self._pools: dict[Role, RoundRobin] = {
-            "prefill": RoundRobin(config.prefill),
-            "decode": RoundRobin(decode, num_partners=len(config.prefill)),
-        }
-        self._queue = queue
-        has_control = any(instance.control for instance in config.prefill)
-        is_through_store = config.dispatch == "store" or (queue is not None and not has_control)
-        self._way: Literal["handoff", "store"] = "store" if is_through_store else "handoff"
         self._split_from = config.split_from
         self._prompts = PromptLengths()
         self._falls_back = config.on_prefill_failure == "decode"
@@ -69,10 +61,18 @@ class Dispatcher:
         failures = FailureLog()
         addresses = dict.fromkeys(instance.control for instance in (*config.decode, *config.prefill))
         self.descriptions = Descriptions(control, addresses, failures, config.control_timeout_s)
-        is_described = config.dispatch == "store" and config.early_token
+        is_described = config.way == "store" and config.early_token
         urls = [instance.url for instance in config.decode] if is_described else []
         self._engines = Descriptions(StoreDescriber(upstream), urls, failures, config.control_timeout_s)
-        self._exchanges = Exchanges(upstream, failures, self.descriptions, self._engines, self._pools)
+        self._way = config.way
+        http = (upstream, self._described, config.connect_timeout_s)
+        self._pools: dict[Role, Pool] = {
+            "prefill": HttpPool("prefill", config.prefill, *http),
+            "decode": HttpPool("decode", config.decode, *http, num_partners=len(config.prefill))
+            if queue is None
+            else BrokerPool(queue),
+        }
+        self._exchanges = Exchanges(self._pools, upstream, failures, self.descriptions, self._engines)
         self._length = LengthCheck(upstream, self.descriptions, config.control_timeout_s)
         self.recent = RecentHandoffs()
         self.results = Results(control, self.recent, config.control_timeout_s)
@@ -82,7 +82,7 @@ class Dispatcher:
             exchanges=self._exchanges,
             control=control,
             control_timeout_s=config.control_timeout_s,
-            describe=self._describe,
+            describe=self._pools["decode"].describe,
             failures=failures,
             metrics=metrics,
             recent=self.recent,
@@ -129,10 +129,14 @@ class Dispatcher:
                 self._prompts.learn(call.body, call.path, call.record.usage.prompt_tokens)
             attempts.settle(is_delivered=answer.is_complete)
 
+    async def health(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The state of each P and of each D, by URL: `ok`, or why it does not answer."""
+        return await asyncio.gather(self._pools["prefill"].health(), self._pools["decode"].health())
+
     async def ask_decode(self, path: str, headers: CIMultiDict[str]) -> Answer:
         """Send a GET to decode instances, or prefill's behind a broker, until one answers without a server error."""
-        role: Role = "decode" if self._queue is None else "prefill"
-        instances = self._order(role)
+        role: Role = "decode" if self._pools["decode"].answers_gets else "prefill"
+        instances = self._pools[role].order()
         while True:
             try:
                 return await self._exchanges.get(role, instances.pop(0), path, headers)
@@ -143,9 +147,8 @@ class Dispatcher:
     async def _begin(self, call: Call) -> Attempts:
         """Decide how a request is answered, as far as the request and D's limits tell."""
         self._budget.add_request()
-        if self._queue is not None:
-            self._queue.check()
-        prefill, decode = self._order("prefill"), self._order("decode")
+        self._pools["decode"].check()
+        prefill, decode = self._pools["prefill"].order(), self._pools["decode"].order()
         reason = self._alone_reason(call)
         route: Route = self._way
         if not reason and output_limit(call.body, call.path) == 1:
@@ -168,11 +171,5 @@ class Dispatcher:
         num_tokens = self._prompts.tokens(call.body, call.path) if self._split_from else None
         return "short" if num_tokens is not None and num_tokens < self._split_from else ""
 
-    def _describe(self, decode: Instance) -> dict[str, Any] | None:
-        """The description of a D's engine; None where none is known."""
-        if self._queue is not None:
-            return self._queue.describe()
-        return self.descriptions.of(decode.control) if self._way == "handoff" else self._engines.of(decode.url)
-
-    def _order(self, role: Role) -> list[Instance]:
-        return self._pools[role].order(asyncio.get_running_loop().time())
+    def _described(self, instance: Instance) -> dict[str, Any] | None:
+        return self.descriptions.of(instance.control) if self._way == "handoff" else self._engines.of(instance.url)

@@ -15,12 +15,13 @@ from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.aborts import ABORT_REASON, AbortCheck, is_aborted
 from kvpipe.proxy.bodies import error_in_first_event, may_begin_with_error
 from kvpipe.proxy.headers import response_headers
-from kvpipe.proxy.instances import QUEUE, Instance
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
 
     from multidict import CIMultiDict
+
+    from kvpipe.proxy.instances import Instance
 
 Role = Literal["prefill", "decode"]
 # How an instance failed: no connection; silence after it was reached; a reset or a broken answer; a server error; a
@@ -239,15 +240,11 @@ class Upstream:
         session: made by `open_session`; the caller closes it.
         silence_timeout_s: limit for an exchange up to the end of its body, or up to the first byte of a stream. The
             session's `sock_read` limits later bytes.
-        queue: takes what is posted to `kvpipe.proxy.instances.QUEUE`.
     """
 
-    def __init__(
-        self, session: aiohttp.ClientSession, silence_timeout_s: float, queue: DecodeQueue | None = None
-    ) -> None:
+    def __init__(self, session: aiohttp.ClientSession, silence_timeout_s: float) -> None:
         self._session = session
         self._silence_timeout_s = silence_timeout_s
-        self._queue = queue
 
     async def post(
         self,
@@ -258,20 +255,14 @@ class Upstream:
         body: bytes,
         *,
         awaits_first_byte: bool = True,
-        when_begun: WhenBegun | None = None,
     ) -> Answer:
         """Post a body; any status is an answer. Cancelling closes the connection.
 
-        Without `awaits_first_byte`, the answer to a stream returns once its headers have arrived. `when_begun` is
-        called where a broker chooses the instance.
+        Without `awaits_first_byte`, the answer to a stream returns once its headers have arrived.
 
         Raises:
             InstanceError: the instance was not reached, broke off, or sent nothing for too long.
         """
-        if instance is QUEUE and self._queue is not None:
-            return await self._queue.post(
-                path, headers, body, awaits_first_byte=awaits_first_byte, when_begun=when_begun
-            )
         data = body if len(body) <= _MAX_ONE_PIECE_BYTES else BytesIO(body)
         request = self._session.post(instance.url + path, headers=headers, data=data, allow_redirects=False)
         return await self._exchange(role, instance, request, awaits_first_byte=awaits_first_byte)
