@@ -182,7 +182,7 @@ def test_a_decode_that_is_silent_after_a_shown_token_ends_the_stream_with_504():
 
 
 def test_one_failing_instance_does_not_use_up_the_retries_of_the_others(monkeypatch):
-    monkeypatch.setattr("kvpipe.proxy.routing._AVOIDED_S", 1000.0)
+    monkeypatch.setattr("kvpipe.proxy.health._AVOIDED_S", 1000.0)
 
     async def scene():
         async with stage(prefill=[BUSY, answers()], decode=[answers(), BUSY]) as s:

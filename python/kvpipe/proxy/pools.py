@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from multidict import CIMultiDict
 
+from kvpipe.proxy.health import Health
 from kvpipe.proxy.instances import QUEUE
 from kvpipe.proxy.routing import RoundRobin
 from kvpipe.proxy.upstream import InstanceError
@@ -37,17 +39,19 @@ class Pool(ABC):
         self.role: Role = role
         self.instances = tuple(instances)
         self._turn = RoundRobin(instances, num_partners)
+        self._health = {instance: Health(math.inf) for instance in instances}
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.role} {self._turn}>"
 
     def order(self) -> list[Instance]:
         """All instances, in the order in which one request asks them."""
-        return self._turn.order(asyncio.get_running_loop().time())
+        now_s = asyncio.get_running_loop().time()
+        return self._turn.order(lambda instance: self._health[instance].is_avoided(now_s))
 
     def failed(self, instance: Instance) -> None:
         """Note that an instance has failed."""
-        self._turn.failed(instance, asyncio.get_running_loop().time())
+        self._health[instance].failed(asyncio.get_running_loop().time())
 
     def check(self) -> None:  # noqa: B027 - instances that are asked by HTTP fail one by one
         """Raises `InstanceError` while no request can be taken."""
