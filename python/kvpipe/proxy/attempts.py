@@ -1,5 +1,6 @@
 """The attempts at one request, one after the other: `Request` decides who is asked, and these ask."""
 
+import logging
 from http import HTTPStatus
 from typing import Literal
 
@@ -17,6 +18,8 @@ _SPLIT: dict[Literal["handoff", "store"], tuple[type[SplitAttempt], type[Resumed
     "handoff": (HandoffAttempt, ResumedHandoff),
     "store": (StoreAttempt, ResumedAttempt),
 }
+
+logger = logging.getLogger(__name__)
 
 
 class Attempts:
@@ -42,8 +45,10 @@ class Attempts:
         Raises:
             InstanceError: an instance has failed, and no other may be asked.
         """
+        step = self._request.first()
+        self._note_fallback(step)
         try:
-            return await self._until_answered(self._request.first())
+            return await self._until_answered(step)
         except InstanceError as error:
             return final_answer(error)
 
@@ -108,6 +113,7 @@ class Attempts:
         step = self._after(error)
         if step.kind == "final":
             raise error
+        logger.warning("early_token.retry url=%s: %s", error.instance.url, error.reason)
         return await self._until_answered(step)
 
     def _after(self, error: InstanceError) -> Step:
@@ -118,14 +124,17 @@ class Attempts:
         if step.denial is not None:
             metrics.retry_denied(step.denial)
         asked = step.prefill if error.role == "prefill" else step.decode
-        if asked is None and step.decode is not None:
-            record.alone = "no_prefill"
-            metrics.fell_back()
-        elif step.kind != "final" and asked != error.instance:
+        self._note_fallback(step)
+        if asked not in (None, error.instance):
             metrics.replaced(error)
         if step.kind != "same":
             self.settle(is_delivered=False)
         return step
+
+    def _note_fallback(self, step: Step) -> None:
+        if step.is_fallback:
+            self._call.record.alone = "no_prefill"
+            self._services.metrics.fell_back()
 
 
 def final_answer(error: InstanceError) -> Answer:

@@ -1,12 +1,9 @@
 """A stream that begins with P's token: the proxy sends it before D's stream begins, and D's stream goes on after it."""
 
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from kvpipe.proxy.early_token import Continuation, ContradictionError, EarlyToken
 from kvpipe.proxy.upstream import Answer, InstanceError
-
-logger = logging.getLogger(__name__)
 
 
 class EarlyStream:

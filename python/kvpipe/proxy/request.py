@@ -3,7 +3,7 @@
 No input or output, no clock: `kvpipe.proxy.attempts` takes the steps, and reports what became of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,8 @@ _RETRIES_PER_REQUEST = 0.2
 # Retries that a proxy without recent requests has.
 _MAX_SAVED_RETRIES = 10.0
 
+# Whether an instance may be sent a request now.
+Available = Callable[[Role, Instance], bool]
 # How a request is answered: P and D by a handoff or through a store that they share, or one of them alone.
 Route = Literal["handoff", "store", "prefill", "decode"]
 # `split`: P, and D on a new handoff. `same`: another D on the handoff that P has begun. `alone`: the instance that the
@@ -36,12 +38,14 @@ class Step:
         prefill: the P that is asked; None if none is.
         decode: the D that is asked; None if none is.
         denial: why no other instance of the role that failed may be asked; None if one may, or none is left.
+        is_fallback: whether D computes the prompt because no P may be asked.
     """
 
     kind: Kind
     prefill: Instance | None = None
     decode: Instance | None = None
     denial: Denial | None = None
+    is_fallback: bool = False
 
 
 class RetryBudget:
@@ -73,6 +77,7 @@ class Request:
         decode: D's, likewise.
         budget: the proxy's budget of retries.
         falls_back: whether D computes the prompt where no P may be asked any more.
+        is_available: tells which of them may be sent a request now.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class Request:
         budget: RetryBudget,
         *,
         falls_back: bool = True,
+        is_available: Available = lambda _role, _instance: True,
     ) -> None:
         self._route = route
         self._left: dict[Role, list[Instance]] = {"prefill": list(prefill), "decode": list(decode)}
@@ -91,10 +97,21 @@ class Request:
         self._has_resumed = False
         self._budget = budget
         self._falls_back = falls_back
+        self._is_available = is_available
 
     def first(self) -> Step:
-        """The first step."""
+        """The first step; `final` if no instance is available."""
+        if self._route != "decode" and not self._has("prefill") and self._falls_back:
+            return self._fall_back()
         return self._begin()
+
+    def may_leave(self, role: Role, instance: Instance) -> bool:
+        """Whether another one can answer for an instance that is frozen."""
+        if self._client_has == "text":
+            return False
+        if role == "decode" or self._route == "prefill":
+            return self._has(role, without=instance) or (role == "prefill" and self._falls_back)
+        return self._has("decode") and (self._falls_back or self._has("prefill", without=instance))
 
     def token_shown(self) -> None:
         """Note that the client has P's token: from now on every D that is left may be asked."""
@@ -116,29 +133,36 @@ class Request:
         if denial is None and self._has(error.role):
             return self._replace(error)
         if error.role == "prefill" and self._may_fall_back(error):
-            self._route = "decode"
-            return Step("alone", decode=self._left["decode"][0], denial=denial)
+            return self._fall_back(denial)
         return Step("final", denial=denial)
 
     def _begin(self) -> Step:
-        prefill, decode = (self._left[role][0] if self._has(role) else None for role in ("prefill", "decode"))
-        if self._route == "prefill":
+        prefill, decode = self._next("prefill"), self._next("decode")
+        if self._route == "prefill" and prefill is not None:
             return Step("alone", prefill=prefill)
-        if self._route == "decode":
+        if self._route == "decode" and decode is not None:
             return Step("alone", decode=decode)
-        return Step("final") if prefill is None or decode is None else Step("split", prefill, decode)
+        is_split = self._route in ("handoff", "store") and prefill is not None and decode is not None
+        return Step("split", prefill, decode) if is_split else Step("final")
+
+    def _fall_back(self, denial: Denial | None = None) -> Step:
+        self._route = "decode"
+        decode = self._next("decode")
+        kind: Kind = "final" if decode is None else "alone"
+        return Step(kind, decode=decode, denial=denial, is_fallback=decode is not None)
 
     def _replace(self, error: InstanceError) -> Step:
         is_split = self._route in ("handoff", "store")
         keeps_prefill = self._route == "store" or error.failure == "unreached"
         if is_split and error.role == "decode" and keeps_prefill:
-            return Step("same", decode=self._left["decode"][0])
+            return Step("same", decode=self._next("decode"))
         return self._begin()
 
     def _resume_after(self, error: InstanceError) -> Step:
         """Another D; where there is none, the one that failed gets a second chance, if it was reached."""
         has_resumed, self._has_resumed = self._has_resumed, True
-        left = self._left["decode"] or ([] if has_resumed or error.failure == "unreached" else [error.instance])
+        is_again = not has_resumed and error.failure not in ("unreached", "frozen")
+        left = self._usable("decode") or ([error.instance] if is_again else [])
         denial = self._denial(error) if left else None
         return Step("resume", decode=left[0]) if left and denial is None else Step("final", denial=denial)
 
@@ -147,10 +171,18 @@ class Request:
         is_worth_it = error.failure != "timeout" and self._num_broken < _MAX_BROKEN
         return self._falls_back and is_worth_it and self._has("decode")
 
-    def _has(self, role: Role) -> bool:
-        """Whether an instance of a role is left that may be asked."""
+    def _has(self, role: Role, without: Instance | None = None) -> bool:
+        """Whether an instance of a role is left that may be asked, after `without` has failed."""
         num_reached = sum(failure.role == role and failure.failure != "unreached" for failure in self._failures)
-        return bool(self._left[role]) and (num_reached < _MAX_REACHED or self._client_has != "nothing")
+        num_reached += without is not None
+        others = [instance for instance in self._usable(role) if instance != without]
+        return bool(others) and (num_reached < _MAX_REACHED or self._client_has != "nothing")
+
+    def _usable(self, role: Role) -> list[Instance]:
+        return [instance for instance in self._left[role] if self._is_available(role, instance)]
+
+    def _next(self, role: Role) -> Instance | None:
+        return self._usable(role)[0] if self._has(role) else None
 
     @property
     def _num_broken(self) -> int:
@@ -171,4 +203,6 @@ class Request:
             return "timeout"
         if self._num_broken >= _MAX_BROKEN:
             return "limit"
-        return None if error.failure == "unreached" or self._budget.consume() else "budget"
+        # One that is frozen has computed nothing that is known, and gets no other request.
+        is_free = error.failure in ("unreached", "frozen")
+        return None if is_free or self._budget.consume() else "budget"

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 Role = Literal["prefill", "decode"]
 # How an instance failed: no connection; silence after it was reached; a reset or a broken answer; a server error; a
-# stream that contradicts the early token; no broker that takes requests; as many instances as may be asked.
-Failure = Literal["unreached", "timeout", "broken", "answered", "contradicted", "unavailable", "given_up"]
+# stream that contradicts the early token; no broker or instance that takes requests; as many instances as may be
+# asked; silence of all its ports while another instance can be asked.
+Failure = Literal["unreached", "timeout", "broken", "answered", "contradicted", "unavailable", "given_up", "frozen"]
 # Gets the address of the control port of a D behind a broker that has begun with an answer: several may in turn.
 WhenBegun = Callable[[str], None]
 
@@ -38,6 +39,7 @@ _MAX_ONE_PIECE_BYTES = 1 << 20
 _STATUSES: dict[Failure, HTTPStatus] = {
     "timeout": HTTPStatus.GATEWAY_TIMEOUT,
     "unavailable": HTTPStatus.SERVICE_UNAVAILABLE,
+    "frozen": HTTPStatus.SERVICE_UNAVAILABLE,
 }
 
 
