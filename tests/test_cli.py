@@ -93,3 +93,10 @@ def test_a_broker_without_its_dispatch_is_refused(capsys):
     arguments = ["proxy", "--prefill", "http://p:1,p:2", "--decode", "http://d:1", "--amqp", "amqp://b"]
     assert main(arguments) == 1
     assert "--amqp with dispatch just-in-time: add --dispatch amqp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["proxy"], ["up", "model"]])
+def test_a_dispatch_that_was_removed_is_refused_by_name_with_its_successor(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command, "--dispatch", "concurrent"])
+    assert "concurrent was removed: use just-in-time" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from kvpipe.exceptions import ConfigError, KVPipeError
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
 
 _HOST, _PORT = "127.0.0.1", 8000
-_DISPATCHES = ("just-in-time", "sequential", "concurrent")  # the first one is the default
+_DISPATCHES = ("just-in-time", "sequential")  # the first one is the default
 _INTERRUPTED = 130  # the exit status of a command that SIGINT ended, as in shells
 
 
@@ -79,9 +79,10 @@ def _add_up(commands: Commands) -> None:
     )
     parser.add_argument(
         "--dispatch",
+        type=_dispatch,
         choices=_DISPATCHES,
         default=_DISPATCHES[0],
-        help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once",
+        help="when decode gets a request: before the predicted end of prefill (default), or after prefill",
     )
     _add_endpoint(parser)
     parser.add_argument(
@@ -122,8 +123,9 @@ def _add_proxy(commands: Commands) -> None:
         )
     parser.add_argument(
         "--dispatch",
+        type=_dispatch,
         choices=(*_DISPATCHES, "store", "amqp"),
-        help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once; "
+        help="when decode gets a request: before the predicted end of prefill (default), or after prefill; "
         "store: after prefill, through a KV store that both share (default without control addresses); "
         "amqp: after prefill, through a RabbitMQ broker, to a decode instance that has capacity",
     )
@@ -172,6 +174,12 @@ def _add_broker(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how often a request is delivered again before it is given up; the same for all, default 4",
     )
+
+
+def _dispatch(text: str) -> str:
+    if text == "concurrent":
+        raise argparse.ArgumentTypeError("concurrent was removed: use just-in-time, which asks decode early enough")
+    return text
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from tests.e2e.test_answers import BLOCK, REQUESTS
 from tests.e2e.test_first_token import HOT, SAMPLED, SCHEMA, hot, hot_chat, said
 
 # Just-in-time, the default, is that of test_answers.py and test_first_token.py.
-OTHERS = ("sequential", "concurrent")
+OTHERS = ("sequential",)
 KINDS = REQUESTS | SAMPLED
 TOOL = {"type": "function", "function": {"name": "remember", "parameters": SCHEMA}}
 CHARACTERS = "é日本🙂"

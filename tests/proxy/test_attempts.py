@@ -182,7 +182,7 @@ def test_a_decode_that_is_silent_after_a_shown_token_ends_the_stream_with_504():
 
 
 def test_one_failing_instance_does_not_use_up_the_retries_of_the_others(monkeypatch):
-    monkeypatch.setattr("kvpipe.proxy.routing._AVOIDED_S", 1000.0)
+    monkeypatch.setattr("kvpipe.proxy.health._AVOIDED_S", 1000.0)
 
     async def scene():
         async with stage(prefill=[BUSY, answers()], decode=[answers(), BUSY]) as s:
@@ -246,6 +246,17 @@ def test_retries_are_bounded_to_a_share_of_all_requests():
     run(scene)
 
 
+def test_when_the_budget_is_used_up_decode_answers_alone_and_no_other_prefill_is_asked():
+    async def scene():
+        num_requests, num_saved, share = 60, 10, 0.2
+        async with stage(prefill=[BUSY, BUSY]) as s:
+            assert [(await s.post())[0] for _ in range(num_requests)] == [200] * num_requests
+            num_asked_again = sum(len(p.bodies) for p in s.prefill) - num_requests
+            assert 0 < num_asked_again <= num_saved + share * num_requests + 1e-6
+
+    run(scene)
+
+
 def test_decode_answers_every_request_alone_when_the_only_prefill_fails():
     async def scene():
         async with stage(prefill=[BUSY]) as s:
@@ -279,7 +290,7 @@ def test_a_decode_that_refuses_the_connection_while_prefill_computes_leaves_pref
             await s.decode[1].asked.wait()
             return await answers()(request)
 
-        async with stage([prefill], [DEAD, answers()], dispatch="concurrent") as s:
+        async with stage([prefill], [DEAD, answers()], dispatch="just-in-time") as s:
             assert (await s.post())[0] == 200
             assert len(s.prefill[0].bodies) == 1
             assert not s.prefill[0].aborted.is_set()
@@ -417,7 +428,7 @@ def test_a_lone_decode_that_contradicts_gets_one_second_chance():
 
 def test_a_prefill_that_fails_beside_a_decode_that_is_not_reached_leaves_no_task_waiting():
     async def scene():
-        async with stage([DEAD], [DEAD], dispatch="concurrent") as s:
+        async with stage([DEAD], [DEAD], dispatch="just-in-time") as s:
             assert (await s.post())[0] == 502
 
     run(scene)

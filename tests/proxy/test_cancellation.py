@@ -58,7 +58,7 @@ def test_leaving_in_mid_stream_aborts_decode_and_releases_the_handoff():
 
 def test_leaving_during_concurrent_dispatch_aborts_both_and_releases_the_handoff():
     async def scene():
-        async with stage([never_ends], [never_ends], dispatch="concurrent") as s:
+        async with stage([never_ends], [never_ends], dispatch="just-in-time") as s:
             posting = asyncio.create_task(s.post())
             await s.prefill[0].asked.wait()
             await s.decode[0].asked.wait()
@@ -114,15 +114,15 @@ def test_an_answer_from_all_of_prefills_kv_leaves_nothing_to_release():
     run(scene)
 
 
-def test_a_concurrent_prefill_that_decode_did_not_need_is_aborted_after_a_grace_time(monkeypatch):
-    monkeypatch.setattr("kvpipe.proxy.attempt.PREFILL_GRACE_S", 0.05)
+def test_a_prefill_beside_decode_that_decode_did_not_need_is_aborted_after_a_grace_time(monkeypatch):
+    monkeypatch.setattr("kvpipe.proxy.handoff.PREFILL_GRACE_S", 0.05)
 
     async def scene():
         async def decode(request):
             await s.prefill[0].asked.wait()
             return await answers()(request)
 
-        async with stage([never_ends], [decode], dispatch="concurrent") as s:
+        async with stage([never_ends], [decode], dispatch="just-in-time") as s:
             s.control.results = {s.decode[0].control: {"result": "full"}}
             assert (await s.post())[0] == 200
             await s.prefill[0].aborted.wait()

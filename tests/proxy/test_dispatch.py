@@ -7,7 +7,7 @@ from kvpipe.transfer_params import consume, produce
 
 from .harness import CHAT, COMPLETIONS, DEAD, EVENTS, REQUEST, answers, breaks_off, never_ends, run, stage, streams
 
-DISPATCHES = ["just-in-time", "sequential", "concurrent"]
+DISPATCHES = ["just-in-time", "sequential"]
 BAD_REQUEST = (422, b'{"error":"no"}', "application/problem+json")
 
 
@@ -57,7 +57,7 @@ def test_sequential_dispatch_asks_decode_only_when_prefill_has_answered():
     run(scene)
 
 
-def test_concurrent_dispatch_asks_both_at_once():
+def test_just_in_time_dispatch_asks_decode_before_prefill_has_answered():
     async def scene():
         p_asked, d_asked = asyncio.Event(), asyncio.Event()
 
@@ -71,7 +71,7 @@ def test_concurrent_dispatch_asks_both_at_once():
             await p_asked.wait()
             return await answers()(request)
 
-        async with stage([prefill], [decode], dispatch="concurrent") as s:
+        async with stage([prefill], [decode], dispatch="just-in-time") as s:
             assert (await s.post())[0] == 200
 
     run(scene)
@@ -114,7 +114,7 @@ def test_prefills_4xx_reaches_the_client_as_it_is(dispatch):
     run(scene)
 
 
-def test_prefills_4xx_aborts_concurrent_decode():
+def test_prefills_4xx_aborts_decode_beside_it():
     async def scene():
         d_asked = asyncio.Event()
 
@@ -126,7 +126,7 @@ def test_prefills_4xx_aborts_concurrent_decode():
             d_asked.set()
             return await never_ends(request)
 
-        async with stage([refuses], [decode], dispatch="concurrent") as s:
+        async with stage([refuses], [decode], dispatch="just-in-time") as s:
             assert is_same(await s.post(), BAD_REQUEST)
             await s.decode[0].aborted.wait()
 
@@ -170,14 +170,14 @@ def test_decode_that_was_asked_goes_on_alone_when_prefill_breaks(failure):
             await s.prefill[0].asked.wait()
             return await answers()(request)
 
-        async with stage([fails, answers()], [decode], dispatch="concurrent") as s:
+        async with stage([fails, answers()], [decode], dispatch="just-in-time") as s:
             assert (await s.post())[0] == 200
             assert (len(s.decode[0].bodies), s.prefill[1].bodies) == (1, [])
 
     run(scene)
 
 
-def test_a_failing_prefill_aborts_concurrent_decode_which_is_asked_anew():
+def test_a_failing_prefill_aborts_decode_beside_it_which_is_asked_anew():
     async def scene():
         d_asked, p_done = asyncio.Event(), asyncio.Event()
 
@@ -196,7 +196,7 @@ def test_a_failing_prefill_aborts_concurrent_decode_which_is_asked_anew():
             await p_done.wait()  # as the connector waits for P's KV
             return await answers()(request)
 
-        async with stage([fails, works], [decode], dispatch="concurrent") as s:
+        async with stage([fails, works], [decode], dispatch="just-in-time") as s:
             status, _, headers = await s.post()
             assert status == 200
             assert s.prefill[1].handoffs == [headers["x-kvpipe-handoff"]]
@@ -206,7 +206,7 @@ def test_a_failing_prefill_aborts_concurrent_decode_which_is_asked_anew():
     run(scene)
 
 
-def test_an_unreachable_prefill_is_replaced_in_concurrent_dispatch():
+def test_an_unreachable_prefill_is_replaced_beside_decode():
     async def scene():
         p_done = asyncio.Event()
 
@@ -218,7 +218,7 @@ def test_an_unreachable_prefill_is_replaced_in_concurrent_dispatch():
             await p_done.wait()
             return await answers()(request)
 
-        async with stage([DEAD, works], [decode], dispatch="concurrent") as s:
+        async with stage([DEAD, works], [decode], dispatch="just-in-time") as s:
             status, _, headers = await s.post()
             assert status == 200
             assert s.prefill[1].handoffs == [headers["x-kvpipe-handoff"]]
@@ -294,7 +294,7 @@ def test_prefill_and_decode_take_turns_and_requests_for_decode_alone_count_too()
     run(scene)
 
 
-def test_a_prefill_that_fails_after_concurrent_decode_has_begun_does_not_disturb_the_answer():
+def test_a_prefill_that_fails_after_decode_beside_it_has_begun_does_not_disturb_the_answer():
     async def scene():
         begun, failed = asyncio.Event(), asyncio.Event()
 
@@ -311,7 +311,7 @@ def test_a_prefill_that_fails_after_concurrent_decode_has_begun_does_not_disturb
             await failed.wait()
             await asyncio.sleep(0.05)
 
-        async with stage([prefill, answers()], [decode], dispatch="concurrent") as s:
+        async with stage([prefill, answers()], [decode], dispatch="just-in-time") as s:
             status, body, _ = await s.post(COMPLETIONS, REQUEST | {"stream": True})
             assert (status, body) == (200, EVENTS[0])
             assert s.prefill[1].bodies == []

@@ -23,7 +23,7 @@ from .harness import (
 from .test_early_token import DONE, chunk, parsed, text_of
 
 STREAMED = REQUEST | {"stream": True}
-MODES = ["sequential", "concurrent", "just-in-time"]
+MODES = ["sequential", "just-in-time"]
 
 
 def prefilled(path=COMPLETIONS, text="ab", token=7):
@@ -271,7 +271,7 @@ def test_a_prefill_that_fails_beside_a_waiting_decode_is_replaced():
             await s.decode[0].asked.wait()
             return await answers(503)(request)
 
-        async with stage(prefill=[fails, prefilled()], decode=[waits_first], dispatch="concurrent") as s:
+        async with stage(prefill=[fails, prefilled()], decode=[waits_first], dispatch="just-in-time") as s:
             _, body, _ = await s.post(body=STREAMED)
             assert text_of(body) == "abcd"
             await s.decode[0].aborted.wait()

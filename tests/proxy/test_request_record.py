@@ -9,7 +9,7 @@ import pytest
 
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.request_record import RequestRecord
-from kvpipe.proxy.usage import StreamUsage, read_tokens, with_cached_tokens
+from kvpipe.proxy.usage import Usage, read_tokens, with_cached_tokens
 
 from .harness import CHAT, COMPLETIONS, DEAD, EVENTS, REQUEST, answers, breaks_off, run, stage, streams
 from .test_early_streams import STREAMED, prefilled
@@ -193,16 +193,19 @@ def test_the_usage_event_of_a_stream_has_the_cached_tokens_that_prefill_found(ha
 @pytest.mark.parametrize("piece_len", [1, 7, 1000])
 def test_a_usage_event_is_corrected_however_the_stream_is_cut(piece_len):
     stream = EVENTS[0] + USAGE_EVENT + DONE + b"rest"
-    corrector = StreamUsage()
+    usage = Usage()
+    usage.prefilled(50, 3)
     pieces = [stream[at : at + piece_len] for at in range(0, len(stream), piece_len)]
-    corrected = b"".join(corrector.feed(piece, 3) for piece in pieces) + corrector.end()
+    corrected = b"".join(usage.feed(piece) for piece in pieces) + usage.end()
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens) == (50, 3, 8)
     assert corrected == stream.replace(b'"cached_tokens":48', b'"cached_tokens":3')
 
 
 def test_an_event_without_an_end_is_not_kept_back_for_ever():
-    corrector = StreamUsage()
-    assert corrector.feed(b"x" * (1 << 20), 3) == b""
-    assert corrector.feed(b"y", 3) == b"x" * (1 << 20) + b"y"
+    usage = Usage()
+    usage.prefilled(50, 3)
+    assert usage.feed(b"x" * (1 << 20)) == b""
+    assert usage.feed(b"y") == b"x" * (1 << 20) + b"y"
 
 
 def test_tokens_are_read_from_the_usage_and_not_from_the_text():

@@ -31,7 +31,7 @@ class DeploymentSpec:
     """Address of the proxy. The instances always listen on loopback."""
     port: int = 0
     """Port of the proxy; 0 picks a free one."""
-    dispatch: Literal["just-in-time", "sequential", "concurrent"] = "just-in-time"
+    dispatch: Literal["just-in-time", "sequential"] = "just-in-time"
     """When D gets a request; without meaning where there is a store."""
     store: str = ""
     """URL of a KV store through which the instances share KV, without handoffs; `own` starts one. Empty: handoffs."""

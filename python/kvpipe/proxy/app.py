@@ -10,7 +10,6 @@ from typing import Any
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from multidict import CIMultiDict
 
 from kvpipe.proxy.bodies import CHAT_PATH, COMPLETIONS_PATH, BodyError, error_body, parse_body
 from kvpipe.proxy.config import ProxyConfig
@@ -18,14 +17,13 @@ from kvpipe.proxy.control import Control
 from kvpipe.proxy.dispatch import Dispatcher
 from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.headers import request_headers
-from kvpipe.proxy.instances import QUEUE, Instance
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.pairs import Pairs
 from kvpipe.proxy.queue_page import queue_page
 from kvpipe.proxy.relay import relay
 from kvpipe.proxy.request_record import RequestRecord
 from kvpipe.proxy.results import RecentHandoff
-from kvpipe.proxy.upstream import DecodeQueue, InstanceError, Role, Upstream, open_session
+from kvpipe.proxy.upstream import DecodeQueue, InstanceError, Upstream, open_session
 
 # The log has no more of a client's name for a request.
 _MAX_REQUEST_ID = 64
@@ -54,7 +52,6 @@ def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None 
 class _Proxy:
     """Request handlers and their shared state."""
 
-    _upstream: Upstream
     _dispatcher: Dispatcher
     _pairs: Pairs
 
@@ -68,8 +65,8 @@ class _Proxy:
         config = self._config
         session = open_session(config.connect_timeout_s, config.silence_timeout_s)
         async with session, self._queue or nullcontext():
-            self._upstream = Upstream(session, self._config.silence_timeout_s, self._queue)
-            dispatcher = Dispatcher(self._config, self._upstream, self._control, self._metrics, self._queue)
+            upstream = Upstream(session, self._config.silence_timeout_s)
+            dispatcher = Dispatcher(self._config, upstream, self._control, self._metrics, self._queue)
             async with Pairs(self._config, self._control) as self._pairs, dispatcher as self._dispatcher:
                 yield
 
@@ -87,10 +84,7 @@ class _Proxy:
         return await relay(request, answer, self._config.client_timeout_s, RequestRecord(request.path, self._metrics))
 
     async def health(self, _: web.Request) -> web.Response:
-        prefill, decode = await _probe_instances(self._config, self._upstream)
-        if self._queue is not None:
-            decode = {QUEUE.url: self._queue.health()}
-        is_up, report = self._pairs.report(prefill, decode)
+        is_up, report = self._pairs.report(*await self._dispatcher.health())
         return _json(HTTPStatus.OK if is_up else HTTPStatus.SERVICE_UNAVAILABLE, report)
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -178,30 +172,3 @@ def _json(status: HTTPStatus, value: dict[str, Any]) -> web.Response:
 
 def _error(status: HTTPStatus, message: str) -> web.Response:
     return web.Response(status=status, body=error_body(status, message), content_type="application/json")
-
-
-async def _probe_instances(config: ProxyConfig, upstream: Upstream) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the state of each P and of each D, within `connect_timeout_s`."""
-    return await asyncio.gather(
-        _probe_all(config, upstream, "prefill", config.prefill),
-        _probe_all(config, upstream, "decode", config.decode),
-    )
-
-
-async def _probe_all(
-    config: ProxyConfig, upstream: Upstream, role: Role, instances: tuple[Instance, ...]
-) -> dict[str, str]:
-    probes = (_probe(config.connect_timeout_s, upstream, role, i) for i in instances)
-    states = await asyncio.gather(*probes)
-    return {instance.url: state for instance, state in zip(instances, states, strict=True)}
-
-
-async def _probe(timeout_s: float, upstream: Upstream, role: Role, instance: Instance) -> str:
-    try:
-        async with asyncio.timeout(timeout_s):
-            answer = await upstream.get(role, instance, "/health", CIMultiDict())
-    except InstanceError as error:
-        return error.reason
-    except TimeoutError:
-        return "no answer in time"
-    return "ok" if answer.status == HTTPStatus.OK else f"answered {answer.status}"

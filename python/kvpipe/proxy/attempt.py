@@ -1,32 +1,25 @@
-"""One attempt at a request by a handoff: begins it, exchanges with P and D, ends what it began."""
+"""Attempts at a request: one instance alone, or a P and a D, which share a store or make a handoff."""
 
 import asyncio
-import logging
 import secrets
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from kvpipe import transfer_params
-from kvpipe.exceptions import KVPipeError
-from kvpipe.proxy.bodies import decode_body, prefill_body
+from kvpipe.proxy.bodies import loading_body, plain_body, prefill_body, resumed_body
 from kvpipe.proxy.control import Control, FailureLog
 from kvpipe.proxy.descriptions import Describe
 from kvpipe.proxy.early_token import EarlyToken, allows_early_token, repeats_first_token
 from kvpipe.proxy.exchanges import Call, Exchanges
-from kvpipe.proxy.headers import HANDOFF
-from kvpipe.proxy.just_in_time import JustInTime, Timing
+from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.just_in_time import JustInTime
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.prefill_answer import PrefillAnswer
 from kvpipe.proxy.results import RecentHandoffs, ResultRecorder
-from kvpipe.proxy.retries import Retries
 from kvpipe.proxy.tasks import OwnedTasks
-from kvpipe.proxy.upstream import Answer, InstanceError
-
-# With concurrent dispatch D's answer can be complete before P's has arrived.
-PREFILL_GRACE_S = 2.0
-
-logger = logging.getLogger(__name__)
+from kvpipe.proxy.upstream import Answer, InstanceError, Role, failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,210 +40,286 @@ class Services:
     sends_early_tokens: bool
 
 
-class Attempt:
-    """An attempt at a handoff from one P to one D, under an id of its own.
-
-    Owns P's request, P's blocks and the handoff's result until `settle`.
+class Attempt(ABC):
+    """One attempt at a request. It owns what it has begun at instances until `settle`.
 
     Args:
         services: what all attempts share.
         call: the client's request.
-        retries: the instances that may be asked; their first ones are.
 
     Attributes:
-        handoff: id of the handoff.
-        prefill: P.
-        decode: D; one that refuses the connection is replaced by the next one. Behind a broker it has the control port
-            of the D that has begun with the answer.
-        timing: timing of D's part, with just-in-time dispatch.
-        prefilling: the exchange with P, when it runs beside the one with D.
+        handoff: id of the handoff; empty where one instance works alone.
         early_token: P's token, if the client may have it before D's stream; None before P has answered.
     """
 
-    def __init__(self, services: Services, call: Call, retries: Retries) -> None:
-        self.handoff = secrets.token_hex(16)
-        self.prefill = retries.first("prefill")
-        self.decode = retries.first("decode")
-        self.prefilling: asyncio.Task[Answer | None] | None = None
-        self.timing: Timing | None = None
-        self.early_token: EarlyToken | None = None
+    handoff: str = ""
+    early_token: EarlyToken | None = None
+
+    def __init__(self, services: Services, call: Call) -> None:
         self.services = services
-        self._call = call
-        self._retries = retries
-        self._is_prefilled = False
-        self._may_hold_kv = False
-        self._is_decode_asked = False
-        self._is_settled = False
-        self._measuring: asyncio.Task[None] | None = None
+        self.call = call
 
-    def begin(self) -> None:
-        """Remember the handoff, and predict when D should be asked."""
-        prefill, decode = self.prefill.url, self.decode.url
-        self._call.record.begin_attempt(self.handoff, prefill, decode)
-        if self.services.is_timed:
-            self.timing = self.services.timer.begin(prefill, decode, self._call.num_bytes)
+    @abstractmethod
+    async def ask(self) -> Answer:
+        """Ask the instances, and record the attempt.
+
+        Raises:
+            InstanceError: one failed.
+        """
+
+    async def ask_next(self, decode: Instance) -> Answer:
+        """Go on with another D on what P computes; raises as `ask`."""
+        raise NotImplementedError
+
+    def failure_of_prefill(self) -> InstanceError | None:
+        """The failure of P, where D was asked beside it."""
+        return None
+
+    def settle(self, *, is_delivered: bool) -> None:  # noqa: B027 - an attempt at one instance keeps nothing
+        """End the attempt, once: abort what still runs, release what P keeps."""
+
+    def _decode_begun(self, control: str) -> None:  # noqa: B027
+        """Note the control port of the D that has begun, where a broker chooses it."""
+
+
+class AloneAttempt(Attempt):
+    """One instance answers without another one: D, or P where its one token is all that the client wants."""
+
+    def __init__(self, services: Services, call: Call, role: Role, instance: Instance) -> None:
+        super().__init__(services, call)
+        self._role: Role = role
+        self._instance = instance
+
+    async def ask(self) -> Answer:
+        """As `Attempt.ask`."""
+        urls = (self._instance.url, "") if self._role == "prefill" else ("", self._instance.url)
+        self.call.record.begin_attempt("", *urls)
+        body = plain_body(self.call.body)
+        return await self.services.exchanges.post(self._role, self._instance, self.call, body)
+
+
+class ResumedAttempt(Attempt):
+    """A D alone computes the prompt, and begins with P's token, which the client has.
+
+    The id is new, because a D may not have ended the first request yet, or has consumed the entry in the store.
+    """
+
+    def __init__(self, before: Attempt, decode: Instance) -> None:
+        super().__init__(before.services, before.call)
+        self.handoff = secrets.token_hex(16)
+        self.decode = decode
+        self.early_token = before.early_token
+        self._before = before
+
+    async def ask(self) -> Answer:
+        """As `Attempt.ask`."""
         self._remember()
-        logger.debug("handoff.start handoff=%s prefill=%s decode=%s", self.handoff, prefill, decode)
+        tokens = [] if self.early_token is None else [self.early_token.token]
+        body = resumed_body(self.call.body, self.handoff, tokens)
+        answer = await self.services.exchanges.post(
+            "decode", self.decode, self.call, body, when_begun=self._decode_begun
+        )
+        if answer.is_complete:
+            raise failed(answer)
+        return answer
 
-    async def ask_prefill(self) -> Answer | None:
-        """Ask P; returns P's answer when that is the client's: P refused, or its token ends the request.
+    def _remember(self) -> None:
+        self.call.record.continue_attempt("", "", self.decode.url)
+
+
+class SplitAttempt(Attempt):
+    """P computes the prompt, and D answers: after P's answer, or beside P from when `_until_due` returns.
+
+    Args:
+        services: what all attempts share.
+        call: the client's request.
+        prefill: P.
+        decode: D; another one replaces it where it did not answer.
+    """
+
+    def __init__(self, services: Services, call: Call, prefill: Instance, decode: Instance) -> None:
+        super().__init__(services, call)
+        self.handoff = secrets.token_hex(16)
+        self.prefill = prefill
+        self.decode = decode
+        self._prefilling: asyncio.Task[Answer | None] | None = None
+
+    async def ask(self) -> Answer:
+        """As `Attempt.ask`; returns P's answer where that is the client's: P refused, or its token ends the request."""
+        self._begin()
+        self._prefilling = prefilling = self.services.tasks.spawn(self._ask_prefill())
+        await self._until_due(prefilling)
+        return await self._ask_decode(prefilling)
+
+    async def ask_next(self, decode: Instance) -> Answer:
+        """As `Attempt.ask_next`."""
+        self.decode = decode
+        self._continue()
+        # P that has broken off is left to D: one more P could be the third engine that the request ends.
+        if self._prefilling is None or _has_broken_off(self._prefilling):
+            return await self._post_decode()
+        return await self._ask_decode(self._prefilling)
+
+    def failure_of_prefill(self) -> InstanceError | None:
+        """As `Attempt.failure_of_prefill`."""
+        return None if self._prefilling is None else _failure(self._prefilling)
+
+    def settle(self, *, is_delivered: bool) -> None:  # noqa: ARG002 - nothing is kept at P
+        """As `Attempt.settle`."""
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Record the attempt."""
+
+    @abstractmethod
+    def _continue(self) -> None:
+        """Record that another D goes on."""
+
+    @abstractmethod
+    def _prefill_params(self) -> dict[str, Any]:
+        """Transfer parameters for P."""
+
+    @abstractmethod
+    def _prefilled(self, prefilled: PrefillAnswer) -> None:
+        """Note what P's answer reports."""
+
+    @abstractmethod
+    def _decode_body(self, token: EarlyToken | None) -> bytes:
+        """D's body; `token` is P's where the client gets it before D's stream, and is known."""
+
+    async def _until_due(self, prefilling: asyncio.Task[Answer | None]) -> None:
+        """Wait until D should be asked."""
+        await asyncio.wait({prefilling})
+
+    async def _ask_prefill(self) -> Answer | None:
+        """Ask P; returns P's answer when that is the client's.
 
         Raises:
             InstanceError: P failed.
         """
-        call = self._call
-        body = prefill_body(call.body, call.path, transfer_params.produce(self.handoff))
-        self._may_hold_kv = True
-        try:
-            answer = await self.services.exchanges.post("prefill", self.prefill, call, body)
-        except InstanceError as error:
-            self._may_hold_kv = error.failure != "unreached"
-            raise
+        call = self.call
+        body = prefill_body(call.body, call.path, self._prefill_params())
+        answer = await self.services.exchanges.post("prefill", self.prefill, call, body)
         if not answer.is_complete:
             answer.close()
             raise InstanceError("prefill", self.prefill, "answered a stream, which was not asked for", "broken")
-        self._is_prefilled = True
         if answer.status != HTTPStatus.OK:
-            self._may_hold_kv = False
             return answer
         prefilled = PrefillAnswer.parse(answer.body)
-        call.record.prompt_tokens, call.record.cached_tokens = prefilled.prompt_tokens, prefilled.cached_tokens
-        if self._allows_early_token():
-            self.early_token = EarlyToken.of(call.path, prefilled.fields)
-        if self.timing is not None:
-            self.services.timer.answered(self.timing, self.prefill.url)
-            self.services.metrics.prefill_answered(self.timing)
+        call.record.usage.prefilled(prefilled.prompt_tokens, prefilled.cached_tokens)
+        self._prefilled(prefilled)
         if not prefilled.ends_request(call.body):
             return None
         answer.body = prefilled.final_body()
-        answer.headers[HANDOFF] = self.handoff
         return answer
 
-    async def ask_decode(self) -> Answer:
-        """Ask D, and other D's on the same handoff as long as they refuse the connection.
-
-        Raises:
-            InstanceError: D failed, or no D was reached.
-        """
-        while True:
-            try:
-                return await self._ask_decode()
-            except InstanceError as error:
-                if error.failure != "unreached" or not self._replace_decode(error):
-                    raise
-
-    def note_failed_prefill(self) -> None:
-        """Note that P has failed too, where D went on and failed."""
-        error = self.prefilling.exception() if self.prefilling is not None and self.prefilling.done() else None
-        if isinstance(error, InstanceError):
-            self._retries.failed(error)
-
-    def settle(self, *, is_delivered: bool) -> None:
-        """End the attempt, once: abort P's request, release its blocks unless D has them all, count the result."""
-        if self._is_settled:
-            return
-        self._is_settled = True
-        self._end_timing()
-        self.services.tasks.spawn(self._settle_delivered() if is_delivered else self._settle_failed())
-
-    async def _settle_delivered(self) -> None:
-        """The answer is complete, which says nothing about where D had its KV from: only `full` does."""
-        if self.prefilling is not None and not self.prefilling.done():
-            _, pending = await asyncio.wait({self.prefilling}, timeout=PREFILL_GRACE_S)
-            if pending:
-                self.prefilling.cancel()
-                await self._release()
-        is_full = False
+    async def _ask_decode(self, prefilling: asyncio.Task[Answer | None]) -> Answer:
+        """Ask D. Beside P, D's answer is used once it begins; until then P's is, where it is the client's."""
+        if prefilling.done():
+            return prefilling.result() or await self._post_decode()
+        decoding = self.services.tasks.spawn(self._post_decode())
         try:
-            result = await self._record()
-            is_full = result is not None and result.get("result") == "full"
-        finally:
-            if not is_full:
-                await self._release()
+            await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
+            if _has_answer(decoding) and (first_bytes := decoding.result().first_bytes) is not None:
+                either: set[asyncio.Task[Any]] = {prefilling, first_bytes}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            decides = prefilling.done() and not _has_broken_off(prefilling) and not _has_begun(decoding)
+            if decides and (answer := prefilling.result()) is not None:
+                _discard(decoding)
+                return answer
+            return await decoding
+        except BaseException:
+            _discard(decoding)
+            raise
 
-    async def _settle_failed(self) -> None:
-        if self.prefilling is not None:
-            self.prefilling.cancel()
-        releasing = self.services.tasks.spawn(self._release())
-        await self._record()
-        await releasing
-
-    async def _record(self) -> dict[str, Any] | None:
-        return await self.services.recorder.record(
-            self.handoff, self.decode, self.timing, is_decode_asked=self._is_decode_asked
-        )
-
-    async def _release(self) -> None:
-        if not self._may_hold_kv:
-            return
-        self._may_hold_kv = False
-        services, address = self.services, self.prefill.control
-        try:
-            async with asyncio.timeout(services.control_timeout_s):
-                is_known = await services.control.release(address, self.handoff, services.control_timeout_s)
-        except (KVPipeError, OSError) as error:
-            reason = f"release: {error or type(error).__name__}"
-            services.failures.note("control", address, reason, asyncio.get_running_loop().time())
-        else:
-            logger.debug("handoff.released handoff=%s known=%s", self.handoff, is_known)
-
-    async def _ask_decode(self) -> Answer:
-        call, services = self._call, self.services
-        body = decode_body(call.body, self.handoff, self.prefill.control)
-        self._begin_measuring()
-        may_come_early = self._may_come_early()
+    async def _post_decode(self) -> Answer:
+        services, call = self.services, self.call
+        is_early = self._may_come_early()
+        body = self._decode_body(self.early_token if is_early else None)
         answer = await services.exchanges.post(
-            "decode", self.decode, call, body, awaits_first_byte=not may_come_early, when_begun=self._decode_begun
+            "decode", self.decode, call, body, awaits_first_byte=not is_early, when_begun=self._decode_begun
         )
-        answer.headers[HANDOFF] = self.handoff
-        if may_come_early and not answer.is_complete:
+        if is_early and not answer.is_complete:
             answer.first_bytes = services.tasks.spawn(services.exchanges.logged(answer.begin()))
         return answer
 
+    def _read_token(self, prefilled: PrefillAnswer) -> None:
+        if self._allows_early_token():
+            self.early_token = EarlyToken.of(self.call.path, prefilled.fields)
+
     def _allows_early_token(self) -> bool:
-        return self.services.sends_early_tokens and allows_early_token(self._call.body)
+        return self.services.sends_early_tokens and allows_early_token(self.call.body)
 
     def _may_come_early(self) -> bool:
         """Whether the client can have P's token before D's stream, as far as is known when D is asked."""
-        if not self._allows_early_token() or (self._is_prefilled and self.early_token is None):
+        is_prefilled = self._prefilling is not None and self._prefilling.done()
+        if not self._allows_early_token() or (is_prefilled and self.early_token is None):
             return False
-        return repeats_first_token(self.services.describe(self.decode), self._call.path)
+        return repeats_first_token(self.services.describe(self.decode), self.call.path)
 
-    def _replace_decode(self, error: InstanceError) -> bool:
-        """Continue with the next D on the same handoff; False if none is left."""
-        self._retries.failed(error)
-        if not self._retries.has("decode"):
-            return False
-        self._call.record.replaced(error)
-        self.services.metrics.replaced(error)
-        self.decode = self._retries.first("decode")
-        self._call.record.continue_attempt(self.handoff, self.prefill.url, self.decode.url)
-        self._remember()
-        return True
 
-    def _remember(self) -> None:
-        addresses = self.decode.control, self.prefill.control
-        self.services.recent.remember(self.handoff, *addresses, record=self._call.record, timing=self.timing)
+class StoreAttempt(SplitAttempt):
+    """P saves the prompt's KV in the store that it shares with D, which loads it."""
 
-    def _decode_begun(self, control: str) -> None:
-        self.decode = replace(self.decode, control=control)
-        self.services.recent.begun(self.handoff, control)
+    _is_saved = False
 
-    def _begin_measuring(self) -> None:
-        if self.timing is not None:
-            if not self._is_decode_asked:
-                self.services.metrics.dispatched(self.timing)
-            self._stop_measuring()
-            asked = self.services.timer.measure(self.timing, self.decode.url, self.prefill.control, self.handoff)
-            self._measuring = self.services.tasks.spawn(asked)
-        self._is_decode_asked = True
+    def _begin(self) -> None:
+        self.call.record.begin_attempt("", self.prefill.url, self.decode.url)
 
-    def _stop_measuring(self) -> None:
-        if self._measuring is not None:
-            self._measuring.cancel()
+    def _continue(self) -> None:
+        self.call.record.continue_attempt("", self.prefill.url, self.decode.url)
 
-    def _end_timing(self) -> None:
-        self._stop_measuring()
-        if self.timing is not None:
-            fields = " ".join(f"{name}={value}" for name, value in self.timing.report().items())
-            logger.debug("handoff.dispatch handoff=%s %s", self.handoff, fields)
+    def _prefill_params(self) -> dict[str, Any]:
+        return transfer_params.save(self.handoff)
+
+    def _prefilled(self, prefilled: PrefillAnswer) -> None:
+        self._is_saved = prefilled.saved == self.handoff
+        if self._is_saved:
+            self._read_token(prefilled)
+
+    def _decode_body(self, token: EarlyToken | None) -> bytes:
+        if not self._is_saved:
+            return plain_body(self.call.body)
+        # D forces a token that it gets here however P has sampled it, because a client may have it.
+        return loading_body(self.call.body, self.handoff, None if token is None else token.token)
+
+    async def _post_decode(self) -> Answer:
+        try:
+            return await super()._post_decode()
+        except InstanceError as error:
+            if error.failure != "unreached":
+                # D may have consumed the entry, and another one would wait for it.
+                self._is_saved, self.early_token = False, None
+            raise
+
+
+def _failure(task: asyncio.Task[Any]) -> InstanceError | None:
+    error = task.exception() if task.done() and not task.cancelled() else None
+    return error if isinstance(error, InstanceError) else None
+
+
+def _has_broken_off(prefilling: asyncio.Task[Answer | None]) -> bool:
+    error = _failure(prefilling)
+    return error is not None and error.has_broken_off
+
+
+def _has_answer(task: asyncio.Task[Answer]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _has_begun(decoding: asyncio.Task[Answer]) -> bool:
+    """Whether D has answered, and a stream has its first bytes or has ended."""
+    if not _has_answer(decoding):
+        return False
+    first_bytes = decoding.result().first_bytes
+    return first_bytes is None or first_bytes.done()
+
+
+def _discard(decoding: asyncio.Task[Answer]) -> None:
+    """Abort the exchange with D, whether it has an answer or not."""
+    if _has_answer(decoding):
+        decoding.result().close()
+    else:
+        decoding.cancel()

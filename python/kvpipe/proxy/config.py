@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from kvpipe.exceptions import ConfigError
 from kvpipe.proxy.instances import Instance
 
-Dispatch = Literal["just-in-time", "sequential", "concurrent", "store", "amqp"]
+Dispatch = Literal["just-in-time", "sequential", "store", "amqp"]
 OnPrefillFailure = Literal["decode", "fail"]
 
 # Tokens of a prompt from which it is worth a handoff; 0 splits every prompt.
@@ -33,10 +33,9 @@ class ProxyConfig:
             their workers take the requests.
         host: interface to listen on. Default: loopback only.
         port: TCP port to listen on; 0 picks a free one, which the log names.
-        dispatch: when D gets a request. `sequential`: after P's answer. `concurrent`: at once, so that D's admission
-            overlaps the prefill, while waiting costs CPU on D. `just-in-time`: before the predicted end of the prefill,
-            by the time that D takes to admit a request. `store`: after P's answer. P and D share a KV store, from
-            which D loads what P has computed. `amqp`: after P's answer, through a broker, to a D that has room.
+        dispatch: when D gets a request. `sequential`: after P's answer. `just-in-time`: before the predicted end of the
+            prefill, by the time that D takes to admit a request. `store`: after P's answer. P and D share a KV store,
+            from which D loads what P has computed. `amqp`: after P's answer, through a broker, to a D that has room.
         on_prefill_failure: what happens when no P is left for a request. `decode`: D computes its prompt. `fail`: the
             client gets an error.
         early_token: whether the client of a plain stream is sent P's token before D's stream begins.
@@ -69,6 +68,12 @@ class ProxyConfig:
     client_timeout_s: float = 60.0
     control_timeout_s: float = 5.0
     drain_timeout_s: float = 30.0
+
+    @property
+    def way(self) -> Literal["handoff", "store"]:
+        """How KV gets from P to D: D fetches it at P's control port, or loads it from a store that both share."""
+        has_control = any(instance.control for instance in self.prefill)
+        return "handoff" if has_control and self.dispatch != "store" else "store"
 
     def __post_init__(self) -> None:
         _check_pool("prefill", self.prefill)

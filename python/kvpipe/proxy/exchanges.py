@@ -11,8 +11,8 @@ from multidict import CIMultiDict
 from kvpipe.proxy.control import FailureLog
 from kvpipe.proxy.descriptions import Descriptions
 from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.pools import Pool
 from kvpipe.proxy.request_record import RequestRecord
-from kvpipe.proxy.routing import RoundRobin
 from kvpipe.proxy.upstream import Answer, InstanceError, Role, Upstream, WhenBegun, failed
 
 T = TypeVar("T")
@@ -37,23 +37,23 @@ class Exchanges:
     """Exchanges with instances; every server error is an `InstanceError`.
 
     Args:
+        pools: the instances of each role.
         upstream: HTTP client of the instances.
         failures: log of failures.
         descriptions: descriptions of the instances' engines, by their control ports.
         store_descriptions: descriptions of D's that share a store with P's, by their URLs.
-        pools: the instances of each role.
     """
 
     def __init__(
         self,
+        pools: Mapping[Role, Pool],
         upstream: Upstream,
         failures: FailureLog,
         descriptions: Descriptions,
         store_descriptions: Descriptions,
-        pools: Mapping[Role, RoundRobin],
     ) -> None:
-        self._upstream = upstream
         self._pools = pools
+        self._upstream = upstream
         self._failures = failures
         self._descriptions = descriptions
         self._store_descriptions = store_descriptions
@@ -69,15 +69,10 @@ class Exchanges:
         when_begun: WhenBegun | None = None,
     ) -> Answer:
         """Post a body to the call's path; arguments and errors as those of `Upstream.post`."""
+        pool = self._pools[role]
         return await self._checked(
-            self._upstream.post(
-                role,
-                instance,
-                call.path,
-                call.headers,
-                body,
-                awaits_first_byte=awaits_first_byte,
-                when_begun=when_begun,
+            pool.post(
+                instance, call.path, call.headers, body, awaits_first_byte=awaits_first_byte, when_begun=when_begun
             )
         )
 
@@ -90,11 +85,10 @@ class Exchanges:
         try:
             return await exchange
         except InstanceError as error:
-            now_s = asyncio.get_running_loop().time()
-            self._failures.note(error.role, error.instance.url, error.reason, now_s)
+            self._failures.note(error.role, error.instance.url, error.reason, asyncio.get_running_loop().time())
             self._descriptions.refresh(error.instance.control)
             self._store_descriptions.refresh(error.instance.url)
-            self._pools[error.role].failed(error.instance, now_s)
+            self._pools[error.role].failed(error.instance)
             raise
 
     async def _checked(self, exchange: Awaitable[Answer]) -> Answer:

@@ -46,7 +46,7 @@ class Metrics:
         self._early_tokens = self._counter(
             "early_tokens", "Tokens of prefill that were sent to the client before decode's stream."
         )
-        about = "Instances replaced by another one for a request: they failed, or contradicted the early token."
+        about = "Instances replaced by another one for a request: they failed, froze, or contradicted the early token."
         self._replaced = self._counter("replaced_instances", about, "role", "reason")
         self._denied = self._counter(
             "denied_retries", "Failed requests that were not sent to another instance.", "reason"
@@ -104,7 +104,7 @@ class Metrics:
 
     def replaced(self, error: InstanceError) -> None:
         """Count an instance that is replaced by another one."""
-        reason = "contradicted" if error.failure == "contradicted" else "failed"
+        reason = error.failure if error.failure in ("contradicted", "frozen") else "failed"
         self._replaced.labels(error.role, reason).inc()
 
     def retry_denied(self, reason: str) -> None:

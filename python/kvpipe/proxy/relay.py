@@ -1,21 +1,16 @@
-"""Sends an answer to the client, at once and unchanged except for an early token and the number of cached tokens.
+"""Sends an answer to the client, at once and unchanged except for the number of cached tokens.
 
 A client that accepts no data for `client_timeout_s` loses its connection, which cancels the handler.
 """
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 
 from aiohttp import web
 
 from kvpipe.proxy.bodies import error_body
-from kvpipe.proxy.early_token import Continuation, ContradictionError
 from kvpipe.proxy.request_record import RequestRecord
-from kvpipe.proxy.upstream import Answer, EarlyStart, InstanceError
-from kvpipe.proxy.usage import StreamUsage, with_cached_tokens
-
-logger = logging.getLogger(__name__)
+from kvpipe.proxy.upstream import Answer, InstanceError
 
 
 class StalledClientError(ConnectionError):
@@ -29,7 +24,7 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float, record: 
         request: the client's request.
         answer: the answer.
         timeout_s: limit for one write.
-        record: has the cached tokens as P counted them, and gets tokens and times of the answer.
+        record: has the usage that P has reported, and gets tokens and times of the answer.
 
     Raises:
         ConnectionError: the client left or stalled; aiohttp's server drops it silently.
@@ -37,7 +32,7 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float, record: 
     """
     client = _Client(request, timeout_s)
     if answer.stream is None:
-        body = _with_usage(answer.body, record)
+        body = record.usage.whole(answer.body)
         response: web.StreamResponse = web.Response(status=answer.status, headers=answer.headers, body=body)
     else:
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
@@ -49,76 +44,19 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float, record: 
     return response
 
 
-def _with_usage(body: bytes, record: RequestRecord) -> bytes:
-    record.read_usage(body)
-    return body if record.cached_tokens is None else with_cached_tokens(body, record.cached_tokens)
-
-
 async def _relay_stream(client: "_Client", response: web.StreamResponse, answer: Answer, record: RequestRecord) -> None:
     last = b"\n\n"
-    usage = StreamUsage()
     try:
-        async for piece in (
-            _pieces(answer) if answer.early_start is None else _with_early_token(answer, answer.early_start)
-        ):
-            corrected = piece if record.cached_tokens is None else usage.feed(piece, record.cached_tokens)
-            if corrected:
+        async for piece in answer.pieces():
+            if corrected := record.usage.feed(piece):
                 await client.send(response.write(corrected))
                 record.sent(corrected)
                 last = corrected
-        if rest := usage.end():
+        if rest := record.usage.end():
             await client.send(response.write(rest))
     except InstanceError as error:
         record.error = str(error)
         await client.send(response.write(_error_event(error, last)))
-
-
-async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
-    if answer.body:
-        yield answer.body
-    async for piece in answer.rest():
-        yield piece
-
-
-async def _with_early_token(answer: Answer, start: EarlyStart) -> AsyncIterator[bytes]:
-    """Yields P's token, then D's stream after it.
-
-    Raises:
-        InstanceError: the stream broke off, or no instance's stream begins with the early token.
-    """
-    start.resumption.token_sent()
-    yield start.token.events()
-    async for event in _after(start, answer):
-        yield event
-
-
-async def _after(start: EarlyStart, answer: Answer) -> AsyncIterator[bytes]:
-    while True:
-        continuation = Continuation(start.token)
-        try:
-            if answer.first_bytes is not None:
-                answer.body = await answer.first_bytes
-            async for event in _continued(continuation, answer):
-                yield event
-        except ContradictionError as contradiction:
-            error = InstanceError("decode", answer.instance, str(contradiction), "contradicted")
-        except InstanceError as failure:
-            if continuation.has_sent:
-                raise
-            error = failure
-        else:
-            return
-        logger.warning("early_token.retry url=%s: %s", answer.instance.url, error.reason)
-        answer.close()
-        answer.replace_stream(await start.resumption.retry(start.token, error))
-
-
-async def _continued(continuation: Continuation, answer: Answer) -> AsyncIterator[bytes]:
-    async for piece in _pieces(answer):
-        for event in continuation.feed(piece):
-            yield event
-    if rest := continuation.end():
-        yield rest
 
 
 def _error_event(error: InstanceError, last: bytes) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.upstream import Answer, InstanceError
-from kvpipe.proxy.usage import read_tokens
+from kvpipe.proxy.usage import Usage
 
 _EVENT_END = b"\n\n"
 _LAST_EVENT = b"[DONE]\n\n"
@@ -49,9 +49,7 @@ class RequestRecord:
         status: HTTP status of the answer; 0 if none was sent.
         attempts: attempts in their order.
         alone: why D gets the request alone; empty if it does not.
-        prompt_tokens: tokens of the prompt, as P counted them.
-        cached_tokens: of these, those in P's prefix cache.
-        output_tokens: tokens of the answer.
+        usage: tokens of prompt and answer.
         error: why the answer is an error, or broke off.
     """
 
@@ -62,9 +60,7 @@ class RequestRecord:
     status: int = 0
     attempts: list[AttemptRecord] = field(default_factory=list)
     alone: str = ""
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
+    usage: Usage = field(default_factory=Usage)
     error: str = ""
     _begun_at_s: float = field(default_factory=time.monotonic)
     _ttft_s: float | None = None
@@ -73,7 +69,7 @@ class RequestRecord:
     def begin_attempt(self, handoff: str, prefill: str, decode: str) -> None:
         """Add an attempt, with the URLs of its instances; what an earlier P has found does not count any more."""
         self.attempts.append(AttemptRecord(handoff, prefill, decode))
-        self.prompt_tokens = self.cached_tokens = None
+        self.usage.prefilled(None, None)
 
     def continue_attempt(self, handoff: str, prefill: str, decode: str) -> None:
         """Add an attempt that goes on from what P has computed."""
@@ -95,12 +91,6 @@ class RequestRecord:
                 return
             self.metrics.events_sent(num_events, now_s - self._sent_at_s)
         self._sent_at_s = now_s
-        self.read_usage(piece)
-
-    def read_usage(self, body: bytes) -> None:
-        """Read the numbers of tokens from an answer, or from a stream's last events."""
-        if (tokens := read_tokens(body)) is not None:
-            self.prompt_tokens, self.output_tokens = tokens
 
     def answered(self, answer: Answer) -> None:
         """Set status and outcome from an answer that has been relayed."""
@@ -139,9 +129,9 @@ class RequestRecord:
             "decode": last.decode,
             "attempts": len(self.attempts),
             "alone": self.alone,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "output_tokens": self.output_tokens,
+            "prompt_tokens": self.usage.prompt_tokens,
+            "cached_tokens": self.usage.cached_tokens,
+            "output_tokens": self.usage.output_tokens,
             "ttft_ms": None if self._ttft_s is None else round(self._ttft_s * 1000, 3),
             "duration_ms": round((time.monotonic() - self._begun_at_s) * 1000, 3),
             "error": repr(self.error) if self.error else "",

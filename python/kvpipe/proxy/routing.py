@@ -1,19 +1,14 @@
 """Selects instances for a request. Pure: no input or output, no clock."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpipe.proxy.instances import Instance
 
-# An instance that has failed is asked after the others for so long.
-_AVOIDED_S = 5.0
-
 
 class RoundRobin:
     """Gives each request the next instance, and the others after it in case that one fails.
-
-    Instances that have just failed come last, so that they use up few retries.
 
     Args:
         instances: the instances.
@@ -26,27 +21,19 @@ class RoundRobin:
         self._num_requests = 0
         # Requests after which both turns are where they began.
         self._period = math.lcm(len(self._instances), num_partners) if num_partners else math.inf
-        self._failed_at_s: dict[Instance, float] = {}
 
     def __repr__(self) -> str:
         return f"<RoundRobin next={self._instances[self._start()].url} of {len(self._instances)}>"
 
-    def failed(self, instance: Instance, now_s: float) -> None:
-        """Note that an instance has failed."""
-        self._failed_at_s[instance] = now_s
-
-    def order(self, now_s: float) -> list[Instance]:
-        """All instances, the next one first."""
+    def order(self, is_avoided: Callable[[Instance], bool]) -> list[Instance]:
+        """All instances, the next one first; those that are avoided come last, so that they use up few retries."""
         start = self._start()
         self._num_requests += 1
         turn = [*self._instances[start:], *self._instances[:start]]
-        return sorted(turn, key=lambda instance: self._is_avoided(instance, now_s))
+        return sorted(turn, key=is_avoided)
 
     def _start(self) -> int:
         return (self._num_requests + int(self._num_requests // self._period)) % len(self._instances)
-
-    def _is_avoided(self, instance: Instance, now_s: float) -> bool:
-        return now_s - self._failed_at_s.get(instance, -_AVOIDED_S) < _AVOIDED_S
 
 
 def goes_to_decode_alone(body: dict[str, Any]) -> bool:

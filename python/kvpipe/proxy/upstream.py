@@ -15,19 +15,19 @@ from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.aborts import ABORT_REASON, AbortCheck, is_aborted
 from kvpipe.proxy.bodies import error_in_first_event, may_begin_with_error
 from kvpipe.proxy.headers import response_headers
-from kvpipe.proxy.instances import QUEUE, Instance
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
 
     from multidict import CIMultiDict
 
-    from kvpipe.proxy.early_token import EarlyToken
+    from kvpipe.proxy.instances import Instance
 
 Role = Literal["prefill", "decode"]
 # How an instance failed: no connection; silence after it was reached; a reset or a broken answer; a server error; a
-# stream that contradicts the early token; no broker that takes requests; as many instances as may be asked.
-Failure = Literal["unreached", "timeout", "broken", "answered", "contradicted", "unavailable", "given_up"]
+# stream that contradicts the early token; no broker or instance that takes requests; as many instances as may be
+# asked; silence of all its ports while another instance can be asked.
+Failure = Literal["unreached", "timeout", "broken", "answered", "contradicted", "unavailable", "given_up", "frozen"]
 # Gets the address of the control port of a D behind a broker that has begun with an answer: several may in turn.
 WhenBegun = Callable[[str], None]
 
@@ -39,6 +39,7 @@ _MAX_ONE_PIECE_BYTES = 1 << 20
 _STATUSES: dict[Failure, HTTPStatus] = {
     "timeout": HTTPStatus.GATEWAY_TIMEOUT,
     "unavailable": HTTPStatus.SERVICE_UNAVAILABLE,
+    "frozen": HTTPStatus.SERVICE_UNAVAILABLE,
 }
 
 
@@ -78,29 +79,6 @@ class InstanceError(KVPipeError):
     def status(self) -> HTTPStatus:
         """HTTP status for the client."""
         return _STATUSES.get(self.failure, HTTPStatus.BAD_GATEWAY)
-
-
-class Resumes(Protocol):
-    """Continues a stream after the client has P's token; `kvpipe.proxy.resumption.Resumption` does."""
-
-    def token_sent(self) -> None:
-        """Note that the client has the token."""
-
-    async def retry(self, token: EarlyToken, error: InstanceError) -> Answer:
-        """Ask for a stream that begins with the token, after one that failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class EarlyStart:
-    """What the proxy sends to the client before D's stream begins.
-
-    Attributes:
-        token: P's token.
-        resumption: asks other D's for a stream that begins with the token.
-    """
-
-    token: EarlyToken
-    resumption: Resumes
 
 
 class Stream(Protocol):
@@ -152,7 +130,6 @@ class Answer:
         stream: the rest of an unfinished stream; `close` ends it.
         is_complete: whether the last byte has arrived.
         first_bytes: waits for the first bytes of a stream that has not begun.
-        early_start: what is sent before the stream begins.
     """
 
     role: Role
@@ -163,13 +140,6 @@ class Answer:
     stream: Stream | None = None
     is_complete: bool = True
     first_bytes: asyncio.Task[bytes] | None = None
-    early_start: EarlyStart | None = None
-
-    def replace_stream(self, other: Answer) -> None:
-        """Continue with the stream of another answer."""
-        self.close()
-        self.instance, self.body, self.stream = other.instance, other.body, other.stream
-        self.is_complete, self.first_bytes = other.is_complete, None
 
     async def begin(self) -> bytes:
         """Returns the first bytes of a stream.
@@ -182,6 +152,13 @@ class Answer:
         if error is not None and error[0] >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise failed(self._replaced_by(*error))
         return first
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yields all bytes, as they arrive; raises as `rest`."""
+        if self.body:
+            yield self.body
+        async for piece in self.rest():
+            yield piece
 
     async def rest(self) -> AsyncIterator[bytes]:
         """Yields the bytes after `body`, as they arrive.
@@ -265,15 +242,11 @@ class Upstream:
         session: made by `open_session`; the caller closes it.
         silence_timeout_s: limit for an exchange up to the end of its body, or up to the first byte of a stream. The
             session's `sock_read` limits later bytes.
-        queue: takes what is posted to `kvpipe.proxy.instances.QUEUE`.
     """
 
-    def __init__(
-        self, session: aiohttp.ClientSession, silence_timeout_s: float, queue: DecodeQueue | None = None
-    ) -> None:
+    def __init__(self, session: aiohttp.ClientSession, silence_timeout_s: float) -> None:
         self._session = session
         self._silence_timeout_s = silence_timeout_s
-        self._queue = queue
 
     async def post(
         self,
@@ -284,20 +257,14 @@ class Upstream:
         body: bytes,
         *,
         awaits_first_byte: bool = True,
-        when_begun: WhenBegun | None = None,
     ) -> Answer:
         """Post a body; any status is an answer. Cancelling closes the connection.
 
-        Without `awaits_first_byte`, the answer to a stream returns once its headers have arrived. `when_begun` is
-        called where a broker chooses the instance.
+        Without `awaits_first_byte`, the answer to a stream returns once its headers have arrived.
 
         Raises:
             InstanceError: the instance was not reached, broke off, or sent nothing for too long.
         """
-        if instance is QUEUE and self._queue is not None:
-            return await self._queue.post(
-                path, headers, body, awaits_first_byte=awaits_first_byte, when_begun=when_begun
-            )
         data = body if len(body) <= _MAX_ONE_PIECE_BYTES else BytesIO(body)
         request = self._session.post(instance.url + path, headers=headers, data=data, allow_redirects=False)
         return await self._exchange(role, instance, request, awaits_first_byte=awaits_first_byte)

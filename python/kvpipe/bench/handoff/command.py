@@ -24,8 +24,6 @@ SUMMARY = "real vLLM through prefill and decode: hand-over, first token and CPU,
 # Weights 0.7 GB, KV up to 0.7 GB, and the memory of three processes with torch.
 _BYTES_PER_INSTANCE = 2_800_000_000
 _LONGEST_PREFILL_S = 15.0
-# Subjects that are measured apart, at the end, get a tenth of the time.
-_FOR_APART = 1.1
 _DRAWN = "kvpipe just-in-time"
 
 
@@ -75,9 +73,7 @@ def main(args: argparse.Namespace) -> int:
     with ServerPool() as pool:
         running = run.start(pool, setting, names)
         running.idle_workers(args.idle_s)
-        measured = _measure(running, lengths, end_at)
-        for num_tokens, num_rounds in measured:
-            running.rounds_apart(num_tokens, num_rounds, end_at)
+        _measure(running, lengths, end_at)
         requests = running.samples(setting)
     facts |= {"load_average_after": machine.load_average(), "minutes": round((time.monotonic() - began_s) / 60, 1)}
     rows = samples.rows(requests, model.kv_bytes_per_token())
@@ -88,19 +84,16 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(running: run.Run, lengths: list[tuple[int, int]], end_at: float) -> list[tuple[int, int]]:
+def _measure(running: run.Run, lengths: list[tuple[int, int]], end_at: float) -> None:
     """Measures each length in its share of the time; leaves out lengths whose prefill takes too long."""
-    measured = []
     for index, (num_tokens, num_rounds) in enumerate(lengths):
         if index and running.seconds_of_prefill(num_tokens) > _LONGEST_PREFILL_S:
             run.report(f"{num_tokens} tokens: left out, prefill alone takes over {_LONGEST_PREFILL_S:.0f} s")
             continue
         left = sum(rounds for _, rounds in lengths[index:])
         now = time.monotonic()
-        share_s = (end_at - now) * num_rounds / (left * _FOR_APART)
+        share_s = (end_at - now) * num_rounds / left
         running.rounds(num_tokens, num_rounds, now + share_s, times_prefill=index == 0)
-        measured.append((num_tokens, num_rounds))
-    return measured
 
 
 def _lengths(args: argparse.Namespace) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ Prefill alone, to that: in each round, a prompt with a handoff over one without,
 CPU s/GiB: CPU of all processes of P and D for a request, less the undivided instance's, for each GiB of KV.
 While a group is measured all others are stopped (SIGSTOP), because an idle worker with NIXL spins. A group has 0.5 s
 after SIGCONT. A short request and 1.2 s precede each measured request, because vLLM's readers spin for a second.
-NIXL runs without a proxy. kvpipe concurrent is measured last, because it changes what P learns of its speed."""
+NIXL runs without a proxy."""
 
 
 @dataclass(frozen=True)

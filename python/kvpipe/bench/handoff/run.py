@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvpipe.bench import trace
@@ -63,13 +63,6 @@ class Run:
         group = self.groups[0]
         with resumed(group.servers):
             return group.prefill_once(random_prompt(num_tokens, f"probe {num_tokens}"))
-
-    def rounds_apart(self, num_tokens: int, num_rounds: int, end_at: float) -> None:
-        """Runs rounds of the subjects that are measured apart."""
-        groups = [replace(group, subjects=group.apart) for group in self.groups if group.apart]
-        if groups:
-            apart = replace(self, groups=groups)
-            apart.rounds(num_tokens, num_rounds, end_at, times_prefill=False)
 
     def rounds(self, num_tokens: int, num_rounds: int, end_at: float, *, times_prefill: bool) -> None:
         """Runs rounds over all subjects, each beginning with another group; after `end_at` only the first 3."""
@@ -156,7 +149,7 @@ def start(pool: ServerPool, setting: Setting, names: Sequence[str]) -> Run:
         report(f"starting {name}")
         group = GROUPS[name](pool, setting)
         with resumed(group.servers):
-            for subject in (*group.subjects, *group.apart):
+            for subject in group.subjects:
                 subject.ask(random_prompt(_WARM_UP_TOKENS, f"first {subject.name}"))
         groups.append(group)
     return Run(groups)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # For blocks that prefill keeps for a consumer that never comes, and for the short requests before each measurement.
 _SPARE_TOKENS = 1024
-_DISPATCH = ("just-in-time", "sequential", "concurrent")
+_DISPATCH = ("just-in-time", "sequential")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ class Group:
         prefill: The instance that computes prompts.
         decode: The instance that decodes; `None` for an undivided instance.
         subjects: Subjects on these instances.
-        apart: Subjects measured after all others, because they change the speed that the instances learn.
         prefill_once: Computes a prompt on `prefill` alone, and releases its blocks; returns seconds.
         others: Other processes of the group.
         plain_once: The same without a handoff, which shows the cost of a handoff within one process: two processes
@@ -78,7 +77,6 @@ class Group:
     subjects: Sequence[Subject]
     prefill_once: Callable[[list[int]], float]
     others: Sequence[Server] = field(default_factory=list)
-    apart: Sequence[Subject] = field(default_factory=list)
     plain_once: Callable[[list[int]], float] | None = None
 
     @property
@@ -184,12 +182,7 @@ def kvpipe(name: str, **more: str) -> Callable[[ServerPool, Setting], Group]:
         for server in servers:
             server.until_healthy()
         proxies = [_proxy(pool, setting, f"{name} {dispatch}", servers, controls) for dispatch in _DISPATCH]
-        found = {
-            dispatch: Direct(f"{name} {dispatch}", proxy.url)
-            for dispatch, proxy in zip(_DISPATCH, proxies, strict=True)
-        }
-        # With concurrent dispatch, decode takes CPU from prefill, whose predictions for the others would be slower.
-        apart = [found.pop("concurrent")]
+        found = [Direct(f"{name} {dispatch}", proxy.url) for dispatch, proxy in zip(_DISPATCH, proxies, strict=True)]
         control = ControlClient(TOKEN)
 
         def once(tokens: list[int]) -> float:
@@ -200,7 +193,7 @@ def kvpipe(name: str, **more: str) -> Callable[[ServerPool, Setting], Group]:
             return took_s
 
         plain = _plain(servers[0])
-        return Group(name, servers[0], servers[1], list(found.values()), once, proxies, apart, plain_once=plain)
+        return Group(name, servers[0], servers[1], found, once, proxies, plain_once=plain)
 
     return group
 

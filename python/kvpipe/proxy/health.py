@@ -1,0 +1,101 @@
+"""Health of one instance: what its failures and its answers to probes say of it.
+
+Pure: no input or output; instants are passed in, in seconds of one clock.
+"""
+
+import math
+from typing import Literal
+
+# An instance that has failed is asked after the others for so long.
+_AVOIDED_S = 5.0
+
+
+class Health:
+    """Health of one instance.
+
+    An instance is *frozen* when it has been silent for too long: none of its ports answers a probe. It gets nothing
+    until it answers one by HTTP. Then it is *half-open*: one request is its *trial*, and the next one follows when that
+    has ended. One that is only slow, or has failed, is asked after the others.
+
+    Args:
+        frozen_after_s: silence after which it is frozen.
+    """
+
+    def __init__(self, frozen_after_s: float) -> None:
+        self._frozen_after_s = frozen_after_s
+        self._state: Literal["up", "frozen", "half-open", "trial"] = "up"
+        self._failed_at_s = -math.inf
+        self._silent_since_s: float | None = None
+        self._is_slow = False
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is frozen."""
+        return self._state == "frozen"
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request may be sent to it."""
+        return self._state in ("up", "half-open")
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether probes go on although it owes nothing."""
+        return self.is_frozen or self._is_slow
+
+    def is_avoided(self, now_s: float) -> bool:
+        """Whether it is asked after the others."""
+        has_failed = now_s - self._failed_at_s < _AVOIDED_S
+        return has_failed or self._is_slow or not self.takes_requests
+
+    def left_s(self, now_s: float) -> float:
+        """Seconds of silence until it is frozen; 0 or less when it is."""
+        since_s = now_s if self._silent_since_s is None else self._silent_since_s
+        return since_s + self._frozen_after_s - now_s
+
+    def failed(self, now_s: float) -> None:
+        """Note that it has failed a request."""
+        self._failed_at_s = now_s
+        self._end_trial("up")
+
+    def served(self) -> None:
+        """Note that it has begun to answer a request."""
+        self._silent_since_s = None
+        self._end_trial("up")
+
+    def asked(self) -> None:
+        """Note that a request goes to it."""
+        if self._state == "half-open":
+            self._state = "trial"
+
+    def left(self) -> None:
+        """Note that a request has been taken from it before its answer."""
+        self._end_trial("half-open")
+
+    def probed(self, now_s: float) -> None:
+        """Note that a probe goes to its ports."""
+        if self._silent_since_s is None:
+            self._silent_since_s = now_s
+
+    def answered(self, *, is_http: bool) -> None:
+        """Note that a port has answered a probe; a control port does so while HTTP is slow."""
+        self._silent_since_s = None
+        if is_http:
+            self._is_slow = False
+            if self.is_frozen:
+                self._state = "half-open"
+
+    def slow(self) -> None:
+        """Note that HTTP has not answered a probe in time."""
+        self._is_slow = True
+
+    def freeze(self, now_s: float) -> bool:
+        """Freeze it if it has been silent for too long; returns whether that is new."""
+        is_new = not self.is_frozen and self._silent_since_s is not None and self.left_s(now_s) <= 0
+        if is_new:
+            self._state = "frozen"
+        return is_new
+
+    def _end_trial(self, state: Literal["up", "half-open"]) -> None:
+        if self._state == "trial":
+            self._state = state
