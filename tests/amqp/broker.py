@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,19 +23,8 @@ _ALARMS = {
 }
 
 
-# Twenty processes of vLLM on two cores have left a broker so little CPU time that it confirmed nothing for 10 s, where
-# clients get 503. Users' brokers do not run beside the instances.
-_PRIORITY = -10
-
-
 class FaultyBroker(BrokerProcess):
     """A broker to which things happen. A call takes as long as `erl_call`, which is milliseconds."""
-
-    def start(self) -> None:
-        """Starts it, before other processes where this user may say so."""
-        super().start()
-        with contextlib.suppress(PermissionError):
-            os.setpriority(os.PRIO_PGRP, self.pid, _PRIORITY)
 
     def block_publishers(self, resource: str = "memory") -> None:
         """Has it run out of memory or disk: it reads no more from connections that publish, and tells them so.

@@ -13,6 +13,7 @@ from kvpipe.proxy.instances import QUEUE
 from kvpipe.proxy.routing import goes_to_decode_alone
 from kvpipe.proxy.upstream import InstanceError
 from kvpipe.queue.assembly import Assembly
+from kvpipe.queue.broker import called
 
 if TYPE_CHECKING:
     from kvpipe.proxy.upstream import Failure, WhenBegun
@@ -60,8 +61,7 @@ class Pending:
             InstanceError: The request has failed, or nothing came for the silence timeout.
         """
         try:
-            async with asyncio.timeout(self._silence_timeout_s):
-                part = await self._parts.get()
+            part = await called(self._parts.get(), self._silence_timeout_s)
         except TimeoutError:
             raise queue_error(TOO_LATE, "timeout") from None
         if isinstance(part, InstanceError):
