@@ -128,6 +128,7 @@ def _add_proxy(commands: Commands) -> None:
         "amqp: after prefill, through a RabbitMQ broker, to a decode instance that has capacity",
     )
     _add_broker(parser)
+    _add_message_limit(parser)
     _add_choices(parser)
     _add_endpoint(parser)
     parser.set_defaults(command=_proxy)
@@ -139,6 +140,7 @@ def _add_front(commands: Commands) -> None:
     )
     parser.add_argument("--prefill", required=True, metavar="URL,CONTROL", help="the instance, as of kvpipe proxy")
     _add_broker(parser)
+    _add_message_limit(parser)
     _add_choices(parser)
     _add_endpoint(parser)
     parser.set_defaults(command=_front)
@@ -158,6 +160,7 @@ def _add_queue(commands: Commands) -> None:
     parser.add_argument("action", choices=("show", "list", "replay"), help="queues and workers; dead letters; again")
     parser.add_argument("ids", nargs="*", metavar="ID", help="of dead letters to replay; all without any")
     _add_broker(parser)
+    _add_message_limit(parser)
     parser.set_defaults(command=_queue)
 
 
@@ -171,6 +174,15 @@ def _add_broker(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="how often a request is delivered again before it is given up; the same for all, default 4",
+    )
+
+
+def _add_message_limit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-message-bytes",
+        type=int,
+        metavar="N",
+        help="largest request that is put into the queue, at most the broker's max_message_size; default 16777216",
     )
 
 
@@ -323,8 +335,8 @@ def _broker(args: argparse.Namespace) -> tuple[str, Any]:
     url = args.amqp or os.environ.get("KVPIPE_AMQP")
     if not url:
         raise ConfigError("no broker: expected --amqp amqp://user:password@host:port/vhost, or KVPIPE_AMQP")
-    limit = {} if args.delivery_limit is None else {"delivery_limit": args.delivery_limit}
-    return url, Topology(args.queue, **limit)
+    given = {name: getattr(args, name, None) for name in ("delivery_limit", "max_message_bytes")}
+    return url, Topology(args.queue, **{name: value for name, value in given.items() if value is not None})
 
 
 def _store(args: argparse.Namespace) -> int:

@@ -46,6 +46,17 @@ class FaultyBroker(BrokerProcess):
         finally:
             self.unblock(resource)
 
+    @contextlib.contextmanager
+    def limited(self, num_bytes: int) -> Iterator[None]:
+        """Has it close channels, of those that are opened inside the block, with a larger message."""
+        limit = "application:{}(rabbit, max_message_size{})"
+        before = self.call(limit.format("get_env", "")).removeprefix("{ok,").removesuffix("}")
+        self.call(limit.format("set_env", f", {num_bytes}"))
+        try:
+            yield
+        finally:
+            self.call(limit.format("set_env", f", {before}"))
+
     def time_out_deliveries(self, after_s: float) -> None:
         """Has it close channels with a delivery that is not acknowledged in this time.
 

@@ -151,7 +151,7 @@ class Dispatcher:
     async def _dispatch(self, call: Call) -> tuple[Answer, HandoffResumption | None]:
         self._budget.add_request()
         if self._queue is not None:
-            self._queue.check()
+            self._queue.check(call.num_bytes)
         if reason := self._alone_reason(call):
             return await self._ask_decode_alone(call, self._retries(prefill=False), reason), None
         retries = self._retries()

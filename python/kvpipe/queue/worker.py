@@ -16,7 +16,7 @@ from aio_pika import DeliveryMode, Message
 
 from kvpipe.exceptions import ProtocolError
 from kvpipe.proxy.tasks import OwnedTasks
-from kvpipe.queue.broker import BROKER_ERRORS, Broker, called, num_consumers
+from kvpipe.queue.broker import BROKER_ERRORS, CALL_TIMEOUT_S, Broker, called, num_consumers, publish_alone
 from kvpipe.queue.decode_capacity import DecodeCapacity
 from kvpipe.queue.delivery import Delivery
 from kvpipe.queue.messages import Control, Request
@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 class _Link:
     """What a worker has open on one connection, and the deliveries that it has on it."""
 
+    connection: AbstractConnection
     requests: AbstractChannel
     replies: AbstractChannel
     outbox: Outbox
@@ -157,7 +158,7 @@ class Worker:
         of_workers = await replies.get_exchange(self._topology.of_workers, ensure=False)
         # Nobody waits for a reply that comes back: the front end's queue has ended.
         outbox = Outbox(controls.name, replies, lambda it: link.receive(Control("drop", it.id, it.delivery)))
-        link = _Link(requests, replies, outbox, partial(_is_read, connection), of_workers)
+        link = _Link(connection, requests, replies, outbox, partial(_is_read, connection), of_workers)
         await controls.consume(partial(self._receive_control, link), no_ack=True)
         link.sources = (
             await requests.get_queue(self._topology.urgent_requests, ensure=False),
@@ -276,8 +277,13 @@ class Worker:
             content_type=message.content_type,
             delivery_mode=DeliveryMode.PERSISTENT,
         )
-        await called(link.requests.default_exchange.publish(copy, self._topology.dead, mandatory=True))
-        await message.ack()
+        try:
+            await publish_alone(link.connection, copy, self._topology.dead, CALL_TIMEOUT_S)
+        except BROKER_ERRORS as error:
+            logger.warning("queue.letter id=%s goes without its reason: %s", message.correlation_id, error)
+            await message.reject(requeue=False)
+        else:
+            await message.ack()
 
     async def _receive_control(self, link: _Link, message: AbstractIncomingMessage) -> None:
         if message.type == "report":
