@@ -8,7 +8,7 @@ from kvpipe.exceptions import ConfigError
 from kvpipe.proxy.upstream import InstanceError
 from kvpipe.queue.letters import letters, replay
 from kvpipe.queue.topology import Topology
-from tests.amqp.harness import SILENCE_S, ask, body, run, stage, text_of, until_healthy, written
+from tests.amqp.harness import SILENCE_S, Client, ask, body, run, stage, text_of, until_healthy, written
 
 LIMIT_BYTES = 256 << 10
 NUM_BESIDE = 30
@@ -68,6 +68,63 @@ def test_a_dead_letter_that_is_too_large_now_is_not_answered_and_stays(broker, m
     run(leave)
     with broker.limited(LIMIT_BYTES):
         run(again)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_is_larger_than_a_message_comes_whole_and_those_beside_it_too(broker, stream):
+    async def scene():
+        async with stage(broker.url) as s:
+            front, decode = await s.front(), await s.pair(num_slots=NUM_BESIDE)
+            beside = [asyncio.create_task(ask(front, body(stream=number % 3 > 0))) for number in range(NUM_BESIDE)]
+            sizes = [LIMIT_BYTES, 5 * LIMIT_BYTES + 1]
+            answers = await asyncio.gather(*(ask(front, body(stream=stream, padding=size)) for size in sizes))
+            for size, (status, answer) in zip(sizes, answers, strict=True):
+                text = text_of(answer)
+                assert (status, text.count("x"), text.replace("x", "")) == (200, size, written(decode.tokens()))
+            answers = await asyncio.gather(*beside)
+            assert {(status, text_of(answer)) for status, answer in answers} == {(200, written(decode.tokens()))}
+            assert len(decode.bodies) == NUM_BESIDE + len(sizes), "each was asked once"
+
+    with broker.limited(LIMIT_BYTES):
+        run(scene)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_is_too_large_for_the_front_ends_memory_fails_alone(broker, monkeypatch, stream):
+    monkeypatch.setattr("kvpipe.queue.delivery.MAX_REPLY_BYTES", LIMIT_BYTES)
+
+    async def scene():
+        async with stage(broker.url) as s:
+            front, decode = await s.front(), await s.pair(num_slots=NUM_BESIDE)
+            beside = [asyncio.create_task(ask(front, body())) for _ in range(NUM_BESIDE)]
+            with pytest.raises(InstanceError, match=f"more than {LIMIT_BYTES} bytes") as failed:
+                await ask(front, body(stream=stream, padding=3 * LIMIT_BYTES))
+            assert failed.value.status == 502
+            assert {status for status, _ in await asyncio.gather(*beside)} == {200}
+            assert len(decode.bodies) == NUM_BESIDE + 1, "no other instance is asked"
+
+    run(scene)
+
+
+def test_an_instance_goes_on_after_a_large_event_of_another_one(broker):
+    async def scene():
+        async with stage(broker.url) as s:
+            front, first, second = await s.front(), await s.decode(), await s.decode()
+            first.pause_after = 3
+            process = await s.process(first)
+            await until_healthy(front)
+            client = Client(front, body(padding=LIMIT_BYTES), {})
+            await first.has_paused.wait()
+            await client.until(3)
+            process.kill()
+            await s.worker(second)
+            status, answer = await client.answering
+            text = text_of(answer)
+            assert (status, text.count("x")) == (200, LIMIT_BYTES)
+            assert text.replace("x", "") == written([*first.tokens()[:3], *second.tokens()[3:]])
+
+    with broker.limited(LIMIT_BYTES):
+        run(scene)
 
 
 def test_a_limit_that_is_too_low_is_refused():
