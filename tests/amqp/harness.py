@@ -213,6 +213,7 @@ class Stage:
     stack: AsyncExitStack
     topology: Topology = field(default_factory=lambda: Topology(f"test-{secrets.token_hex(4)}"))
     decodes: list[Decode] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
     _upstream: Upstream | None = None
     _running: list[tuple[asyncio.Event, asyncio.Task[None]]] = field(default_factory=list)
 
@@ -240,6 +241,7 @@ class Stage:
             upstream=self._upstream,
             control=DecodeControl(),  # type: ignore[arg-type]
         )
+        self.workers.append(worker)
         stopped = asyncio.Event()
         task = asyncio.create_task(worker.run(stopped, 5.0))
         self._running.append((stopped, task))

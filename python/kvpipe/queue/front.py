@@ -272,6 +272,9 @@ class DecodeQueue:
         if reply.kind == "returned":
             self._return(pending, reply)
             return
+        if reply.kind == "interrupted":
+            pending.interrupted.add(reply.delivery)
+            return
         if reply.kind == "begin" and reply.delivery in pending.returned_by:
             return  # it came twice, and the delivery has ended
         outcome = pending.assembly.receive(reply)
@@ -293,6 +296,7 @@ class DecodeQueue:
 
     def _publish_again(self, pending: Pending) -> None:
         """Publishes a request again. What becomes of the message before does not count any more."""
+        pending.interrupted.clear()
         pending.request = dataclasses.replace(pending.request, publication=pending.request.publication + 1)
         self._tasks.spawn(self._until_published(pending.request))
 
@@ -319,8 +323,9 @@ class DecodeQueue:
             return
         deaths: Any = message.headers.get("x-death") or [{}]
         reason = deaths[0].get("reason", "unknown")
-        if reason == "expired" and pending.assembly.worker:
-            # A worker had begun to answer it. The broker counts from the publication, also while a worker has it.
+        if (reason == "expired" and pending.assembly.worker) or (reason == "delivery_limit" and pending.interrupted):
+            # A worker had begun to answer it: the broker counts the time from the publication, also while a worker has
+            # it, and as deliveries also those that ended with a worker's channel.
             self._publish_again(pending)
             return
         del self._pending[request]

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 # an answer that is no stream. `piece`: events of a stream. `part`: the beginning of the next head or piece, which is
 # larger than a message. `end`: the stream's end. `failed`: D has failed it for good.
 # `returned`: the front end did not read its replies. It publishes the request again, unless it has the answer.
-ReplyKind = Literal["begin", "head", "piece", "part", "end", "failed", "returned"]
+# `interrupted`: the worker lost a connection or channel, which was not the request's fault.
+ReplyKind = Literal["begin", "head", "piece", "part", "end", "failed", "returned", "interrupted"]
 # `continue`: go on after the tokens. `done`: the front end has all of the answer. `drop`: nobody waits for it.
 # `requeue`: pieces were lost on the way; have another worker go on. `cancel`: the client has left.
 ControlKind = Literal["continue", "done", "drop", "requeue", "cancel"]

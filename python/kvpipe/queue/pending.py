@@ -34,12 +34,14 @@ class Pending:
         request: the request, as it was published last.
         assembly: what has come of its answer.
         returned_by: the deliveries that have left it to the front end.
+        interrupted: the deliveries of this publication that have ended without its fault.
     """
 
     def __init__(self, request: Request, silence_timeout_s: float, when_begun: WhenBegun | None) -> None:
         has_one_sequence = partial(_has_one_sequence, request.body)
         self.request = request
         self.returned_by: set[str] = set()
+        self.interrupted: set[str] = set()
         self.assembly = Assembly(request.id, has_one_sequence=has_one_sequence)
         self._parts: asyncio.Queue[Reply | InstanceError] = asyncio.Queue()
         self._silence_timeout_s = silence_timeout_s
