@@ -7,8 +7,21 @@ import pytest
 from kvpipe.exceptions import ConfigError
 from kvpipe.proxy.upstream import InstanceError
 from kvpipe.queue.letters import letters, replay
+from kvpipe.queue.messages import Reply
 from kvpipe.queue.topology import Topology
-from tests.amqp.harness import SILENCE_S, Client, ask, body, run, stage, text_of, until_healthy, written
+from tests.amqp.harness import (
+    SILENCE_S,
+    Client,
+    ask,
+    body,
+    run,
+    stage,
+    text_of,
+    until_healthy,
+    until_letters,
+    until_state,
+    written,
+)
 
 LIMIT_BYTES = 256 << 10
 NUM_BESIDE = 30
@@ -122,6 +135,53 @@ def test_an_instance_goes_on_after_a_large_event_of_another_one(broker):
             text = text_of(answer)
             assert (status, text.count("x")) == (200, LIMIT_BYTES)
             assert text.replace("x", "") == written([*first.tokens()[:3], *second.tokens()[3:]])
+
+    with broker.limited(LIMIT_BYTES):
+        run(scene)
+
+
+def test_a_request_that_is_too_large_for_a_dead_letter_now_is_one_without_its_reason(broker):
+    topology = Topology("refused-letter", delivery_limit=0)
+
+    async def scene():
+        async with stage(broker.url, topology=topology) as s:
+            front, decode = await s.front(), await s.decode()
+            decode.status = 500
+            asking = asyncio.create_task(ask(front, large(stream=False)))
+            await until_state(front, lambda state: state["queues"][topology.requests]["messages"] == 1)
+            with broker.limited(LIMIT_BYTES):
+                await s.worker(decode)
+                with pytest.raises(InstanceError, match="answered 500"):
+                    await asking
+                [letter] = await until_letters(broker.url, topology)
+            assert letter.reason == "rejected"
+            assert len(decode.bodies) == 1
+            decode.status = 200
+            assert text_of((await ask(front, body()))[1]) == written(decode.tokens())
+
+    run(scene)
+
+
+def test_an_answer_of_more_tokens_than_another_worker_can_be_told_fails_alone(broker):
+    async def scene():
+        async with stage(broker.url) as s:
+            front, decode = await s.front(), await s.pair()
+            await until_healthy(front)
+            link = front._broker.link
+            worker = s.workers[0]._broker.link.outbox.queue
+            decode.pause_after = 0
+            client = Client(front, body(), {})
+            await decode.has_paused.wait()
+            [request] = front._pending
+            for reply in (
+                Reply("head", request, "first", worker, is_stream=True),
+                Reply("piece", request, "first", worker, 1, b"data: x\n\n", tuple(range(100_000, 150_000))),
+                Reply("begin", request, "second", worker),
+            ):
+                front._receive_reply(reply)
+            with pytest.raises(InstanceError, match="another worker cannot go on"):
+                await client.answering
+            assert front._broker.link is link
 
     with broker.limited(LIMIT_BYTES):
         run(scene)
