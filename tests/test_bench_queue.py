@@ -185,6 +185,13 @@ def test_each_answer_counts_as_what_its_client_got(reply, outcome):
     assert bool(run.failures) == (outcome != "answered")
 
 
+def test_a_request_that_is_too_large_counts_as_such_and_as_lost_with_any_other_answer():
+    run_of = chaos()
+    for reply in (Reply(413, error="413: no"), Reply(200, "5:0 5:1 "), Reply(502, error="502: lost")):
+        run_of._count(Ask(5, 2, request_padding=1), reply)
+    assert {name: number for name, number in run_of.found.lines() if number} == {"too large": 1, "lost": 2}
+
+
 class Cuts:
     """A front end that sends the beginning of an answer and breaks the connection.
 
@@ -253,9 +260,10 @@ def test_a_front_end_that_accepts_no_connection_has_no_request():
 
 
 def test_a_seed_decides_the_requests():
-    asks = [list(chaos(seed=seed)._left) for seed in (1, 1, 2)]
+    asks = [list(chaos(1000, seed=seed)._left) for seed in (1, 1, 2)]
     assert asks[0] == asks[1] != asks[2]
-    assert {ask.is_streamed for ask in asks[0]} == {True, False}
+    for differing in ("is_streamed", "request_padding", "answer_padding"):
+        assert len({bool(getattr(ask, differing)) for ask in asks[0]}) == 2
 
 
 @pytest.mark.parametrize("name", ["lost", "answered_twice", "queues_left", "messages_left", "kv_left"])
@@ -348,7 +356,8 @@ def test_requests_survive_front_ends_workers_and_a_broker_that_are_killed(tmp_pa
     assert figures.exists(), done.stderr
     found = json.loads(figures.read_text())
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert found["answered"] == 1000
+    assert found["answered"] + found["too large"] == 1000
+    assert found["too large"] > 0, "and they failed alone"
     assert all(found[f"{each} kills"] > 0 for each in ("front", "worker", "broker"))
     assert found["front end killed"] > 0
-    assert found["decoded"] >= 1000
+    assert found["decoded"] >= found["answered"]

@@ -130,6 +130,7 @@ def _add_proxy(commands: Commands) -> None:
         "amqp: after prefill, through a RabbitMQ broker, to a decode instance that has capacity",
     )
     _add_broker(parser)
+    _add_message_limit(parser)
     _add_choices(parser)
     _add_endpoint(parser)
     parser.set_defaults(command=_proxy)
@@ -141,6 +142,7 @@ def _add_front(commands: Commands) -> None:
     )
     parser.add_argument("--prefill", required=True, metavar="URL,CONTROL", help="the instance, as of kvpipe proxy")
     _add_broker(parser)
+    _add_message_limit(parser)
     _add_choices(parser)
     _add_endpoint(parser)
     parser.set_defaults(command=_front)
@@ -160,6 +162,7 @@ def _add_queue(commands: Commands) -> None:
     parser.add_argument("action", choices=("show", "list", "replay"), help="queues and workers; dead letters; again")
     parser.add_argument("ids", nargs="*", metavar="ID", help="of dead letters to replay; all without any")
     _add_broker(parser)
+    _add_message_limit(parser)
     parser.set_defaults(command=_queue)
 
 
@@ -180,6 +183,15 @@ def _dispatch(text: str) -> str:
     if text == "concurrent":
         raise argparse.ArgumentTypeError("concurrent was removed: use just-in-time, which asks decode early enough")
     return text
+
+
+def _add_message_limit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-message-bytes",
+        type=int,
+        metavar="N",
+        help="largest request that is put into the queue, at most the broker's max_message_size; default 16777216",
+    )
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
@@ -331,8 +343,8 @@ def _broker(args: argparse.Namespace) -> tuple[str, Any]:
     url = args.amqp or os.environ.get("KVPIPE_AMQP")
     if not url:
         raise ConfigError("no broker: expected --amqp amqp://user:password@host:port/vhost, or KVPIPE_AMQP")
-    limit = {} if args.delivery_limit is None else {"delivery_limit": args.delivery_limit}
-    return url, Topology(args.queue, **limit)
+    given = {name: getattr(args, name, None) for name in ("delivery_limit", "max_message_bytes")}
+    return url, Topology(args.queue, **{name: value for name, value in given.items() if value is not None})
 
 
 def _store(args: argparse.Namespace) -> int:

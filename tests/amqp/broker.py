@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,19 +23,8 @@ _ALARMS = {
 }
 
 
-# Twenty processes of vLLM on two cores have left a broker so little CPU time that it confirmed nothing for 10 s, where
-# clients get 503. Users' brokers do not run beside the instances.
-_PRIORITY = -10
-
-
 class FaultyBroker(BrokerProcess):
     """A broker to which things happen. A call takes as long as `erl_call`, which is milliseconds."""
-
-    def start(self) -> None:
-        """Starts it, before other processes where this user may say so."""
-        super().start()
-        with contextlib.suppress(PermissionError):
-            os.setpriority(os.PRIO_PGRP, self.pid, _PRIORITY)
 
     def block_publishers(self, resource: str = "memory") -> None:
         """Has it run out of memory or disk: it reads no more from connections that publish, and tells them so.
@@ -57,6 +45,17 @@ class FaultyBroker(BrokerProcess):
             yield
         finally:
             self.unblock(resource)
+
+    @contextlib.contextmanager
+    def limited(self, num_bytes: int) -> Iterator[None]:
+        """Has it close channels, of those that are opened inside the block, with a larger message."""
+        limit = "application:{}(rabbit, max_message_size{})"
+        before = self.call(limit.format("get_env", "")).removeprefix("{ok,").removesuffix("}")
+        self.call(limit.format("set_env", f", {num_bytes}"))
+        try:
+            yield
+        finally:
+            self.call(limit.format("set_env", f", {before}"))
 
     def time_out_deliveries(self, after_s: float) -> None:
         """Has it close channels with a delivery that is not acknowledged in this time.

@@ -53,7 +53,7 @@ def body(*, stream: bool = True, **fields: Any) -> bytes:
 
 
 class Decode:
-    """A stand-in for a decode instance.
+    """A stand-in for a decode instance. A request with `padding` gets so many letters after its second token.
 
     Attributes:
         bodies: what it was asked.
@@ -142,6 +142,7 @@ class Decode:
     async def _whole(self, asked: dict[str, Any]) -> web.Response:
         await self._pause(0)
         said = choice(self.tokens(forced_by(asked)))
+        said["text"] += "x" * asked.get("padding", 0)
         if self.breaks == "aborted":
             said = choice([]) | {"finish_reason": "abort"}
         # As vLLM writes JSON: without spaces.
@@ -160,6 +161,8 @@ class Decode:
             said = choice([token]) | {"finish_reason": "length" if token == tokens[-1] else None}
             if token == self.prefilled[0]:
                 said["text"] = self.prefilled[1]
+            if index == 1:
+                said["text"] += "x" * asked.get("padding", 0)
             if not asked.get("return_token_ids"):
                 del said["token_ids"]
             chunk = {"id": f"by {self.name}", "created": self.name, "model": "m", "choices": [said]}
@@ -210,6 +213,7 @@ class Stage:
     stack: AsyncExitStack
     topology: Topology = field(default_factory=lambda: Topology(f"test-{secrets.token_hex(4)}"))
     decodes: list[Decode] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
     _upstream: Upstream | None = None
     _running: list[tuple[asyncio.Event, asyncio.Task[None]]] = field(default_factory=list)
 
@@ -228,6 +232,7 @@ class Stage:
         if self._upstream is None:
             session = await self.stack.enter_async_context(open_session(5.0, SILENCE_S))
             self._upstream = Upstream(session, SILENCE_S)
+            self.stack.push_async_callback(self._end_workers)  # before their session
         worker = Worker(
             self.url,
             self.topology,
@@ -236,6 +241,7 @@ class Stage:
             upstream=self._upstream,
             control=DecodeControl(),  # type: ignore[arg-type]
         )
+        self.workers.append(worker)
         stopped = asyncio.Event()
         task = asyncio.create_task(worker.run(stopped, 5.0))
         self._running.append((stopped, task))
@@ -279,7 +285,7 @@ class Stage:
         await client.until(num_before)
         return client, process, second, written([*first.tokens()[:num_before], *second.tokens()[num_before:]])
 
-    async def close(self) -> None:
+    async def _end_workers(self) -> None:
         for stopped, _ in self._running:
             stopped.set()
         for _, task in self._running:
@@ -297,9 +303,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
 async def stage(url: str, **fields: Any):
     """A deployment on a broker, without front end or worker."""
     async with AsyncExitStack() as stack:
-        it = Stage(url, stack, **fields)
-        stack.push_async_callback(it.close)
-        yield it
+        yield Stage(url, stack, **fields)
 
 
 class Client:

@@ -38,12 +38,17 @@ class Worker:
     def reply(self, kind, number=0, **fields):
         return Reply(kind, "request", self.name, f"queue of {self.name}", number, **fields)
 
-    def replies(self):
+    def replies(self, *, in_parts=False):
+        """All of them; each piece in two parts before an empty rest if `in_parts`."""
         parts = [self.reply("head", 0, is_stream=True)]
         for start in range(0, len(self._tokens), self._groups):
             tokens = self._tokens[start : start + self._groups]
             is_last = start + self._groups >= len(self._tokens)
             body = chunk("".join(map(text_of, tokens)), finish="stop" if is_last else None, head=self._head)
+            if in_parts:
+                parts.append(self.reply("part", len(parts), body=body[:9], tokens=tokens[:1]))
+                parts.append(self.reply("part", len(parts), body=body[9:]))
+                body, tokens = b"", tokens[1:]
             parts.append(self.reply("piece", len(parts), body=body, tokens=tokens))
         parts.append(self.reply("piece", len(parts), body=b"data: [DONE]\n\n"))
         return [*parts, self.reply("end", len(parts))]
@@ -121,6 +126,28 @@ def test_a_delivery_that_another_one_has_overtaken_ends_when_it_is_complete():
     assert controls_of(given(it, second.replies()[1:])) == ["done"]
 
 
+def test_a_piece_that_comes_in_parts_is_one_piece():
+    outcomes = given(assembly(), Worker("a", groups=3).replies(in_parts=True))
+    assert [part.body for part in parts_of(outcomes)] == [reply.body for reply in Worker("a", groups=3).replies()]
+    assert [part.tokens for part in parts_of(outcomes)] == [reply.tokens for reply in Worker("a", groups=3).replies()]
+
+
+def test_an_answer_that_comes_in_parts_is_one_answer():
+    worker = Worker("a")
+    parts = [worker.reply("part", number, body=b"x") for number in range(3)]
+    outcomes = given(assembly(), [*parts, worker.reply("head", 3, body=b"y", status=201)])
+    assert [(part.kind, part.status, part.body) for part in parts_of(outcomes)] == [("head", 201, b"xxxy")]
+    assert controls_of(outcomes) == ["done"]
+
+
+def test_parts_that_are_more_than_the_front_ends_memory_fail_the_request(monkeypatch):
+    monkeypatch.setattr("kvpipe.queue.assembly.MAX_REPLY_BYTES", 2)
+    outcomes = given(assembly(), [Worker("a").reply("part", number, body=b"x") for number in range(4)])
+    assert [part.kind for part in parts_of(outcomes)][:1] == ["failed"]
+    assert "more than 2 bytes" in parts_of(outcomes)[0].reason
+    assert controls_of(outcomes)[0] == "drop"
+
+
 @pytest.mark.parametrize("lost", range(len(Worker("a").replies())))
 def test_a_reply_that_is_missing_has_another_worker_go_on(lost):
     it = assembly()
@@ -179,7 +206,8 @@ def test_whatever_is_lost_a_client_gets_one_answer():
         it, outcomes = assembly(), []
         for number in range(choice.randint(1, 6)):
             worker = Worker(f"worker {number}", groups=choice.choice([1, 1, 2, 3]) if number else 1, head=str(number))
-            replies = ([worker.reply("begin")] if number else []) + worker.replies()
+            in_parts = choice.random() < 0.5
+            replies = ([worker.reply("begin")] if number else []) + worker.replies(in_parts=in_parts)
             if choice.random() < 0.3:
                 del replies[choice.randrange(int(number > 0), len(replies))]
             outcomes += given(it, replies[: choice.randint(0, len(replies))])

@@ -9,6 +9,7 @@ from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.upstream import Upstream, open_session
 from kvpipe.queue.delivery import Delivery
 from kvpipe.queue.messages import Control, Request
+from kvpipe.queue.topology import SMALL_MESSAGE_BYTES
 from tests.amqp.harness import COMPLETIONS, SILENCE_S, Decode, body, forced_by, run, text_of, written
 
 
@@ -161,5 +162,21 @@ def test_a_request_whose_front_end_is_away_is_left_to_it_and_asked_of_no_second_
             assert (await running).is_over
             assert [reply.kind for reply in front.replies] == ["begin", "returned"]
             assert decode.bodies == []
+
+    run(scene)
+
+
+def test_every_reply_of_an_answer_of_any_size_is_a_small_message():
+    async def scene():
+        async with delivered(is_redelivered=True) as (_, front, delivery, _):
+            await front.until("begin")
+            body, tokens = bytes(300_000), tuple(range(100_000, 130_000))
+            await delivery._send("piece", body, tokens=tokens)
+            replies = front.replies[1:]
+            assert [reply.kind for reply in replies] == ["part"] * (len(replies) - 1) + ["piece"]
+            assert [reply.number for reply in replies] == list(range(len(replies)))
+            assert max(len(reply.framed()) for reply in replies) <= SMALL_MESSAGE_BYTES
+            assert b"".join(reply.body for reply in replies) == body
+            assert tuple(token for reply in replies for token in reply.tokens) == tokens
 
     run(scene)

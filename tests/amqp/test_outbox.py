@@ -7,6 +7,7 @@ import aio_pika
 
 from kvpipe.queue.messages import Reply
 from kvpipe.queue.outbox import Outbox
+from kvpipe.queue.topology import SMALL_MESSAGE_BYTES
 from tests.amqp.harness import run, until
 
 # A sender that is blocked is not done for so long.
@@ -107,3 +108,16 @@ def test_replies_that_the_broker_does_not_keep_leave_room_for_the_next(broker):
             await until(lambda: s.numbers == [0, 8])
 
     run(play)
+
+
+def test_a_message_is_small_however_much_is_ready(broker):
+    async def play():
+        async with scene(broker) as s:
+            await s.queue.consume(s.receive, no_ack=True)
+            await s.send(*(reply(number, 50_000) for number in range(12)))
+            await until(lambda: len(s.numbers) == 12)
+            assert s.numbers == list(range(12))
+            assert max(map(len, s.messages)) == 2
+
+    with broker.limited(SMALL_MESSAGE_BYTES):
+        run(play)

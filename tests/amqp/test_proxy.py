@@ -12,6 +12,7 @@ from aiohttp import web
 from kvpipe.proxy import Instance, ProxyConfig
 from kvpipe.proxy.server import create_runner
 from kvpipe.queue.front import DecodeQueue
+from kvpipe.queue.topology import Topology
 from kvpipe.transfer_params import ConsumeParams, LoadParams, parse
 from tests.amqp.harness import COMPLETIONS, SILENCE_S, Stage, body, run, stage, text_of, written
 from tests.proxy.harness import RecordingControl, StandIn
@@ -41,8 +42,8 @@ class Deployment:
 
 
 @asynccontextmanager
-async def deployment(broker, way):
-    async with stage(broker.url) as s, AsyncExitStack() as stack:
+async def deployment(broker, way, **of_stage):
+    async with stage(broker.url, **of_stage) as s, AsyncExitStack() as stack:
         prefill = StandIn("p0", healthy(prefilled()))
         stack.push_async_callback((await prefill.serve()).cleanup)
         instance = Instance(prefill.url, prefill.control if way == "handoff" else "")
@@ -158,6 +159,22 @@ def test_without_a_broker_clients_get_503_and_prefill_is_not_asked(own_broker):
             assert status == 503
             assert "broker amqp://" in orjson.loads(answer)["error"]["message"]
             assert it.prefill.bodies == []
+
+    run(scene)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_request_that_is_too_large_for_the_queue_is_refused_before_prefill_computes_it(broker, way):
+    async def scene():
+        topology = Topology(f"too-large-{way}", max_message_bytes=256 << 10)
+        async with deployment(broker, way, topology=topology) as it:
+            decode = await it.stage.pair()
+            await until_health(it, 200)
+            status, answer = await it.post(body(user="x" * topology.max_message_bytes))
+            assert status == 413
+            assert "at most 262144; raise --max-message-bytes" in orjson.loads(answer)["error"]["message"]
+            assert it.prefill.bodies == decode.bodies == []
+            assert (await it.post(body()))[0] == 200
 
     run(scene)
 

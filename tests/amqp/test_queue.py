@@ -175,6 +175,33 @@ def test_a_request_whose_workers_die_is_given_up_by_the_broker(broker):
     run(scene)
 
 
+def test_a_channel_that_closes_counts_against_the_oldest_of_its_requests_alone(broker):
+    """RabbitMQ closes the channel of a delivery that takes too long, and counts all deliveries of the channel."""
+
+    async def scene():
+        topology = Topology("closed-channel", delivery_limit=1)
+        async with stage(broker.url, topology=topology) as s:
+            front, decode = await s.front(), await s.pair()
+            decode.pause_after = 3
+            oldest = Client(front, body(user="oldest"), {})
+            await oldest.until(3)
+            beside = [Client(front, body(user="beside"), {}) for _ in range(2)]
+            for client in beside:
+                await client.until(3)
+            for num_deliveries in (3, 6):
+                await decode.until(lambda num=num_deliveries: len(decode.bodies) == num)
+                await s.workers[0]._broker.link.requests.close()
+            with pytest.raises(InstanceError, match="delivery_limit"):
+                await oldest.answering
+            await decode.until(lambda: len(decode.bodies) == 8)
+            decode.go_on.set()
+            for client in beside:
+                await has_one_answer(client, written(decode.tokens()))
+            assert [asked["user"] for asked in decode.bodies[6:]] == ["beside", "beside"]
+
+    run(scene)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request_at_the_instance(broker, stream):
     async def scene():

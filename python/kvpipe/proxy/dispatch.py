@@ -147,7 +147,7 @@ class Dispatcher:
     async def _begin(self, call: Call) -> Attempts:
         """Decide how a request is answered, as far as the request and D's limits tell."""
         self._budget.add_request()
-        self._pools["decode"].check()
+        self._pools["decode"].check(call.num_bytes)
         prefill, decode = self._pools["prefill"].order(), self._pools["decode"].order()
         reason = self._alone_reason(call)
         route: Route = self._way

@@ -53,8 +53,8 @@ class Pool(ABC):
         """Note that an instance has failed."""
         self._health[instance].failed(asyncio.get_running_loop().time())
 
-    def check(self) -> None:  # noqa: B027 - instances that are asked by HTTP fail one by one
-        """Raises `InstanceError` while no request can be taken."""
+    def check(self, num_bytes: int) -> None:  # noqa: B027 - instances that are asked by HTTP fail one by one
+        """Raises `InstanceError` while no request can be taken, or none with a body of so many bytes."""
 
     @abstractmethod
     def describe(self, instance: Instance) -> dict[str, Any] | None:
@@ -146,9 +146,9 @@ class BrokerPool(Pool):
         super().__init__("decode", (QUEUE,))
         self._queue = queue
 
-    def check(self) -> None:
+    def check(self, num_bytes: int) -> None:
         """As `Pool.check`."""
-        self._queue.check()
+        self._queue.check(num_bytes)
 
     def describe(self, instance: Instance) -> dict[str, Any] | None:  # noqa: ARG002 - it has one
         """As `Pool.describe`: what all decode instances have in common."""

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 Role = Literal["prefill", "decode"]
 # How an instance failed: no connection; silence after it was reached; a reset or a broken answer; a server error; a
-# stream that contradicts the early token; no broker or instance that takes requests; as many instances as may be
-# asked; silence of all its ports while another instance can be asked.
-Failure = Literal["unreached", "timeout", "broken", "answered", "contradicted", "unavailable", "given_up", "frozen"]
+# stream that contradicts the early token; no broker or instance that takes requests, or no broker that takes one
+# so large; as many instances as may be asked; silence of all its ports while another instance can be asked.
+Failure = Literal[
+    "unreached", "timeout", "broken", "answered", "contradicted", "unavailable", "too_large", "given_up", "frozen"
+]
 # Gets the address of the control port of a D behind a broker that has begun with an answer: several may in turn.
 WhenBegun = Callable[[str], None]
 
@@ -40,6 +42,7 @@ _STATUSES: dict[Failure, HTTPStatus] = {
     "timeout": HTTPStatus.GATEWAY_TIMEOUT,
     "unavailable": HTTPStatus.SERVICE_UNAVAILABLE,
     "frozen": HTTPStatus.SERVICE_UNAVAILABLE,
+    "too_large": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
 }
 
 
@@ -211,8 +214,8 @@ class DecodeQueue(Protocol):
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    def check(self) -> None:
-        """Raises `InstanceError` while no request can be queued."""
+    def check(self, num_bytes: int = 0) -> None:
+        """Raises `InstanceError` while no request can be queued, or none with a body of so many bytes."""
 
     def describe(self) -> dict[str, Any] | None:
         """The description that all of these instances have; None if they differ, or none is known."""

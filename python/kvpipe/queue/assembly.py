@@ -28,7 +28,7 @@ from kvpipe.queue.chunks import (
     text_of,
     without_text,
 )
-from kvpipe.queue.messages import Control, Reply
+from kvpipe.queue.messages import MAX_REPLY_BYTES, Control, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,6 +76,8 @@ class Assembly:
         self._tokens: list[int] = []
         self._events: list[bytes] = []
         self._repetition: _Repetition | None = None
+        self._parts: list[Reply] = []
+        self._num_part_bytes = 0
 
     def receive(self, reply: Reply) -> Outcome:
         """Takes the next reply of any worker."""
@@ -91,14 +93,23 @@ class Assembly:
             return Outcome(Control("done", self._id, reply.delivery), reply)
         if not self._delivery or reply.number > self._next:
             self._delivery = ""
+            self._clear_parts()
             return Outcome(Control("requeue", self._id, reply.delivery))
         self._next += 1
+        return self._add(reply)
+
+    def _add(self, reply: Reply) -> Outcome:
+        """Takes a reply before which none is missing."""
+        if reply.kind == "part":
+            return self._part(reply)
         if reply.kind == "end":
             return self._end(reply)
+        reply = self._joined(reply)
         return self._head(reply) if reply.kind == "head" else self._piece(reply)
 
     def _begin(self, reply: Reply) -> Outcome:
         self._delivery, self.worker, self._next = reply.delivery, reply.worker, 0
+        self._clear_parts()
         if not self._events:
             return Outcome(self._control("continue"))
         events = b"".join(self._events).split(b"\n\n")
@@ -111,6 +122,25 @@ class Assembly:
             return self._failure("the worker was lost, and its decode instance gives no token ids to continue after")
         self._repetition = _Repetition(self._tokens, chunks)
         return Outcome(self._control("continue", tuple(self._tokens)))
+
+    def _part(self, reply: Reply) -> Outcome:
+        self._parts.append(reply)
+        self._num_part_bytes += len(reply.body)
+        if self._num_part_bytes > MAX_REPLY_BYTES:
+            return self._failure(f"a worker sends an answer, or an event of one, of more than {MAX_REPLY_BYTES} bytes")
+        return Outcome()
+
+    def _joined(self, reply: Reply) -> Reply:
+        """A head or piece with the parts before it."""
+        if not self._parts:
+            return reply
+        parts = [*self._parts, reply]
+        self._clear_parts()
+        tokens = tuple(token for part in parts for token in part.tokens)
+        return dataclasses.replace(reply, body=b"".join(part.body for part in parts), tokens=tokens)
+
+    def _clear_parts(self) -> None:
+        self._parts, self._num_part_bytes = [], 0
 
     def _end(self, reply: Reply) -> Outcome:
         if self._repetition is not None and self._repetition.is_repeating:

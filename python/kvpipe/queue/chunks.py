@@ -10,6 +10,7 @@ import orjson
 from kvpipe.proxy.bodies import error_in_first_event
 
 _EVENT = b"data:"
+_SHOWN_BYTES = 200
 _TOKEN_FIELDS = ("token_ids", "prompt_token_ids")
 
 
@@ -17,16 +18,25 @@ class Events:
     """Splits the bytes of a stream into its events."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
+
+    @property
+    def num_bytes_left(self) -> int:
+        """Size of what there is of an event that is not complete."""
+        return len(self._rest)
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Returns the events that are complete, without the empty line after each."""
-        *events, self._rest = (self._rest + piece).split(b"\n\n")
-        return [event for event in events if event.strip()]
+        searched = max(0, len(self._rest) - 1)  # an event may have any number of pieces
+        self._rest += piece
+        if self._rest.find(b"\n\n", searched) < 0:
+            return []
+        *events, self._rest = self._rest.split(b"\n\n")
+        return [bytes(event) for event in events if event.strip()]
 
     def end(self) -> bytes:
         """Returns what is left at the end of the stream."""
-        return self._rest
+        return bytes(self._rest)
 
 
 def chunk_of(event: bytes) -> dict[str, Any] | None:
@@ -47,7 +57,7 @@ def failure_in(event: bytes) -> str:
     error = error_in_first_event(event)
     if error is None or error[0] < HTTPStatus.INTERNAL_SERVER_ERROR:
         return ""
-    return f"broke off with {error[1].decode(errors='replace')}"
+    return f"broke off with {error[1][:_SHOWN_BYTES].decode(errors='replace')}"
 
 
 def event_of(chunk: dict[str, Any]) -> bytes:

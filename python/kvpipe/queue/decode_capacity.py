@@ -14,6 +14,7 @@ from multidict import CIMultiDict
 from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.descriptions import described_in
 from kvpipe.proxy.upstream import InstanceError, failed
+from kvpipe.queue.broker import called
 from kvpipe.queue.nodes import REPORT_EVERY_S
 
 if TYPE_CHECKING:
@@ -92,13 +93,7 @@ class DecodeCapacity:
 
     async def _look(self) -> str:
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                answer = await self._upstream.get("decode", self._decode, "/health", CIMultiDict())
-                if answer.status != HTTPStatus.OK:
-                    raise failed(answer)
-                metrics = await self._upstream.get("decode", self._decode, "/metrics", CIMultiDict())
-                text = metrics.body.decode(errors="replace")
-                self.description = await self._describe(text)
+            text = await called(self._ask(), _TIMEOUT_S)
         except (InstanceError, KVPipeError, OSError, TimeoutError) as error:
             self.description = {}
             is_unreached = isinstance(error, InstanceError) and error.failure == "unreached"
@@ -107,6 +102,16 @@ class DecodeCapacity:
         self._num_unreached = 0
         num_waiting = sum(map(float, _WAITING_FOR_PLACE.findall(text) or _WAITING.findall(text)))
         return f"{num_waiting:.0f} requests wait in it" if num_waiting else ""
+
+    async def _ask(self) -> str:
+        """D's metrics, once it is healthy and described."""
+        answer = await self._upstream.get("decode", self._decode, "/health", CIMultiDict())
+        if answer.status != HTTPStatus.OK:
+            raise failed(answer)
+        metrics = (await self._upstream.get("decode", self._decode, "/metrics", CIMultiDict())).body
+        text = metrics.decode(errors="replace")
+        self.description = await self._describe(text)
+        return text
 
     async def _describe(self, metrics: str) -> dict[str, Any]:
         if not self._decode.control:

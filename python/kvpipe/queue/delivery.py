@@ -24,7 +24,8 @@ from kvpipe.queue.chunks import (
     tokens_of,
     without_tokens,
 )
-from kvpipe.queue.messages import Control, Reply, ReplyKind, Request
+from kvpipe.queue.messages import MAX_REPLY_BYTES, Control, Reply, ReplyKind, Request
+from kvpipe.queue.topology import SMALL_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 # How often a front end is sent a reply that it has to answer. One that does not is without the broker, or has died.
 _ASK_EVERY_S = 2.0
 _NUM_REPEATS = 15
+# Of a reply that goes in parts. Each with its other fields is a small message.
+_PART_BYTES, _PART_TOKENS = SMALL_MESSAGE_BYTES // 2, SMALL_MESSAGE_BYTES // 32
 
 
 class Replies(Protocol):
@@ -135,7 +138,7 @@ class Delivery:
     async def _begin(self) -> Control:
         """Asks what the client has. A front end may be without the broker, too."""
         for _ in range(_NUM_REPEATS):
-            await self._send("begin")
+            await self._send_one("begin")
             if self._controls.empty() and not await self._is_read(self.request.reply_to):
                 return await self._return()
             with contextlib.suppress(TimeoutError):
@@ -185,9 +188,9 @@ class Delivery:
             finally:
                 answer.close()
         except InstanceError as error:
-            if error.failure != "timeout":
+            if error.failure not in ("timeout", "given_up"):
                 return error
-            await self._send("failed", status=HTTPStatus.GATEWAY_TIMEOUT, reason=error.reason)
+            await self._send_one("failed", status=error.status, reason=error.reason)
         return None
 
     async def _send_answer(self, answer: Answer, *, hides_tokens: bool) -> None:
@@ -208,10 +211,11 @@ class Delivery:
                 found = [(b"".join(body for body, _ in found), tuple(token for _, ids in found for token in ids))]
             for body, tokens in found:
                 await self._send("piece", body, tokens=tokens)
+            self._check_size(events.num_bytes_left)
             piece = await answer.piece()
         if rest := events.end():
             await self._send("piece", rest)
-        await self._send("end")
+        await self._send_one("end")
 
     def _visible(self, event: bytes, *, hides_tokens: bool) -> tuple[bytes, tuple[int, ...]]:
         """What the front end gets of an event: the bytes for the client, and the token ids.
@@ -230,9 +234,31 @@ class Delivery:
         shown = without_tokens(chunk)
         return b"" if is_for_tokens(shown) else event_of(shown), tokens
 
-    async def _send(self, kind: ReplyKind, body: bytes = b"", **fields: Any) -> None:
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > MAX_REPLY_BYTES:
+            reason = f"an answer, or an event of one, of more than {MAX_REPLY_BYTES} bytes does not go through a queue"
+            raise InstanceError("decode", self._decode, reason, "given_up")
+
+    async def _send(self, kind: ReplyKind, body: bytes = b"", *, tokens: tuple[int, ...] = (), **fields: Any) -> None:
+        """Sends a reply of any size, in parts if need be.
+
+        Raises:
+            InstanceError: A front end would not take it.
+        """
+        self._check_size(len(body))
+        num_parts = max(1, -(-len(body) // _PART_BYTES), -(-len(tokens) // _PART_TOKENS))
+        for part in range(num_parts):
+            is_last = part == num_parts - 1
+            await self._send_one(
+                kind if is_last else "part",
+                body[part * _PART_BYTES : (part + 1) * _PART_BYTES],
+                tokens=tokens[part * _PART_TOKENS : (part + 1) * _PART_TOKENS],
+                **(fields if is_last else {}),
+            )
+
+    async def _send_one(self, kind: ReplyKind, body: bytes = b"", **fields: Any) -> None:
         reply = self._reply(kind, body, **fields)
-        if kind in ("head", "piece"):
+        if kind in ("head", "piece", "part"):
             self._number += 1
         self._last = reply
         await self._replies.send(self.request.reply_to, reply)

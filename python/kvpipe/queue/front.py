@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import secrets
 import time
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Self
@@ -24,20 +23,15 @@ from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Answer, InstanceError, failed
 from kvpipe.queue.acks import Acks
 from kvpipe.queue.broker import BROKER_ERRORS, Broker, called, num_consumers
+from kvpipe.queue.front_link import FrontLink, MessageTooLargeError, depths_of
 from kvpipe.queue.messages import Control, Reply, Request, publication_of
 from kvpipe.queue.nodes import Nodes
 from kvpipe.queue.pending import TOO_LATE, Pending, queue_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable
 
-    from aio_pika.abc import (
-        AbstractChannel,
-        AbstractConnection,
-        AbstractExchange,
-        AbstractIncomingMessage,
-        AbstractQueue,
-    )
+    from aio_pika.abc import AbstractConnection, AbstractIncomingMessage
 
     from kvpipe.proxy.upstream import WhenBegun
     from kvpipe.queue.topology import Topology
@@ -46,46 +40,14 @@ if TYPE_CHECKING:
 # Two busy cores took 5.5 s for the first messages of new queues.
 _CONFIRM_TIMEOUT_S = 10.0
 _BLOCKED = "does not take requests: it confirms none in time"
-# RabbitMQ 4 takes messages of 16 MiB.
-_LONGEST_BODY_BYTES = 15 << 20
+# What a request has besides its client's body: headers, and where P's KV is.
+_ADDED_BYTES = 4 << 10
 # For what has been sent to workers when the front end ends.
 _CLOSE_TIMEOUT_S = 1.0
 _PRIORITY = "x-kvpipe-priority"
 _DESCRIPTION = ("forces_first_tokens", "reasoning_parser")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """What a front end has open on one connection."""
-
-    connection: AbstractConnection
-    requests: AbstractChannel
-    controls: AbstractChannel
-    to_workers: AbstractExchange
-    replies: AbstractQueue
-    consumer: str
-
-    @property
-    def channels(self) -> tuple[AbstractChannel, ...]:
-        """All of them."""
-        return self.requests, self.controls
-
-    def lost(self) -> None:
-        """Requests are the broker's, and their replies come to the same queue after it has come back."""
-
-    async def publish(self, message: Message, queue: str, timeout_s: float) -> None:
-        """Publishes a request; returns once the broker has it on disk."""
-        await called(self.requests.default_exchange.publish(message, queue, mandatory=True), timeout_s)
-
-    async def send(self, control: Control, worker: str) -> None:
-        """Sends to a worker, if it is there."""
-        await called(self.controls.default_exchange.publish(control.message(), worker, mandatory=False))
-
-    async def send_to_all(self, message: Message) -> None:
-        """Sends to all workers."""
-        await called(self.to_workers.publish(message, "", mandatory=False))
 
 
 class _QueuedStream:
@@ -155,15 +117,17 @@ class DecodeQueue:
                 logger.info("queue.kept name=%s it ends by itself: %s", self._replies, failure)
         await self._broker.__aexit__(*error)
 
-    def check(self) -> None:
-        """Refuses requests while there is no broker.
+    def check(self, num_bytes: int = 0) -> None:
+        """Refuses requests while there is no broker, and one whose body has more bytes than the queue takes.
 
         Raises:
-            InstanceError: There is none, and why.
+            InstanceError: There is none, and why, or the request is too large.
         """
-        self._opened()
+        limit = self._opened().max_message_bytes
         if self._is_blocked:
             raise self._unavailable(_BLOCKED)
+        if num_bytes + _ADDED_BYTES > limit:
+            raise _too_large(MessageTooLargeError(num_bytes, limit))
 
     def describe(self) -> dict[str, Any] | None:
         """What all decode instances have in common, as one description; `None` while none is known."""
@@ -184,18 +148,15 @@ class DecodeQueue:
             InstanceError: The broker does not take the request, or no instance answers it.
         """
         self.check()
-        if len(body) > _LONGEST_BODY_BYTES:
-            text = f"{len(body)} bytes: a broker takes at most {_LONGEST_BODY_BYTES}"
-            error = error_body(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
-            json = CIMultiDict({"Content-Type": "application/json"})
-            return Answer("decode", QUEUE, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, json, error)
         request = Request(secrets.token_hex(16), self._replies, path, list(headers.items()), body)
         pending = self._pending[request.id] = Pending(request, self._silence_timeout_s, when_begun)
         try:
             await self._publish(request, _CONFIRM_TIMEOUT_S)
             return await self._answer(request.id, pending) if awaits_first_byte else self._begun(request.id, pending)
-        except BaseException:
+        except BaseException as error:
             self.forget(request.id)
+            if isinstance(error, InstanceError) and error.failure == "too_large":
+                return _refusal(error)
             raise
 
     def health(self) -> str:
@@ -216,7 +177,7 @@ class DecodeQueue:
         self.check()
         now_s = time.monotonic()
         try:
-            depths = await called(_depths(self._opened().connection, self._topology.shared_queues))
+            depths = await called(depths_of(self._opened().connection, self._topology.shared_queues))
         except BROKER_ERRORS as error:
             raise self._unavailable(str(error) or type(error).__name__) from error
         return {"broker": self._broker.address, "queues": depths, "workers": self._nodes.all(now_s)}
@@ -227,7 +188,7 @@ class DecodeQueue:
         if pending is not None:
             self._send(Control("cancel", id), pending.assembly.worker)
 
-    def _opened(self) -> _Link:
+    def _opened(self) -> FrontLink:
         """What is open on the connection to the broker; raises without one."""
         if self._broker.link is None:
             raise self._unavailable(self._broker.reason)
@@ -242,6 +203,8 @@ class DecodeQueue:
         link = self._opened()
         try:
             await link.publish(request.message(self._silence_timeout_s), queue, timeout_s)
+        except MessageTooLargeError as error:
+            raise _too_large(error) from error
         except TimeoutError as error:
             self._blocked(link)
             raise self._unavailable(_BLOCKED) from error
@@ -266,14 +229,15 @@ class DecodeQueue:
         answer.body = await answer.begin()
         return answer
 
-    async def _open(self, connection: AbstractConnection) -> _Link:
+    async def _open(self, connection: AbstractConnection) -> FrontLink:
         channel = await connection.channel(publisher_confirms=False)
         await self._topology.declare(channel)
         # Replies have ended with a queue from which nobody consumed for too long.
         has_lost_replies = self._pending and await num_consumers(connection, self._replies) is None
         queue = await self._topology.declare_replies(channel, self._name)
-        link = _Link(
+        link = FrontLink(
             connection,
+            self._topology.max_message_bytes,
             await connection.channel(on_return_raises=True),
             channel,
             await channel.get_exchange(self._topology.to_workers, ensure=False),
@@ -308,6 +272,9 @@ class DecodeQueue:
         if reply.kind == "returned":
             self._return(pending, reply)
             return
+        if reply.kind == "interrupted":
+            pending.interrupted.add(reply.delivery)
+            return
         if reply.kind == "begin" and reply.delivery in pending.returned_by:
             return  # it came twice, and the delivery has ended
         outcome = pending.assembly.receive(reply)
@@ -329,6 +296,7 @@ class DecodeQueue:
 
     def _publish_again(self, pending: Pending) -> None:
         """Publishes a request again. What becomes of the message before does not count any more."""
+        pending.interrupted.clear()
         pending.request = dataclasses.replace(pending.request, publication=pending.request.publication + 1)
         self._tasks.spawn(self._until_published(pending.request))
 
@@ -355,8 +323,9 @@ class DecodeQueue:
             return
         deaths: Any = message.headers.get("x-death") or [{}]
         reason = deaths[0].get("reason", "unknown")
-        if reason == "expired" and pending.assembly.worker:
-            # A worker had begun to answer it. The broker counts from the publication, also while a worker has it.
+        if (reason == "expired" and pending.assembly.worker) or (reason == "delivery_limit" and pending.interrupted):
+            # A worker had begun to answer it: the broker counts the time from the publication, also while a worker has
+            # it, and as deliveries also those that ended with a worker's channel.
             self._publish_again(pending)
             return
         del self._pending[request]
@@ -369,15 +338,16 @@ class DecodeQueue:
         """Sends to a worker, or to all as long as nobody knows which one has the request."""
         link = self._broker.link
         if link is not None:  # else the worker repeats what has to be answered
-            self._tasks.spawn(self._sent(link.send(control, worker) if worker else link.send_to_all(control.message())))
+            sending = link.send(control, worker) if worker else link.send_to_all(control.message())
+            self._tasks.spawn(self._sent(control, sending))
 
-    def _blocked(self, link: _Link) -> None:
+    def _blocked(self, link: FrontLink) -> None:
         """Refuses requests until the broker confirms a message again."""
         if not self._is_blocked:
             self._is_blocked = True
             self._tasks.spawn(self._until_confirmed(link))
 
-    async def _until_confirmed(self, link: _Link) -> None:
+    async def _until_confirmed(self, link: FrontLink) -> None:
         try:
             while self._broker.link is link:
                 with contextlib.suppress(TimeoutError):
@@ -388,18 +358,21 @@ class DecodeQueue:
         finally:
             self._is_blocked = False
 
-    async def _sent(self, sending: Awaitable[None]) -> None:
+    async def _sent(self, control: Control, sending: Awaitable[None]) -> None:
         try:
             await sending
+        except MessageTooLargeError as error:
+            if pending := self._pending.pop(control.id, None):
+                pending.put(queue_error(f"another worker cannot go on: {error}", "given_up"))
         except BROKER_ERRORS as error:
             logger.debug("queue.control lost: %s", error)
 
 
-async def _depths(connection: AbstractConnection, names: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Messages and consumers of queues, on a channel of its own: the broker closes it where one is missing."""
-    async with connection.channel() as channel:
-        counts = {name: (await channel.declare_queue(name, passive=True)).declaration_result for name in names}
-    return {
-        name: {"messages": count.message_count or 0, "consumers": count.consumer_count or 0}
-        for name, count in counts.items()
-    }
+def _too_large(error: MessageTooLargeError) -> InstanceError:
+    return queue_error(str(error), "too_large")
+
+
+def _refusal(error: InstanceError) -> Answer:
+    """The answer to a request that the queue does not take; no instance has failed."""
+    json = CIMultiDict({"Content-Type": "application/json"})
+    return Answer("decode", QUEUE, error.status, json, error_body(error.status, error.reason))

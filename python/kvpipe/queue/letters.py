@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import aio_pika
@@ -90,9 +91,13 @@ async def replay(url: str, topology: Topology, ids: Sequence[str], timeout_s: fl
                 continue
             left.discard(id)
             try:
-                show(id, *await _answered(decode, message))
+                status, answer = await _answered(decode, message)
             except (InstanceError, ProtocolError) as error:
                 show(id, 0, str(error))
+                is_good = False
+                continue
+            show(id, status, answer)
+            if status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:  # the queue has not taken it
                 is_good = False
             else:
                 await message.ack()

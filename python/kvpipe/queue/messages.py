@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from aio_pika.abc import AbstractMessage
 
 # `begin`: asks whether to go on with a request that was delivered before. `head`: status and headers, with the body of
-# an answer that is no stream. `piece`: events of a stream. `end`: its end. `failed`: D has failed it for good.
+# an answer that is no stream. `piece`: events of a stream. `part`: the beginning of the next head or piece, which is
+# larger than a message. `end`: the stream's end. `failed`: D has failed it for good.
 # `returned`: the front end did not read its replies. It publishes the request again, unless it has the answer.
-ReplyKind = Literal["begin", "head", "piece", "end", "failed", "returned"]
+# `interrupted`: the worker lost a connection or channel, which was not the request's fault.
+ReplyKind = Literal["begin", "head", "piece", "part", "end", "failed", "returned", "interrupted"]
 # `continue`: go on after the tokens. `done`: the front end has all of the answer. `drop`: nobody waits for it.
 # `requeue`: pieces were lost on the way; have another worker go on. `cancel`: the client has left.
 ControlKind = Literal["continue", "done", "drop", "requeue", "cancel"]
@@ -35,6 +37,8 @@ _REQUEST, _REPLIES = "request", "replies"
 _REPLY_KINDS, _CONTROL_KINDS = frozenset(get_args(ReplyKind)), frozenset(get_args(ControlKind))
 _LAST_STATUS = 599
 _LENGTH_BYTES = 4
+# Largest head or piece that is put together of parts, in the memory of worker and front end.
+MAX_REPLY_BYTES = 64 << 20
 # Of RabbitMQ; in milliseconds it fits 32 bits.
 _LONGEST_TTL_S = 4_000_000.0
 
@@ -111,7 +115,7 @@ class Reply:
         id: of the request.
         delivery: of this delivery of the request, chosen by the worker.
         worker: queue of the worker.
-        number: place of a head, piece or end in the answer; from 0.
+        number: place of a head, piece, part or end in the answer; from 0.
         body: of an answer, or of a piece.
         tokens: token ids that D has sampled, as far as this piece has them.
         status: of a head; of a failure, what the client gets.

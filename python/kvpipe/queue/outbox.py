@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from typing import TYPE_CHECKING
 
 from aio_pika.exceptions import DeliveryError, PublishError
 
 from kvpipe.queue.broker import BROKER_ERRORS, called
 from kvpipe.queue.messages import Reply, replies
+from kvpipe.queue.topology import SMALL_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +23,7 @@ _MAX_UNCONFIRMED_BYTES = 1 << 20
 
 
 class Outbox:
-    """Sends one message at a time to each front end. What becomes ready meanwhile goes together in the next one.
+    """Sends one small message at a time to each front end. What becomes ready meanwhile goes together in the next ones.
 
     Args:
         queue: of this worker, where front ends answer.
@@ -33,7 +35,7 @@ class Outbox:
         self.queue = queue
         self._channel = channel
         self._when_unroutable = when_unroutable
-        self._waiting: dict[str, list[Reply]] = {}
+        self._waiting: dict[str, deque[tuple[Reply, bytes]]] = {}
         self._senders: dict[str, asyncio.Task[None]] = {}
         self._num_bytes = 0
         self._has_room = asyncio.Event()
@@ -42,11 +44,12 @@ class Outbox:
     async def send(self, reply_to: str, reply: Reply) -> None:
         """Sends a reply after those before it. It returns at once if there is room for it."""
         await self._has_room.wait()
-        self._add_bytes(len(reply.body))
+        framed = reply.framed()
+        self._add_bytes(len(framed))
         if reply_to not in self._waiting:
-            self._waiting[reply_to] = []
+            self._waiting[reply_to] = deque()
             self._senders[reply_to] = asyncio.create_task(self._send_all(reply_to))
-        self._waiting[reply_to].append(reply)
+        self._waiting[reply_to].append((reply, framed))
 
     async def send_confirmed(self, reply_to: str, reply: Reply) -> None:
         """Sends a reply that outlives the broker; returns once the broker has it, or has no queue for it."""
@@ -60,22 +63,21 @@ class Outbox:
 
     async def _send_all(self, reply_to: str) -> None:
         with contextlib.suppress(*BROKER_ERRORS):  # which end the connection, and with it all deliveries
-            while batch := self._waiting[reply_to]:
-                self._waiting[reply_to] = []
-                await self._send(reply_to, batch)
+            while waiting := self._waiting[reply_to]:
+                await self._send(reply_to, _first_of(waiting))
         del self._waiting[reply_to], self._senders[reply_to]
 
-    async def _send(self, reply_to: str, batch: list[Reply]) -> None:
-        message = replies(self.queue, [reply.framed() for reply in batch])
+    async def _send(self, reply_to: str, batch: list[tuple[Reply, bytes]]) -> None:
+        message = replies(self.queue, [framed for _, framed in batch])
         try:
             await self._channel.default_exchange.publish(message, reply_to, mandatory=True)
         except PublishError:
-            for reply in batch:
+            for reply, _ in batch:
                 self._when_unroutable(reply)
         except DeliveryError:
             pass  # the broker does not keep it: the front end misses a number, or the last reply is repeated
         finally:
-            self._add_bytes(-sum(len(reply.body) for reply in batch))
+            self._add_bytes(-len(message.body))
 
     def _add_bytes(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
@@ -83,3 +85,13 @@ class Outbox:
             self._has_room.clear()
         else:
             self._has_room.set()
+
+
+def _first_of(waiting: deque[tuple[Reply, bytes]]) -> list[tuple[Reply, bytes]]:
+    """Removes and returns what goes together in a small message; at least one reply."""
+    batch = [waiting.popleft()]
+    left = SMALL_MESSAGE_BYTES - len(batch[0][1])
+    while waiting and len(waiting[0][1]) <= left:
+        batch.append(waiting.popleft())
+        left -= len(batch[-1][1])
+    return batch

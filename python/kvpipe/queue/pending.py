@@ -13,6 +13,7 @@ from kvpipe.proxy.instances import QUEUE
 from kvpipe.proxy.routing import goes_to_decode_alone
 from kvpipe.proxy.upstream import InstanceError
 from kvpipe.queue.assembly import Assembly
+from kvpipe.queue.broker import called
 
 if TYPE_CHECKING:
     from kvpipe.proxy.upstream import Failure, WhenBegun
@@ -33,12 +34,14 @@ class Pending:
         request: the request, as it was published last.
         assembly: what has come of its answer.
         returned_by: the deliveries that have left it to the front end.
+        interrupted: the deliveries of this publication that have ended without its fault.
     """
 
     def __init__(self, request: Request, silence_timeout_s: float, when_begun: WhenBegun | None) -> None:
         has_one_sequence = partial(_has_one_sequence, request.body)
         self.request = request
         self.returned_by: set[str] = set()
+        self.interrupted: set[str] = set()
         self.assembly = Assembly(request.id, has_one_sequence=has_one_sequence)
         self._parts: asyncio.Queue[Reply | InstanceError] = asyncio.Queue()
         self._silence_timeout_s = silence_timeout_s
@@ -60,8 +63,7 @@ class Pending:
             InstanceError: The request has failed, or nothing came for the silence timeout.
         """
         try:
-            async with asyncio.timeout(self._silence_timeout_s):
-                part = await self._parts.get()
+            part = await called(self._parts.get(), self._silence_timeout_s)
         except TimeoutError:
             raise queue_error(TOO_LATE, "timeout") from None
         if isinstance(part, InstanceError):

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 # Deliveries after the first one. Each that fails may have ended an engine.
 DELIVERY_LIMIT = 4
+# Of RabbitMQ 4; older ones take 128 MiB. The broker does not tell its own before it refuses a message.
+MAX_MESSAGE_BYTES = 16 << 20
+# No broker is expected to refuse a message of this size.
+SMALL_MESSAGE_BYTES = 128 << 10
 # The clients of a front end that was away for so long have left.
 REPLIES_EXPIRE_S = 60
 _MAX_DEAD = 10_000
@@ -28,10 +32,12 @@ class Topology:
     Attributes:
         name: what all names begin with. Deployments of different names share a broker without meeting.
         delivery_limit: how often a request is delivered again before it goes to the dead-letter queue.
+        max_message_bytes: largest request that is published; at most the broker's `max_message_size`.
     """
 
     name: str = "kvpipe"
     delivery_limit: int = DELIVERY_LIMIT
+    max_message_bytes: int = MAX_MESSAGE_BYTES
 
     def __post_init__(self) -> None:
         if not self.name or len(self.name) > 100 or not self.name.isprintable():  # noqa: PLR2004 - AMQP's names have 255 bytes
@@ -39,6 +45,9 @@ class Topology:
             raise ConfigError(message)
         if self.delivery_limit < 0:
             message = f"delivery limit {self.delivery_limit}: expected 0 or more"
+            raise ConfigError(message)
+        if self.max_message_bytes < 2 * SMALL_MESSAGE_BYTES:
+            message = f"max_message_bytes={self.max_message_bytes}: expected at least {2 * SMALL_MESSAGE_BYTES}"
             raise ConfigError(message)
 
     @property

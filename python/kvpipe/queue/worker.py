@@ -16,10 +16,10 @@ from aio_pika import DeliveryMode, Message
 
 from kvpipe.exceptions import ProtocolError
 from kvpipe.proxy.tasks import OwnedTasks
-from kvpipe.queue.broker import BROKER_ERRORS, Broker, called, num_consumers
+from kvpipe.queue.broker import BROKER_ERRORS, CALL_TIMEOUT_S, Broker, called, num_consumers, publish_alone
 from kvpipe.queue.decode_capacity import DecodeCapacity
 from kvpipe.queue.delivery import Delivery
-from kvpipe.queue.messages import Control, Request
+from kvpipe.queue.messages import Control, Reply, Request
 from kvpipe.queue.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -53,11 +53,13 @@ logger = logging.getLogger(__name__)
 class _Link:
     """What a worker has open on one connection, and the deliveries that it has on it."""
 
+    connection: AbstractConnection
     requests: AbstractChannel
     replies: AbstractChannel
     outbox: Outbox
     is_read: Callable[[str], Awaitable[bool]]
     of_workers: AbstractExchange
+    interrupted: list[Delivery]
     sources: tuple[AbstractQueue, ...] = ()
     deliveries: dict[str, tuple[Delivery, asyncio.Task[Any]]] = field(default_factory=dict)
     consumers: dict[str, AbstractQueue] = field(default_factory=dict)
@@ -69,9 +71,13 @@ class _Link:
         return self.requests, self.replies
 
     def lost(self) -> None:
-        """The broker gives all of them to other workers."""
+        """The broker gives all of them to other workers.
+
+        A delivery that has taken too long ends its channel, and it is the oldest one. The others count as interrupted.
+        """
         self.is_lost = True
         self.outbox.close()
+        self.interrupted += [delivery for delivery, _ in self.deliveries.values()][1:]
         for _, task in self.deliveries.values():
             task.cancel()
 
@@ -114,6 +120,8 @@ class Worker:
         self._tasks = OwnedTasks()
         self._is_draining = False
         self._changing = asyncio.Lock()
+        # Deliveries of lost links that their front ends have to know of.
+        self._interrupted: list[Delivery] = []
         # Requests whose clients have left, which may still be in the queue.
         self._cancelled: OrderedDict[str, None] = OrderedDict()
 
@@ -157,7 +165,8 @@ class Worker:
         of_workers = await replies.get_exchange(self._topology.of_workers, ensure=False)
         # Nobody waits for a reply that comes back: the front end's queue has ended.
         outbox = Outbox(controls.name, replies, lambda it: link.receive(Control("drop", it.id, it.delivery)))
-        link = _Link(requests, replies, outbox, partial(_is_read, connection), of_workers)
+        is_read = partial(_is_read, connection)
+        link = _Link(connection, requests, replies, outbox, is_read, of_workers, self._interrupted)
         await controls.consume(partial(self._receive_control, link), no_ack=True)
         link.sources = (
             await requests.get_queue(self._topology.urgent_requests, ensure=False),
@@ -167,9 +176,19 @@ class Worker:
         return link
 
     async def _begin(self, link: _Link) -> None:
+        with contextlib.suppress(*BROKER_ERRORS):
+            await self._report_interrupted(link)
         await self._update_consumers(link)
         with contextlib.suppress(*BROKER_ERRORS):
             await self._report(link)
+
+    async def _report_interrupted(self, link: _Link) -> None:
+        """Tells front ends what has counted as a delivery without a fault of the request, before it comes again."""
+        while self._interrupted:
+            delivery = self._interrupted[0]
+            reply = Reply("interrupted", delivery.request.id, delivery.id, link.outbox.queue)
+            await link.outbox.send_confirmed(delivery.request.reply_to, reply)
+            self._interrupted.remove(delivery)
 
     async def _watch(self) -> None:
         """Looks at D, consumes requests or not, and reports."""
@@ -276,8 +295,13 @@ class Worker:
             content_type=message.content_type,
             delivery_mode=DeliveryMode.PERSISTENT,
         )
-        await called(link.requests.default_exchange.publish(copy, self._topology.dead, mandatory=True))
-        await message.ack()
+        try:
+            await publish_alone(link.connection, copy, self._topology.dead, CALL_TIMEOUT_S)
+        except BROKER_ERRORS as error:
+            logger.warning("queue.letter id=%s goes without its reason: %s", message.correlation_id, error)
+            await message.reject(requeue=False)
+        else:
+            await message.ack()
 
     async def _receive_control(self, link: _Link, message: AbstractIncomingMessage) -> None:
         if message.type == "report":

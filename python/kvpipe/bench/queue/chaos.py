@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 _AT_ONCE = 32
 _MOST_TOKENS, _LONGEST_GAP_MS = 32, 20
 _MOST_ANSWERS_BETWEEN = 300
+# The broker's. One front end does not know it.
+MAX_MESSAGE_BYTES = 512 << 10
+_LARGE_BYTES, _LARGE_REQUESTS, _LARGE_ANSWERS = 600 << 10, 0.02, 0.04
 _BROKER_SHARE, _FRONT_SHARE = 0.2, 0.2
 # For an answer, outages included.
 _ANSWER_WITHIN_S = 240.0
@@ -129,8 +132,12 @@ class Chaos:
         return None if reply.is_unreached else reply
 
     def _count(self, ask: Ask, reply: Reply) -> None:
+        if ask.request_padding and reply.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+            self.found.too_large += 1
+            return
         expected = text_of(ask.number, ask.num_tokens)
-        if not reply.error and reply.text == expected:
+        is_whole = not reply.error and reply.text == expected and reply.padding == ask.answer_padding
+        if is_whole and not ask.request_padding:
             self.found.answered += 1
             return
         if _is_begun(ask, reply):
@@ -178,7 +185,8 @@ class Chaos:
 
     @property
     def _num_ended(self) -> int:
-        return self.found.answered + self.found.lost + self.found.answered_twice
+        found = self.found
+        return found.answered + found.too_large + found.lost + found.answered_twice
 
     def _replace_broker(self) -> None:
         self._deployment.kill_broker()
@@ -187,7 +195,10 @@ class Chaos:
     def _request(self, number: int) -> Ask:
         random_of = self._requests
         num_tokens = random_of.randint(2, _MOST_TOKENS)
-        return Ask(number, num_tokens, random_of.random() < 0.5, random_of.randint(0, _LONGEST_GAP_MS))  # noqa: PLR2004
+        is_streamed, gap_ms = random_of.random() < 0.5, random_of.randint(0, _LONGEST_GAP_MS)  # noqa: PLR2004
+        share = random_of.random()
+        is_too_large, is_answer_large = share < _LARGE_REQUESTS, _LARGE_REQUESTS <= share < _LARGE_ANSWERS
+        return Ask(number, num_tokens, is_streamed, gap_ms, is_too_large * _LARGE_BYTES, is_answer_large * _LARGE_BYTES)
 
 
 def _is_begun(ask: Ask, reply: Reply) -> bool:

@@ -96,13 +96,20 @@ def _measure(args: argparse.Namespace, folder: Path) -> int:
 
 def _survive(args: argparse.Namespace, folder: Path) -> int:
     from kvpipe.bench.queue import report  # noqa: PLC0415 - needs the packages that were checked
-    from kvpipe.bench.queue.chaos import Chaos  # noqa: PLC0415
+    from kvpipe.bench.queue.chaos import MAX_MESSAGE_BYTES, Chaos  # noqa: PLC0415
     from kvpipe.bench.queue.deployment import Deployment  # noqa: PLC0415
 
     seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
     facts = {**machine.machine(), **_facts(args), "requests": args.chaos, "seed": seed}
     sys.stderr.write(f"seed {seed}\n")
-    with Deployment(folder, 1, args.workers, num_fronts=_CHAOS_FRONTS, has_direct=False) as deployment:
+    with Deployment(
+        folder,
+        1,
+        args.workers,
+        num_fronts=_CHAOS_FRONTS,
+        has_direct=False,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+    ) as deployment:
         chaos = Chaos(deployment, args.chaos, seed, Progress())
         chaos.run()
     sys.stdout.write(f"{report.survival(facts, chaos.found, chaos.failures)}\n")

@@ -45,6 +45,7 @@ class Deployment:
         num_decode: Number of D's, each with a worker.
         num_fronts: Number of proxies that dispatch through the broker.
         has_direct: Whether there is a proxy with direct dispatch too.
+        max_message_bytes: Largest message of the broker, by default its own. The first front end is told.
 
     Attributes:
         broker: The broker.
@@ -54,14 +55,22 @@ class Deployment:
     """
 
     def __init__(
-        self, folder: Path, num_prefill: int, num_decode: int, *, num_fronts: int = 1, has_direct: bool
+        self,
+        folder: Path,
+        num_prefill: int,
+        num_decode: int,
+        *,
+        num_fronts: int = 1,
+        has_direct: bool,
+        max_message_bytes: int = 0,
     ) -> None:
         self._folder = folder
         self._watchdog = Watchdog()
         self._stack = contextlib.ExitStack()
         data = folder / "broker"
         data.mkdir()
-        self.broker = BrokerProcess(data)
+        self.broker = BrokerProcess(data, f"-rabbit max_message_size {max_message_bytes}" if max_message_bytes else "")
+        self._of_first_front = ("--max-message-bytes", str(max_message_bytes)) if max_message_bytes else ()
         self._num_instances = num_prefill, num_decode
         self._num_fronts = num_fronts
         self._has_direct = has_direct
@@ -90,7 +99,8 @@ class Deployment:
         self._prefill, self._decode = words["prefill"].split(";"), words["decode"].split(";")
         self._pool = self._stack.enter_context(ServerPool())
         self.fronts = [
-            self._proxy(f"front {number}", "--dispatch", "amqp") for number in range(1, self._num_fronts + 1)
+            self._proxy(f"front {number}", "--dispatch", "amqp", *(self._of_first_front if number == 1 else ()))
+            for number in range(1, self._num_fronts + 1)
         ]
         self.workers = [self._worker(number, address) for number, address in enumerate(self._decode, 1)]
         if self._has_direct:

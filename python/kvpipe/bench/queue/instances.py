@@ -27,6 +27,8 @@ from kvpipe.transfer_params import ConsumeParams, ProduceParams
 PATH = "/v1/completions"
 # A chunk's field that vLLM does not use and that every part of the way passes on.
 WRITTEN = "system_fingerprint"
+# A field of requests, which says how many letters are in this field of the answer, or of its second event.
+PADDING = "padding"
 NUM_SLOTS = 256
 _LISTEN, _HOST = "127.0.0.1:0", "127.0.0.1"
 _DESCRIPTION = {
@@ -140,8 +142,9 @@ class Decode(_Instance):
         if isinstance(params, ConsumeParams) and params.producer:
             self._consume(params)
         number, gap_ms = body["prompt"]
+        padding = {PADDING: "x" * body.get(PADDING, 0)}
         if not body.get("stream"):
-            return self._answer(number, body["max_tokens"])
+            return self._answer(number, body["max_tokens"], **padding)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         head, has_ids = self._head(), body.get("return_token_ids") is True
@@ -150,7 +153,7 @@ class Decode(_Instance):
                 await asyncio.sleep(gap_ms / 1000)
             choice = {"index": 0, "text": _token_text(number, index), "logprobs": None, "finish_reason": None}
             choice |= {"token_ids": [index]} if has_ids else {}
-            chunk = head | {"choices": [choice], WRITTEN: str(time.monotonic_ns())}
+            chunk = head | {"choices": [choice], WRITTEN: str(time.monotonic_ns())} | (padding if index == 1 else {})
             await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         self.num_answered += 1

@@ -7,16 +7,16 @@ import json
 import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import uvloop
 
 from kvpipe.bench.processes import SubjectError
-from kvpipe.bench.queue.instances import PATH, WRITTEN, prompt_of, text_of
+from kvpipe.bench.queue.instances import PADDING, PATH, WRITTEN, prompt_of, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 _DATA, _DONE = b"data: ", b"[DONE]"
 _HEADERS = {"Content-Type": "application/json"}
@@ -33,18 +33,24 @@ class Ask:
         num_tokens: Tokens of the answer.
         is_streamed: Whether the answer is a stream.
         gap_ms: Milliseconds between the tokens of a stream.
+        request_padding: Letters that make the request longer.
+        answer_padding: Letters that make the answer, or one event of it, longer.
     """
 
     number: int
     num_tokens: int
     is_streamed: bool = False
     gap_ms: int = 0
+    request_padding: int = 0
+    answer_padding: int = 0
 
     @property
     def body(self) -> bytes:
         """The body of the request."""
         prompt = prompt_of(self.number, self.gap_ms)
         body = {"model": "m", "prompt": prompt, "max_tokens": self.num_tokens, "stream": self.is_streamed}
+        body |= {PADDING: self.answer_padding} if self.answer_padding else {}
+        body |= {"user": "x" * self.request_padding} if self.request_padding else {}
         return json.dumps(body).encode()
 
 
@@ -55,6 +61,7 @@ class Reply:
     Attributes:
         status: HTTP status.
         text: Text of the answer.
+        padding: Letters that made it longer.
         took_s: From the request to the end of the answer.
         delays_s: For each token of a stream after the first one, from when D has written it to when it was read.
         error: Why the answer is not complete; empty if it is.
@@ -64,6 +71,7 @@ class Reply:
 
     status: int = 0
     text: str = ""
+    padding: int = 0
     took_s: float = 0.0
     delays_s: list[float] = field(default_factory=list)
     error: str = ""
@@ -90,7 +98,7 @@ class Client:
                 elif ask.is_streamed:
                     await _read_stream(response.content, reply)
                 else:
-                    reply.text = json.loads(await response.read())["choices"][0]["text"]
+                    _add(json.loads(await response.read()), reply)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             reply.error = f"{type(error).__name__}: {error}"
             reply.is_unreached = isinstance(error, aiohttp.ClientConnectorError)
@@ -113,11 +121,16 @@ async def _read_stream(content: aiohttp.StreamReader, reply: Reply) -> None:
             if "error" in chunk:
                 reply.error = str(chunk["error"])
                 return
-            reply.text += chunk["choices"][0]["text"]
+            _add(chunk, reply)
             if (written := chunk.get(WRITTEN)) is not None:
                 reply.delays_s.append((read_ns - int(written)) / 1e9)
     if not is_complete:
         reply.error = "the stream ended early"
+
+
+def _add(chunk: Mapping[str, Any], reply: Reply) -> None:
+    reply.text += chunk["choices"][0]["text"]
+    reply.padding += len(chunk.get(PADDING, ""))
 
 
 def ask_all(url: str, asks: Iterable[Ask], num_at_once: int) -> list[Reply]:

@@ -92,6 +92,7 @@ class Survival:
         answered: Requests whose answer was complete, and the right one.
         lost: Requests whose answer never came, or not all of it.
         answered_twice: Requests of which a client got a part twice.
+        too_large: Requests that are larger than the broker's messages, which got 413.
         front_end_killed: Requests whose front end was killed, which broke their connections; the client asked again.
         refused: Answers 503, after which the client asked again.
         front_kills: Front ends that were killed.
@@ -106,6 +107,7 @@ class Survival:
     answered: int = 0
     lost: int = 0
     answered_twice: int = 0
+    too_large: int = 0
     front_end_killed: int = 0
     refused: int = 0
     front_kills: int = 0
