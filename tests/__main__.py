@@ -184,6 +184,11 @@ def ended(parts: Sequence[Part]) -> Iterator[None]:
             part.end()
 
 
+def has_place(part: Part, running: Sequence[Part], num_lanes: int) -> bool:
+    """Whether a part may start beside those that run."""
+    return not running or (len(running) < num_lanes and not (part.is_alone or running[0].is_alone))
+
+
 def run(parts: Sequence[Part], num_lanes: int = 4) -> int:
     """Runs parts in their order, so many side by side. The number of parts that failed."""
     shutil.rmtree(LOGS / "instances", ignore_errors=True)
@@ -195,7 +200,7 @@ def run(parts: Sequence[Part], num_lanes: int = 4) -> int:
     log = KernelLog()
     with tempfile.NamedTemporaryFile("r", prefix="kvpipe-deaths-") as expected, ended(parts):
         while waiting or running:
-            while waiting and len(running) < num_lanes and not (running and (waiting[0].is_alone or running[0].is_alone)):
+            while waiting and has_place(waiting[0], running, num_lanes):
                 running.append(waiting.pop(0))
                 running[-1].start({EXPECTED_VARIABLE: expected.name})
             running = [part for part in running if not has_ended(part, failed)]
