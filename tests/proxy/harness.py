@@ -144,7 +144,7 @@ class StandIn:
     async def serve(self):
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self.handle)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, max_field_size=1 << 20)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
         await site.start()

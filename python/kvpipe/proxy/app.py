@@ -14,6 +14,7 @@ from multidict import CIMultiDict
 
 from kvpipe.proxy.bodies import CHAT_PATH, COMPLETIONS_PATH, BodyError, error_body, parse_body
 from kvpipe.proxy.config import ProxyConfig
+from kvpipe.proxy.connections import METRICS
 from kvpipe.proxy.control import Control
 from kvpipe.proxy.dispatch import Dispatcher
 from kvpipe.proxy.exchanges import Call
@@ -29,16 +30,20 @@ from kvpipe.proxy.upstream import DecodeQueue, InstanceError, Role, Upstream, op
 
 # The log has no more of a client's name for a request.
 _MAX_REQUEST_ID = 64
+# The parser's own text may quote the body.
+_BROKEN_BODY = "the request's body breaks off, or is not encoded as its headers say"
 
 
 def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None = None) -> web.Application:
     """The proxy as an aiohttp application. `queue`, with `amqp` dispatch, is entered and left with it.
 
-    Run it with `handler_cancellation=True`: when a client leaves, the cancelled handler aborts the instances' requests.
+    `kvpipe.proxy.connections.Runner` runs it: when a client leaves, the cancelled handler aborts the instances'
+    requests.
     The caller owns `control` and closes it after the application's cleanup.
     """
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_openai_errors])
-    proxy = _Proxy(config, control, queue)
+    app[METRICS] = Metrics()
+    proxy = _Proxy(config, control, queue, app[METRICS])
     app.cleanup_ctx.append(proxy.lifespan)
     app.router.add_post(COMPLETIONS_PATH, proxy.generate)
     app.router.add_post(CHAT_PATH, proxy.generate)
@@ -58,11 +63,11 @@ class _Proxy:
     _dispatcher: Dispatcher
     _pairs: Pairs
 
-    def __init__(self, config: ProxyConfig, control: Control, queue: DecodeQueue | None) -> None:
+    def __init__(self, config: ProxyConfig, control: Control, queue: DecodeQueue | None, metrics: Metrics) -> None:
         self._config = config
         self._control = control
         self._queue = queue
-        self._metrics = Metrics()
+        self._metrics = metrics
 
     async def lifespan(self, _: web.Application) -> AsyncIterator[None]:
         config = self._config
@@ -132,8 +137,11 @@ def _recorded(record: RequestRecord) -> Iterator[RequestRecord]:
     """Count and log a request when it has ended."""
     try:
         yield record
-    except (BodyError, web.RequestPayloadError) as error:
+    except BodyError as error:
         record.refused(HTTPStatus.BAD_REQUEST, str(error))
+        raise
+    except web.RequestPayloadError:
+        record.refused(HTTPStatus.BAD_REQUEST, _BROKEN_BODY)
         raise
     except web.HTTPClientError as error:
         record.refused(error.status, error.reason)
@@ -161,8 +169,12 @@ def _story(recent: RecentHandoff) -> dict[str, Any]:
 async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except (BodyError, web.RequestPayloadError) as error:
+    except BodyError as error:
         return _error(HTTPStatus.BAD_REQUEST, str(error))
+    except web.RequestPayloadError:
+        response = _error(HTTPStatus.BAD_REQUEST, _BROKEN_BODY)
+        response.force_close()  # the parser does not know where the next request begins
+        return response
     except InstanceError as error:
         return _error(error.status, str(error))
     except web.HTTPClientError as error:

@@ -14,7 +14,7 @@ import aiohttp
 from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.aborts import ABORT_REASON, AbortCheck, is_aborted
 from kvpipe.proxy.bodies import error_in_first_event, may_begin_with_error
-from kvpipe.proxy.headers import response_headers
+from kvpipe.proxy.headers import MAX_LINE_BYTES, has_control_character, response_headers
 from kvpipe.proxy.instances import QUEUE, Instance
 
 if TYPE_CHECKING:
@@ -335,6 +335,8 @@ def open_session(connect_timeout_s: float, silence_timeout_s: float) -> aiohttp.
         skip_auto_headers=("User-Agent", "Content-Type"),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
+        max_line_size=MAX_LINE_BYTES,
+        max_field_size=MAX_LINE_BYTES,
     )
 
 
@@ -342,10 +344,10 @@ async def _read(role: Role, instance: Instance, response: aiohttp.ClientResponse
     """Read all of a response, or the first bytes of a stream; close it when interrupted.
 
     Raises:
-        InstanceError: the instance has aborted the request, or the stream is empty.
+        InstanceError: the instance has aborted the request, the stream is empty, or a header cannot be passed on.
     """
-    headers = response_headers(response.headers)
     try:
+        headers = _headers(role, instance, response)
         if response.status == HTTPStatus.OK and response.content_type == "text/event-stream":
             stream = _HttpStream(role, instance, response)
             first = await _first_bytes(role, instance, stream.read) if awaits_first_byte else b""
@@ -355,6 +357,13 @@ async def _read(role: Role, instance: Instance, response: aiohttp.ClientResponse
     except BaseException:
         response.close()
         raise
+
+
+def _headers(role: Role, instance: Instance, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
+    headers = response_headers(response.headers)
+    if has_control_character(headers):
+        raise InstanceError(role, instance, "its answer has a control character in a header", "broken")
+    return headers
 
 
 async def _whole(role: Role, instance: Instance, response: aiohttp.ClientResponse) -> bytes:
@@ -394,4 +403,8 @@ def _describe(error: Exception) -> str:
         return "cannot connect in time"
     if isinstance(error, TimeoutError):
         return "no answer in time"
+    if isinstance(error, aiohttp.ClientResponseError):  # its text may quote a header
+        return f"its answer is not valid HTTP, or has a header of more than {MAX_LINE_BYTES} bytes"
+    if isinstance(error, aiohttp.ClientPayloadError):  # its text may quote the answer
+        return "its answer breaks off"
     return str(error) or type(error).__name__
