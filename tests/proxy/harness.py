@@ -132,7 +132,8 @@ class StandIn:
 
     async def handle(self, request):
         if request.method == "POST":
-            self.bodies.append(orjson.loads(await request.read()))
+            read = getattr(self.behaviour, "read", web.Request.read)
+            self.bodies.append(orjson.loads(await read(request)))
         self.headers.append(request.headers)
         self.asked.set()
         try:

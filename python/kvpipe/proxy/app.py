@@ -26,6 +26,7 @@ from kvpipe.proxy.queue_page import queue_page
 from kvpipe.proxy.relay import relay
 from kvpipe.proxy.request_record import RequestRecord
 from kvpipe.proxy.results import RecentHandoff
+from kvpipe.proxy.silence import silence_limit
 from kvpipe.proxy.upstream import DecodeQueue, InstanceError, Role, Upstream, open_session
 
 # The log has no more of a client's name for a request.
@@ -41,7 +42,7 @@ def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None 
     requests.
     The caller owns `control` and closes it after the application's cleanup.
     """
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_openai_errors])
+    app = web.Application(middlewares=[_openai_errors])
     app[METRICS] = Metrics()
     proxy = _Proxy(config, control, queue, app[METRICS])
     app.cleanup_ctx.append(proxy.lifespan)
@@ -117,11 +118,18 @@ class _Proxy:
         return _error(HTTPStatus.NOT_FOUND, f"no instance knows handoff {handoff}")
 
     async def _read(self, request: web.Request) -> bytes:
+        max_bytes = self._config.max_body_bytes
+        body = bytearray()
         try:
-            async with asyncio.timeout(self._config.client_timeout_s):
-                return await request.read()
+            async with silence_limit(self._config.client_timeout_s) as moved:
+                async for piece in request.content.iter_any():
+                    moved()
+                    body += piece
+                    if len(body) > max_bytes:
+                        raise web.HTTPRequestEntityTooLarge(max_bytes, len(body))
         except TimeoutError:
             raise web.HTTPRequestTimeout from None
+        return bytes(body)
 
 
 async def _show_queue(queue: DecodeQueue, request: web.Request) -> web.Response:

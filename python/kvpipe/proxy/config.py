@@ -45,10 +45,10 @@ class ProxyConfig:
         token: shared secret for the control ports; None leaves the choice to the control client.
         max_body_bytes: largest accepted request body; a request in progress takes about three times its size in memory.
         connect_timeout_s: limit for name lookup, TCP and TLS of a connection to an instance, and for a health probe.
-        silence_timeout_s: limit for an instance without output, then the request fails: P until its answer, D until its
-            first byte and between bytes. An answer that is not streamed counts as silence until it is complete. The
-            default is that of OpenAI's clients.
-        client_timeout_s: limit for a client to send its body, or to accept one piece.
+        silence_timeout_s: limit for an instance that takes no byte of a request, or sends none of an answer; then the
+            request fails. vLLM sends an answer that is not streamed when it is complete. The default is that of
+            OpenAI's clients.
+        client_timeout_s: limit for a client that sends no byte of its body, or accepts none of an answer.
         control_timeout_s: limit for one call to a control port (`release`, `result`, `describe`), and for D's answer
             to `/tokenize`.
         drain_timeout_s: time for running requests to end after SIGTERM or SIGINT.

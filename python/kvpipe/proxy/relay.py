@@ -7,11 +7,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from kvpipe.proxy.bodies import error_body
 from kvpipe.proxy.early_token import Continuation, ContradictionError
 from kvpipe.proxy.request_record import RequestRecord
+from kvpipe.proxy.silence import PIECE_BYTES
 from kvpipe.proxy.upstream import Answer, EarlyStart, InstanceError
 from kvpipe.proxy.usage import StreamUsage, with_cached_tokens
 
@@ -38,11 +39,14 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float, record: 
     client = _Client(request, timeout_s)
     if answer.stream is None:
         body = _with_usage(answer.body, record)
-        response: web.StreamResponse = web.Response(status=answer.status, headers=answer.headers, body=body)
+        response = web.StreamResponse(status=answer.status, headers=answer.headers)
+        response.content_length = len(body)
+        await client.send(response.prepare(request))
+        if request.method != hdrs.METH_HEAD:
+            await client.write(response, body)
     else:
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
-    await client.send(response.prepare(request))
-    if answer.stream is not None:
+        await client.send(response.prepare(request))
         await _relay_stream(client, response, answer, record)
     await client.send(response.write_eof())
     record.answered(answer)
@@ -63,11 +67,11 @@ async def _relay_stream(client: "_Client", response: web.StreamResponse, answer:
         ):
             corrected = piece if record.cached_tokens is None else usage.feed(piece, record.cached_tokens)
             if corrected:
-                await client.send(response.write(corrected))
+                await client.write(response, corrected)
                 record.sent(corrected)
                 last = corrected
         if rest := usage.end():
-            await client.send(response.write(rest))
+            await client.write(response, rest)
     except InstanceError as error:
         record.error = str(error)
         await client.send(response.write(_error_event(error, last)))
@@ -133,6 +137,11 @@ class _Client:
     def __init__(self, request: web.Request, timeout_s: float) -> None:
         self._request = request
         self._timeout_s = timeout_s
+
+    async def write(self, response: web.StreamResponse, body: bytes) -> None:
+        """Write bytes; the limit holds for each of their pieces."""
+        for begin in range(0, len(body), PIECE_BYTES):
+            await self.send(response.write(body[begin : begin + PIECE_BYTES]))
 
     async def send(self, work: Awaitable[object]) -> None:
         try:

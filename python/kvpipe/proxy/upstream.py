@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from io import BytesIO
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import aiohttp
@@ -16,6 +15,7 @@ from kvpipe.proxy.aborts import ABORT_REASON, AbortCheck, is_aborted
 from kvpipe.proxy.bodies import error_in_first_event, may_begin_with_error
 from kvpipe.proxy.headers import MAX_LINE_BYTES, has_control_character, response_headers
 from kvpipe.proxy.instances import QUEUE, Instance
+from kvpipe.proxy.silence import PIECE_BYTES, silence_limit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
@@ -34,8 +34,6 @@ WhenBegun = Callable[[str], None]
 # vLLM's uvicorn closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A POST that races with that
 # close fails and cannot safely be repeated, so the proxy closes idle connections well before.
 _KEEPALIVE_S = 2.0
-# aiohttp warns about larger bodies of type bytes; it writes a file object in pieces.
-_MAX_ONE_PIECE_BYTES = 1 << 20
 _STATUSES: dict[Failure, HTTPStatus] = {
     "timeout": HTTPStatus.GATEWAY_TIMEOUT,
     "unavailable": HTTPStatus.SERVICE_UNAVAILABLE,
@@ -263,8 +261,8 @@ class Upstream:
 
     Args:
         session: made by `open_session`; the caller closes it.
-        silence_timeout_s: limit for an exchange up to the end of its body, or up to the first byte of a stream. The
-            session's `sock_read` limits later bytes.
+        silence_timeout_s: limit for an instance that takes no byte of a request, or sends none of an answer. The
+            session's `sock_read` limits the time between bytes of a stream that has begun.
         queue: takes what is posted to `kvpipe.proxy.instances.QUEUE`.
     """
 
@@ -298,26 +296,34 @@ class Upstream:
             return await self._queue.post(
                 path, headers, body, awaits_first_byte=awaits_first_byte, when_begun=when_begun
             )
-        data = body if len(body) <= _MAX_ONE_PIECE_BYTES else BytesIO(body)
-        request = self._session.post(instance.url + path, headers=headers, data=data, allow_redirects=False)
-        return await self._exchange(role, instance, request, awaits_first_byte=awaits_first_byte)
+        return await self._exchange("POST", role, instance, path, headers, body, awaits_first_byte=awaits_first_byte)
 
     async def get(self, role: Role, instance: Instance, path: str, headers: CIMultiDict[str]) -> Answer:
         """As `post`, without a body."""
-        request = self._session.get(instance.url + path, headers=headers, allow_redirects=False)
-        return await self._exchange(role, instance, request)
+        return await self._exchange("GET", role, instance, path, headers)
 
     async def _exchange(
         self,
+        method: str,
         role: Role,
         instance: Instance,
-        request: Awaitable[aiohttp.ClientResponse],
+        path: str,
+        headers: CIMultiDict[str],
+        body: bytes = b"",
         *,
         awaits_first_byte: bool = True,
     ) -> Answer:
+        data: bytes | AsyncIterator[bytes] | None = body or None
         try:
-            async with asyncio.timeout(self._silence_timeout_s):
-                return await _read(role, instance, await request, awaits_first_byte=awaits_first_byte)
+            async with silence_limit(self._silence_timeout_s) as moved:
+                if len(body) > PIECE_BYTES:
+                    headers = headers.copy()
+                    headers["Content-Length"] = str(len(body))  # without it, aiohttp sends chunks
+                    data = _pieces(body, moved)
+                url = instance.url + path
+                response = await self._session.request(method, url, headers=headers, data=data, allow_redirects=False)
+                moved()
+                return await _read(role, instance, response, moved, awaits_first_byte=awaits_first_byte)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _instance_error(role, instance, error) from error
 
@@ -340,7 +346,22 @@ def open_session(connect_timeout_s: float, silence_timeout_s: float) -> aiohttp.
     )
 
 
-async def _read(role: Role, instance: Instance, response: aiohttp.ClientResponse, *, awaits_first_byte: bool) -> Answer:
+async def _pieces(body: bytes, moved: Callable[[], None]) -> AsyncIterator[bytes]:
+    """The body in pieces; the next one is asked for when the instance has room for it."""
+    for begin in range(0, len(body), PIECE_BYTES):
+        moved()
+        yield body[begin : begin + PIECE_BYTES]
+    moved()
+
+
+async def _read(
+    role: Role,
+    instance: Instance,
+    response: aiohttp.ClientResponse,
+    moved: Callable[[], None],
+    *,
+    awaits_first_byte: bool,
+) -> Answer:
     """Read all of a response, or the first bytes of a stream; close it when interrupted.
 
     Raises:
@@ -350,10 +371,10 @@ async def _read(role: Role, instance: Instance, response: aiohttp.ClientResponse
         headers = _headers(role, instance, response)
         if response.status == HTTPStatus.OK and response.content_type == "text/event-stream":
             stream = _HttpStream(role, instance, response)
-            first = await _first_bytes(role, instance, stream.read) if awaits_first_byte else b""
+            first = await _first_bytes(role, instance, stream.read, moved) if awaits_first_byte else b""
             answer = Answer(role, instance, response.status, headers, first, stream, is_complete=False)
             return answer.with_first_event_checked()
-        return Answer(role, instance, response.status, headers, await _whole(role, instance, response))
+        return Answer(role, instance, response.status, headers, await _whole(role, instance, response, moved))
     except BaseException:
         response.close()
         raise
@@ -366,14 +387,20 @@ def _headers(role: Role, instance: Instance, response: aiohttp.ClientResponse) -
     return headers
 
 
-async def _whole(role: Role, instance: Instance, response: aiohttp.ClientResponse) -> bytes:
-    body = await response.read()
+async def _whole(role: Role, instance: Instance, response: aiohttp.ClientResponse, moved: Callable[[], None]) -> bytes:
+    pieces = []
+    async for piece in response.content.iter_any():
+        moved()
+        pieces.append(piece)
+    body = b"".join(pieces)
     if is_aborted(body):
         raise InstanceError(role, instance, ABORT_REASON, "broken")
     return body
 
 
-async def _first_bytes(role: Role, instance: Instance, read: Callable[[], Awaitable[bytes]]) -> bytes:
+async def _first_bytes(
+    role: Role, instance: Instance, read: Callable[[], Awaitable[bytes]], moved: Callable[[], None] = lambda: None
+) -> bytes:
     """Reads as much of a stream as shows whether it begins with an error.
 
     Raises:
@@ -383,6 +410,7 @@ async def _first_bytes(role: Role, instance: Instance, read: Callable[[], Awaita
     if not first:
         raise InstanceError(role, instance, "ended its stream before the first event", "broken")
     while may_begin_with_error(first) and (piece := await read()):
+        moved()
         first += piece
     return first
 

@@ -1,0 +1,106 @@
+"""A limit on silence is none on a transfer: what moves may take longer, in each direction."""
+
+import asyncio
+
+import orjson
+import pytest
+from aiohttp import web
+
+from .harness import COMPLETIONS, REQUEST, answers, run, stage
+
+LIMIT_S = 2.0
+# Pieces that together take longer than the limit, each far less.
+NUM_PIECES = 8
+PAUSE_S = 0.4
+# More than the buffers of two sockets hold.
+LARGE_BYTES = 32 << 20
+
+
+async def in_pieces(body):
+    size = len(body) // NUM_PIECES + 1
+    for begin in range(0, len(body), size):
+        await asyncio.sleep(PAUSE_S)
+        yield body[begin : begin + size]
+
+
+async def read_in_pieces(content):
+    pieces = []
+    while piece := await content.read(LARGE_BYTES // NUM_PIECES):
+        while len(piece) < LARGE_BYTES // NUM_PIECES and (more := await content.readany()):
+            piece += more
+        pieces.append(piece)
+        await asyncio.sleep(PAUSE_S)
+    return b"".join(pieces)
+
+
+def test_an_upload_that_moves_is_taken_however_long_it_lasts():
+    async def scene():
+        async with stage(client_timeout_s=LIMIT_S) as s:
+            data = in_pieces(orjson.dumps(REQUEST))
+            async with s.client.post(s.url + COMPLETIONS, data=data) as response:
+                assert response.status == 200
+            assert s.decode[0].bodies[0].items() >= REQUEST.items()
+
+    run(scene)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_instance_that_takes_a_request_slowly_is_not_silent(role):
+    async def scene():
+        async def slow(request):
+            return web.Response(body=b"{}")
+
+        slow.read = lambda request: read_in_pieces(request.content)
+        async with stage(**{role: [slow]}, silence_timeout_s=LIMIT_S) as s:
+            body = REQUEST | {"prompt": "x" * LARGE_BYTES}
+            assert (await s.post(body=body))[0] == 200
+            assert getattr(s, role)[0].bodies[0]["prompt"] == body["prompt"]
+
+    run(scene)
+
+
+def test_an_instance_that_takes_nothing_of_a_request_is_silent():
+    async def scene():
+        async def stuck(request):
+            raise AssertionError
+
+        async def never(request):
+            await asyncio.Event().wait()
+
+        stuck.read = never
+        async with stage(decode=[stuck], silence_timeout_s=LIMIT_S) as s:
+            assert (await s.post(body=REQUEST | {"prompt": "x" * LARGE_BYTES}))[0] == 504
+
+    run(scene)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_instance_that_answers_slowly_is_not_silent(role):
+    async def scene():
+        answer = orjson.dumps({"id": "x" * 100})
+
+        async def slow(request):
+            response = web.StreamResponse(headers={"Content-Type": "application/json"})
+            await response.prepare(request)
+            async for piece in in_pieces(answer):
+                await response.write(piece)
+            return response
+
+        async with stage(**{role: [slow]}, silence_timeout_s=LIMIT_S) as s:
+            status, body, _ = await s.post()
+            assert status == 200
+            assert role == "prefill" or body == answer
+
+    run(scene)
+
+
+def test_a_client_that_reads_an_answer_slowly_is_not_stalled():
+    async def scene():
+        answer = b"x" * (LARGE_BYTES + LARGE_BYTES // 2)
+        async with (
+            stage(decode=[answers(body=answer)], client_timeout_s=LIMIT_S) as s,
+            s.client.post(s.url + COMPLETIONS, json=REQUEST) as response,
+        ):
+            assert await read_in_pieces(response.content) == answer
+
+    run(scene)
