@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -18,6 +17,7 @@ from kvpipe.proxy.instances import QUEUE, Instance
 from kvpipe.proxy.silence import PIECE_BYTES, silence_limit
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import AsyncIterator, Awaitable
 
     from multidict import CIMultiDict
@@ -296,27 +296,27 @@ class Upstream:
             return await self._queue.post(
                 path, headers, body, awaits_first_byte=awaits_first_byte, when_begun=when_begun
             )
-        return await self._exchange("POST", role, instance, path, headers, body, awaits_first_byte=awaits_first_byte)
+        return await self._exchange(role, instance, path, headers, body, awaits_first_byte=awaits_first_byte)
 
     async def get(self, role: Role, instance: Instance, path: str, headers: CIMultiDict[str]) -> Answer:
         """As `post`, without a body."""
-        return await self._exchange("GET", role, instance, path, headers)
+        return await self._exchange(role, instance, path, headers)
 
     async def _exchange(
         self,
-        method: str,
         role: Role,
         instance: Instance,
         path: str,
         headers: CIMultiDict[str],
-        body: bytes = b"",
+        body: bytes | None = None,
         *,
         awaits_first_byte: bool = True,
     ) -> Answer:
-        data: bytes | AsyncIterator[bytes] | None = body or None
+        method = "GET" if body is None else "POST"
+        data: bytes | AsyncIterator[bytes] | None = body
         try:
             async with silence_limit(self._silence_timeout_s) as moved:
-                if len(body) > PIECE_BYTES:
+                if body is not None and len(body) > PIECE_BYTES:
                     headers = headers.copy()
                     headers["Content-Length"] = str(len(body))  # without it, aiohttp sends chunks
                     data = _pieces(body, moved)
