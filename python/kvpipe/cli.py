@@ -6,6 +6,7 @@ packages, and `kvpipe --help` is fast.
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -129,6 +130,7 @@ def _add_proxy(commands: Commands) -> None:
     )
     _add_broker(parser)
     _add_choices(parser)
+    _add_cors(parser)
     _add_endpoint(parser)
     parser.set_defaults(command=_proxy)
 
@@ -140,6 +142,7 @@ def _add_front(commands: Commands) -> None:
     parser.add_argument("--prefill", required=True, metavar="URL,CONTROL", help="the instance, as of kvpipe proxy")
     _add_broker(parser)
     _add_choices(parser)
+    _add_cors(parser)
     _add_endpoint(parser)
     parser.set_defaults(command=_front)
 
@@ -187,6 +190,34 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="whether a plain stream begins with prefill's token before decode has answered (default), or waits",
     )
+
+
+def _add_cors(parser: argparse.ArgumentParser) -> None:
+    about = {
+        "origins": "web pages that may use the proxy from a browser",
+        "methods": "methods that such a page may use",
+        "headers": "headers that such a page may send",
+    }
+    for name, text in about.items():
+        default = "[]" if name == "origins" else '["*"]'
+        parser.add_argument(
+            f"--allowed-{name}", type=_json_list, default=default, metavar="JSON", help=f"{text}, default {default}"
+        )
+    parser.add_argument(
+        "--allow-credentials", action="store_true", help="such a page may send the browser's cookies and credentials"
+    )
+
+
+def _json_list(text: str) -> tuple[str, ...]:
+    """Reads a JSON list of strings, as vLLM's flags of the same names have it."""
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        message = f'{text!r}: must be a JSON list of strings, such as ["https://host"]'
+        raise argparse.ArgumentTypeError(message)
+    return tuple(values)
 
 
 def _add_endpoint(parser: argparse.ArgumentParser) -> None:
@@ -273,6 +304,10 @@ def _proxy(args: argparse.Namespace) -> int:
         on_prefill_failure=args.on_prefill_failure,
         early_token=args.early_token == "on",  # noqa: S105 - not a secret
         token=args.token or os.environ.get("KVPIPE_TOKEN"),
+        allowed_origins=args.allowed_origins,
+        allowed_methods=args.allowed_methods,
+        allowed_headers=args.allowed_headers,
+        allow_credentials=args.allow_credentials,
         **({} if args.split_from is None else {"split_from": args.split_from}),
     )
     try:

@@ -16,6 +16,7 @@ from kvpipe.proxy.bodies import CHAT_PATH, COMPLETIONS_PATH, BodyError, error_bo
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.connections import METRICS
 from kvpipe.proxy.control import Control
+from kvpipe.proxy.cors import Cors
 from kvpipe.proxy.dispatch import Dispatcher
 from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.headers import request_headers
@@ -42,7 +43,9 @@ def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None 
     requests.
     The caller owns `control` and closes it after the application's cleanup.
     """
-    app = web.Application(middlewares=[_openai_errors])
+    app = web.Application()
+    _cors(config).install(app)
+    app.middlewares.append(_openai_errors)
     app[METRICS] = Metrics()
     proxy = _Proxy(config, control, queue, app[METRICS])
     app.cleanup_ctx.append(proxy.lifespan)
@@ -55,6 +58,15 @@ def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None 
     if queue is not None:
         app.router.add_get("/queue", partial(_show_queue, queue))
     return app
+
+
+def _cors(config: ProxyConfig) -> Cors:
+    return Cors(
+        origins=config.allowed_origins,
+        methods=config.allowed_methods,
+        headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+    )
 
 
 class _Proxy:

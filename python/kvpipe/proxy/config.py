@@ -44,6 +44,10 @@ class ProxyConfig:
             estimated from its bytes.
         token: shared secret for the control ports; None leaves the choice to the control client.
         max_body_bytes: largest accepted request body; a request in progress takes about three times its size in memory.
+        allowed_origins: web pages that may use the proxy from a browser, as `https://host`; `*` allows all of them.
+        allowed_methods: methods that such a page may use; `*` allows all of them.
+        allowed_headers: headers that such a page may send; `*` allows all of them.
+        allow_credentials: whether such a page may send the browser's cookies and credentials.
         connect_timeout_s: limit for name lookup, TCP and TLS of a connection to an instance, and for a health probe.
         silence_timeout_s: limit for an instance that takes no byte of a request, or sends none of an answer; then the
             request fails. vLLM sends an answer that is not streamed when it is complete. The default is that of
@@ -64,6 +68,10 @@ class ProxyConfig:
     split_from: int = DEFAULT_SPLIT_FROM
     token: str | None = field(default=None, repr=False)
     max_body_bytes: int = 64 << 20
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
     connect_timeout_s: float = 5.0
     silence_timeout_s: float = 600.0
     client_timeout_s: float = 60.0

@@ -33,7 +33,16 @@ _OURS_IN_REQUEST = _HOP_BY_HOP | {
     "expect",
     "host",
 }
-_OURS_IN_RESPONSE = _HOP_BY_HOP | {"content-length", "date", "server", HANDOFF}
+# The proxy's own rules hold for browsers (`kvpipe.proxy.cors`); an instance may allow more.
+_CORS = {
+    "access-control-allow-credentials",
+    "access-control-allow-headers",
+    "access-control-allow-methods",
+    "access-control-allow-origin",
+    "access-control-expose-headers",
+    "access-control-max-age",
+}
+_OURS_IN_RESPONSE = _HOP_BY_HOP | _CORS | {"content-length", "date", "server", HANDOFF}
 
 
 def request_headers(client: Mapping[str, str]) -> CIMultiDict[str]:
