@@ -6,7 +6,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from .harness import COMPLETIONS, REQUEST, answers, run, stage
+from .harness import COMPLETIONS, REQUEST, SILENCE_S, answers, never_ends, run, stage, streams
 
 LIMIT_S = 3.0
 # Pieces that together take longer than the limit, each far less.
@@ -69,7 +69,9 @@ def test_an_instance_that_takes_nothing_of_a_request_is_silent():
 
         stuck.read = never
         async with stage(decode=[stuck], silence_timeout_s=LIMIT_S) as s:
-            assert (await s.post(body=REQUEST | {"prompt": "x" * LARGE_BYTES}))[0] == 504
+            status, body, _ = await s.post(body=REQUEST | {"prompt": "x" * LARGE_BYTES})
+            assert status == 504
+            assert f"silent for {LIMIT_S:g} s (--silence-timeout)".encode() in body
 
     run(scene)
 
@@ -102,5 +104,17 @@ def test_a_client_that_reads_an_answer_slowly_is_not_stalled():
             s.client.post(s.url + COMPLETIONS, json=REQUEST) as response,
         ):
             assert await read_in_pieces(response.content) == answer
+
+    run(scene)
+
+
+@pytest.mark.parametrize("begun", [(), (b"data: {}\n\n",)])
+def test_the_error_for_a_silent_instance_names_the_limit_and_its_flag(begun):
+    async def scene():
+        behaviour = streams(*begun, then=never_ends) if begun else never_ends
+        async with stage(decode=[behaviour], silence_timeout_s=SILENCE_S) as s:
+            status, body, _ = await s.post(body=REQUEST | {"stream": True})
+            assert status == (200 if begun else 504)
+            assert f"silent for {SILENCE_S:g} s (--silence-timeout)".encode() in body
 
     run(scene)

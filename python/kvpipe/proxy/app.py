@@ -138,9 +138,11 @@ class _Proxy:
                     moved()
                     body += piece
                     if len(body) > max_bytes:
-                        raise web.HTTPRequestEntityTooLarge(max_bytes, len(body))
+                        text = f"the body has more than {max_bytes} bytes (--max-body-bytes)"
+                        raise web.HTTPRequestEntityTooLarge(max_bytes, len(body), text=text)
         except TimeoutError:
-            raise web.HTTPRequestTimeout from None
+            text = f"no byte of the body for {self._config.client_timeout_s:g} s (--client-timeout)"
+            raise web.HTTPRequestTimeout(text=text) from None
         return bytes(body)
 
 
@@ -164,7 +166,7 @@ def _recorded(record: RequestRecord) -> Iterator[RequestRecord]:
         record.refused(HTTPStatus.BAD_REQUEST, _BROKEN_BODY)
         raise
     except web.HTTPClientError as error:
-        record.refused(error.status, error.reason)
+        record.refused(error.status, error.text or error.reason)
         raise
     except InstanceError as error:
         record.failed(error.status, str(error))
@@ -235,5 +237,5 @@ async def _probe(timeout_s: float, upstream: Upstream, role: Role, instance: Ins
     except InstanceError as error:
         return error.reason
     except TimeoutError:
-        return "no answer in time"
+        return "no answer in time (--connect-timeout)"
     return "ok" if answer.status == HTTPStatus.OK else f"answered {answer.status}"

@@ -1,5 +1,6 @@
 """Settings of the proxy, checked when they are made."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -97,7 +98,7 @@ class ProxyConfig:
         _check("max_body_bytes", self.max_body_bytes, "at least 1", ok=self.max_body_bytes >= 1)
         for key in _TIMES:
             value = getattr(self, key)
-            _check(key, value, "more than 0 seconds", ok=value > 0)
+            _check(key, value, "more than 0 seconds, and finite", ok=0 < value < math.inf)
 
 
 def _check_pool(key: str, instances: tuple[Instance, ...]) -> None:

@@ -8,6 +8,11 @@ from contextlib import asynccontextmanager
 PIECE_BYTES = 64 << 10
 
 
+def silent_for(timeout_s: float) -> str:
+    """Why a request has failed; names the setting that allows more."""
+    return f"no answer in time: silent for {timeout_s:g} s (--silence-timeout)"
+
+
 @asynccontextmanager
 async def silence_limit(timeout_s: float) -> AsyncIterator[Callable[[], None]]:
     """Bounds the time between calls of the function that it yields, which tasks other than the current one may call.

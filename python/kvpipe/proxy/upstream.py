@@ -14,7 +14,7 @@ from kvpipe.proxy.aborts import ABORT_REASON, AbortCheck, is_aborted
 from kvpipe.proxy.bodies import error_in_first_event, may_begin_with_error
 from kvpipe.proxy.headers import MAX_LINE_BYTES, has_control_character, response_headers
 from kvpipe.proxy.instances import QUEUE, Instance
-from kvpipe.proxy.silence import PIECE_BYTES, silence_limit
+from kvpipe.proxy.silence import PIECE_BYTES, silence_limit, silent_for
 
 if TYPE_CHECKING:
     import asyncio
@@ -120,6 +120,7 @@ class _HttpStream:
     role: Role
     instance: Instance
     response: aiohttp.ClientResponse
+    silence_timeout_s: float
     check: AbortCheck = field(default_factory=AbortCheck)
 
     async def read(self) -> bytes:
@@ -133,7 +134,8 @@ class _HttpStream:
         try:
             return await self.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _instance_error(self.role, self.instance, error, "failed in mid-stream: ") from error
+            reason = f"failed in mid-stream: {_describe(error, self.silence_timeout_s)}"
+            raise _instance_error(self.role, self.instance, error, reason) from error
 
     def close(self) -> None:
         self.response.close()
@@ -323,9 +325,10 @@ class Upstream:
                 url = instance.url + path
                 response = await self._session.request(method, url, headers=headers, data=data, allow_redirects=False)
                 moved()
-                return await _read(role, instance, response, moved, awaits_first_byte=awaits_first_byte)
+                stream = _HttpStream(role, instance, response, self._silence_timeout_s)
+                return await _read(stream, moved, awaits_first_byte=awaits_first_byte)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _instance_error(role, instance, error) from error
+            raise _instance_error(role, instance, error, _describe(error, self._silence_timeout_s)) from error
 
 
 def open_session(connect_timeout_s: float, silence_timeout_s: float) -> aiohttp.ClientSession:
@@ -354,23 +357,16 @@ async def _pieces(body: bytes, moved: Callable[[], None]) -> AsyncIterator[bytes
     moved()
 
 
-async def _read(
-    role: Role,
-    instance: Instance,
-    response: aiohttp.ClientResponse,
-    moved: Callable[[], None],
-    *,
-    awaits_first_byte: bool,
-) -> Answer:
+async def _read(stream: _HttpStream, moved: Callable[[], None], *, awaits_first_byte: bool) -> Answer:
     """Read all of a response, or the first bytes of a stream; close it when interrupted.
 
     Raises:
         InstanceError: the instance has aborted the request, the stream is empty, or a header cannot be passed on.
     """
+    role, instance, response = stream.role, stream.instance, stream.response
     try:
         headers = _headers(role, instance, response)
         if response.status == HTTPStatus.OK and response.content_type == "text/event-stream":
-            stream = _HttpStream(role, instance, response)
             first = await _first_bytes(role, instance, stream.read, moved) if awaits_first_byte else b""
             answer = Answer(role, instance, response.status, headers, first, stream, is_complete=False)
             return answer.with_first_event_checked()
@@ -415,22 +411,22 @@ async def _first_bytes(
     return first
 
 
-def _instance_error(role: Role, instance: Instance, error: Exception, context: str = "") -> InstanceError:
+def _instance_error(role: Role, instance: Instance, error: Exception, reason: str) -> InstanceError:
     failure: Failure = "broken"
     if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
         failure = "unreached"
     elif isinstance(error, TimeoutError):
         failure = "timeout"
-    return InstanceError(role, instance, context + _describe(error), failure)
+    return InstanceError(role, instance, reason, failure)
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: Exception, silence_timeout_s: float) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"cannot connect: {error.os_error.strerror or error.os_error}"
     if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return "cannot connect in time"
+        return "cannot connect in time (--connect-timeout)"
     if isinstance(error, TimeoutError):
-        return "no answer in time"
+        return silent_for(silence_timeout_s)
     if isinstance(error, aiohttp.ClientResponseError):  # its text may quote a header
         return f"its answer is not valid HTTP, or has a header of more than {MAX_LINE_BYTES} bytes"
     if isinstance(error, aiohttp.ClientPayloadError):  # its text may quote the answer

@@ -11,6 +11,7 @@ import orjson
 
 from kvpipe.proxy.instances import QUEUE
 from kvpipe.proxy.routing import goes_to_decode_alone
+from kvpipe.proxy.silence import silent_for
 from kvpipe.proxy.upstream import InstanceError
 from kvpipe.queue.assembly import Assembly
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from kvpipe.proxy.upstream import Failure, WhenBegun
     from kvpipe.queue.messages import Reply, Request
 
-TOO_LATE = "no answer in time"
+TOO_LATE = "no answer in time (--silence-timeout)"
 
 
 class Pending:
@@ -63,7 +64,7 @@ class Pending:
             async with asyncio.timeout(self._silence_timeout_s):
                 part = await self._parts.get()
         except TimeoutError:
-            raise queue_error(TOO_LATE, "timeout") from None
+            raise queue_error(silent_for(self._silence_timeout_s), "timeout") from None
         if isinstance(part, InstanceError):
             raise part
         if part.kind == "failed":
