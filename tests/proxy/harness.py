@@ -6,6 +6,7 @@ instances is tested in tests/e2e.
 """
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -133,7 +134,7 @@ class StandIn:
     async def handle(self, request):
         if request.method == "POST":
             read = getattr(self.behaviour, "read", web.Request.read)
-            self.bodies.append(orjson.loads(await read(request)))
+            self.bodies.append(json.loads(await read(request)))  # as vLLM reads them
         self.headers.append(request.headers)
         self.asked.set()
         try:

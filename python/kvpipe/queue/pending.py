@@ -7,8 +7,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-import orjson
-
+from kvpipe.proxy import exact_json
 from kvpipe.proxy.instances import QUEUE
 from kvpipe.proxy.routing import goes_to_decode_alone
 from kvpipe.proxy.silence import silent_for
@@ -80,5 +79,5 @@ def queue_error(reason: str, failure: Failure) -> InstanceError:
 
 def _has_one_sequence(body: bytes) -> bool:
     """Whether an answer to this request may be continued by another instance."""
-    parsed = orjson.loads(body)
+    parsed = exact_json.read(body)
     return isinstance(parsed, dict) and not goes_to_decode_alone(parsed)
