@@ -194,6 +194,18 @@ def test_models_are_those_of_prefill(broker):
     run(scene)
 
 
+def test_an_endpoint_that_the_queue_does_not_carry_is_refused_with_the_reason(broker):
+    async def scene():
+        async with (
+            deployment(broker, "handoff") as it,
+            it.client.post(it.url + "/v1/embeddings", json={"input": "x"}) as response,
+        ):
+            assert response.status == 501
+            assert "not served behind a broker" in (await response.json())["error"]["message"]
+
+    run(scene)
+
+
 FULL, PARTIAL = {"result": "full"}, {"result": "partial"}
 FIRST, SECOND = "d1.control:7200", "d2.control:7200"
 

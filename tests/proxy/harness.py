@@ -120,6 +120,7 @@ class StandIn:
     port: str = ""
     bodies: list = field(default_factory=list)
     headers: list = field(default_factory=list)
+    paths: list = field(default_factory=list)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -136,6 +137,7 @@ class StandIn:
             read = getattr(self.behaviour, "read", web.Request.read)
             self.bodies.append(json.loads(await read(request)))  # as vLLM reads them
         self.headers.append(request.headers)
+        self.paths.append(request.path)
         self.asked.set()
         try:
             return await self.behaviour(request)

@@ -12,12 +12,13 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from multidict import CIMultiDict
 
-from kvpipe.proxy.bodies import CHAT_PATH, COMPLETIONS_PATH, BodyError, error_body, parse_body
+from kvpipe.proxy.bodies import BodyError, OpaqueBody, error_body, parse_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.connections import METRICS
 from kvpipe.proxy.control import Control
 from kvpipe.proxy.cors import Cors
 from kvpipe.proxy.dispatch import Dispatcher
+from kvpipe.proxy.endpoints import ABOUT_INSTANCE, ALONE, AUDIO, HANDED_OFF
 from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.headers import request_headers
 from kvpipe.proxy.instances import QUEUE, Instance
@@ -49,9 +50,10 @@ def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None 
     app[METRICS] = Metrics()
     proxy = _Proxy(config, control, queue, app[METRICS])
     app.cleanup_ctx.append(proxy.lifespan)
-    app.router.add_post(COMPLETIONS_PATH, proxy.generate)
-    app.router.add_post(CHAT_PATH, proxy.generate)
-    app.router.add_get("/v1/models", proxy.models)
+    for path in (*HANDED_OFF, *ALONE, *AUDIO):
+        app.router.add_post(path, proxy.answer)
+    for path in ABOUT_INSTANCE:
+        app.router.add_get(path, proxy.about_instance)
     app.router.add_get("/health", proxy.health)
     app.router.add_get("/metrics", proxy.metrics)
     app.router.add_get("/status/{handoff:[0-9a-f]{32}}", proxy.status)
@@ -91,15 +93,20 @@ class _Proxy:
             async with Pairs(self._config, self._control) as self._pairs, dispatcher as self._dispatcher:
                 yield
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
+    async def answer(self, request: web.Request) -> web.StreamResponse:
         request_id = request.headers.get("X-Request-Id", "")[:_MAX_REQUEST_ID]
         with _recorded(RequestRecord(request.path, self._metrics, request_id)) as record:
+            if self._queue is not None and request.path not in HANDED_OFF:
+                text = f"{request.path} is not served behind a broker: ask an instance"
+                record.failed(HTTPStatus.NOT_IMPLEMENTED, text)
+                return _error(HTTPStatus.NOT_IMPLEMENTED, text)
             read = await self._read(request)
-            call = Call(parse_body(read), len(read), request_headers(request.headers), record)
+            body = OpaqueBody(read) if request.path in AUDIO else parse_body(read)
+            call = Call(body, len(read), request_headers(request.headers), record)
             async with self._dispatcher.answer(call) as answer:
                 return await relay(request, answer, self._config.client_timeout_s, record)
 
-    async def models(self, request: web.Request) -> web.StreamResponse:
+    async def about_instance(self, request: web.Request) -> web.StreamResponse:
         headers = request_headers(request.headers)
         answer = await self._dispatcher.ask_decode(request.path, headers)
         return await relay(request, answer, self._config.client_timeout_s, RequestRecord(request.path, self._metrics))

@@ -22,6 +22,18 @@ class BodyError(KVPipeError, ValueError):
     """The client's body is not a JSON object, or cannot be passed on as it is."""
 
 
+class OpaqueBody(dict[str, Any]):
+    """A body that is no JSON: without fields, and passed on as it came.
+
+    Attributes:
+        raw: its bytes.
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        super().__init__()
+        self.raw = raw
+
+
 def parse_body(raw: bytes) -> dict[str, Any]:
     """Parse a client's body, and remove its transfer parameters.
 
@@ -71,7 +83,7 @@ def resumed_body(body: dict[str, Any], handoff: str, tokens: Sequence[int]) -> b
 
 def plain_body(body: dict[str, Any]) -> bytes:
     """Body for a D that works alone, without a handoff."""
-    return written(body)
+    return body.raw if isinstance(body, OpaqueBody) else written(body)
 
 
 def written(body: dict[str, Any]) -> bytes:

@@ -20,6 +20,7 @@ from kvpipe.proxy.bodies import plain_body, prefill_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control, FailureLog
 from kvpipe.proxy.descriptions import Descriptions, StoreDescriber
+from kvpipe.proxy.endpoints import HANDED_OFF
 from kvpipe.proxy.exchanges import Call, Exchanges
 from kvpipe.proxy.headers import HANDOFF
 from kvpipe.proxy.instances import QUEUE, Instance
@@ -178,6 +179,8 @@ class Dispatcher:
 
     def _alone_reason(self, call: Call) -> str:
         """Why D gets a request alone, as far as the request tells; empty if it does not."""
+        if call.path not in HANDED_OFF:
+            return "endpoint"
         if goes_to_decode_alone(call.body):
             return "no_handoff"
         if is_contradictory(call.body, call.path):
