@@ -41,13 +41,14 @@ class Deployment:
 
 
 @asynccontextmanager
-async def deployment(broker, way):
+async def deployment(broker, way, max_model_len=None):
     async with stage(broker.url) as s, AsyncExitStack() as stack:
         prefill = StandIn("p0", healthy(prefilled()))
         stack.push_async_callback((await prefill.serve()).cleanup)
         instance = Instance(prefill.url, prefill.control if way == "handoff" else "")
         config = ProxyConfig(prefill=(instance,), decode=(), port=0, dispatch="amqp", drain_timeout_s=0.2)
         control = RecordingControl()
+        control.max_model_lens[prefill.control] = max_model_len
         runner = create_runner(config, control, DecodeQueue(s.url, s.topology, SILENCE_S))
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -190,6 +191,27 @@ def test_models_are_those_of_prefill(broker):
             it.prefill.behaviour = healthy(models)
             async with it.client.get(it.url + "/v1/models") as response:
                 assert await response.json() == {"data": [{"id": "m"}]}
+
+    run(scene)
+
+
+@pytest.mark.parametrize("prompt", [[1] * 512, "x" * 512])
+def test_a_prompt_that_is_too_long_for_prefill_goes_to_the_queue_alone(broker, prompt):
+    async def scene():
+        async with deployment(broker, "handoff", max_model_len=512) as it:
+
+            async def counts(request):
+                assert request.path == "/tokenize"
+                return web.json_response({"count": 512})
+
+            it.prefill.behaviour = healthy(counts)
+            decode = await it.stage.pair()
+            await until_health(it, 200)
+            status, answer = await it.post(body(prompt=prompt))
+            assert status == 200
+            assert text_of(answer) == written(decode.tokens(()))
+            assert decode.bodies[0]["prompt"] == prompt
+            assert all("kv_transfer_params" not in asked for asked in (*it.prefill.bodies, *decode.bodies))
 
     run(scene)
 

@@ -56,6 +56,7 @@ class RecordingControl:
         self.results = {}
         self.asked = []
         self.description = {"forces_first_tokens": True, "reasoning_parser": ""}
+        self.max_model_lens = {}  # by address
         self.moment = Moment("due", 0.1)
         self.reasons = {}
         self.checks = []
@@ -97,7 +98,8 @@ class RecordingControl:
     async def describe(self, address, timeout=5.0):  # noqa: ASYNC109 - the real one has it
         if isinstance(self.description, Exception):
             raise self.description
-        return self.description
+        limit = self.max_model_lens.get(address)
+        return self.description if limit is None else self.description | {"max_model_len": limit}
 
     async def until_asked(self, num=1):
         while len(self.asked) < num:
@@ -227,7 +229,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(prefill=None, decode=None, control=None, ports=("", ""), **settings) -> AsyncIterator[Stage]:
+async def stage(
+    prefill=None, decode=None, control=None, ports=("", ""), *, has_control=True, **settings
+) -> AsyncIterator[Stage]:
     """A proxy before instances with these behaviours; `DEAD` is one that nobody listens at.
 
     `control` is a real client and `ports` are the addresses of all P's and of all D's, where there are real ones.
@@ -238,8 +242,8 @@ async def stage(prefill=None, decode=None, control=None, ports=("", ""), **setti
         for role, behaviours, port in (("p", prefill, ports[0]), ("d", decode, ports[1])):
             pools.append(await _pool(stack, role, behaviours or [answers()], port))
         config = ProxyConfig(
-            prefill=tuple(Instance(i.url, i.control) for i in pools[0]),
-            decode=tuple(Instance(i.url, i.control) for i in pools[1]),
+            prefill=tuple(Instance(i.url, i.control if has_control else "") for i in pools[0]),
+            decode=tuple(Instance(i.url, i.control if has_control else "") for i in pools[1]),
             port=0,
             **{"drain_timeout_s": 0.2, "dispatch": "sequential", **settings},
         )

@@ -19,7 +19,7 @@ from kvpipe.proxy.attempt import PREFILL_GRACE_S, Attempt, Services
 from kvpipe.proxy.bodies import plain_body, prefill_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control, FailureLog
-from kvpipe.proxy.descriptions import Descriptions, StoreDescriber
+from kvpipe.proxy.descriptions import Descriptions, ModelDescriber, StoreDescriber
 from kvpipe.proxy.endpoints import HANDED_OFF
 from kvpipe.proxy.exchanges import Call, Exchanges
 from kvpipe.proxy.headers import HANDOFF
@@ -82,7 +82,9 @@ class Dispatcher:
         self._engines = Descriptions(StoreDescriber(upstream), urls, failures, config.control_timeout_s)
         self._exchanges = Exchanges(upstream, failures, self.descriptions, self._engines, self._pools)
         self._on_store = StoreRequests(self._exchanges, self._describe_on_store, metrics, self._tasks)
-        self._length = LengthCheck(upstream, self.descriptions, config.control_timeout_s)
+        urls = [instance.url for instance in (*config.decode, *config.prefill) if not instance.control]
+        self._models = Descriptions(ModelDescriber(upstream), urls, failures, config.control_timeout_s)
+        self._length = LengthCheck(upstream, self.descriptions, self._models, config.control_timeout_s)
         self.recent = RecentHandoffs()
         self.results = Results(control, self.recent, config.control_timeout_s)
         timer = JustInTime(control, failures, config.silence_timeout_s)
@@ -106,8 +108,7 @@ class Dispatcher:
         return f"<Dispatcher {self._pools['prefill']} {self._pools['decode']}, {len(self._tasks)} tasks>"
 
     async def __aenter__(self) -> Self:
-        await self.descriptions.start()
-        await self._engines.start()
+        await asyncio.gather(self.descriptions.start(), self._engines.start(), self._models.start())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -119,6 +120,7 @@ class Dispatcher:
         await self._tasks.close(self._control_timeout_s + PREFILL_GRACE_S)
         await self.descriptions.close()
         await self._engines.close()
+        await self._models.close()
 
     @asynccontextmanager
     async def answer(self, call: Call) -> AsyncIterator[Answer]:
@@ -154,12 +156,14 @@ class Dispatcher:
         if self._queue is not None:
             self._queue.check()
         if reason := self._alone_reason(call):
-            return await self._ask_decode_alone(call, self._retries(prefill=False), reason), None
-        retries = self._retries()
+            retries = Retries((), self._order("decode"), self._budget, self._metrics)
+            return await self._ask_decode_alone(call, retries, reason), None
+        fit = await self._length.fit(call, self._order("prefill"), self._order("decode"))
+        retries = Retries(fit.prefill, fit.decode, self._budget, self._metrics)
+        if fit.alone:
+            return await self._ask_decode_alone(call, retries, fit.alone), None
         if output_limit(call.body, call.path) == 1:
             return await self._ask_alone("prefill", call, retries), None
-        if await self._length.is_too_long(call, retries.first("decode")):
-            return await self._ask_decode_alone(call, retries, "too_long"), None
         if self._mode is None:
             return await self._ask_through_store(call, retries), None
         return await self._hand_off(call, retries, self._mode)
@@ -197,9 +201,6 @@ class Dispatcher:
         if self._queue is None:
             return self._engines.of(decode.url)
         return self._queue.describe() if self._sends_early_tokens else None
-
-    def _retries(self, *, prefill: bool = True) -> Retries:
-        return Retries(self._order("prefill") if prefill else (), self._order("decode"), self._budget, self._metrics)
 
     def _order(self, role: Role) -> list[Instance]:
         return self._pools[role].order(asyncio.get_running_loop().time())
