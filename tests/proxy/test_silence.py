@@ -1,6 +1,7 @@
 """A limit on silence is none on a transfer: what moves may take longer, in each direction."""
 
 import asyncio
+import socket
 
 import orjson
 import pytest
@@ -10,10 +11,10 @@ from .harness import COMPLETIONS, REQUEST, SILENCE_S, answers, never_ends, run, 
 
 LIMIT_S = 3.0
 # Pieces that together take longer than the limit, each far less.
-NUM_PIECES = 10
+NUM_PIECES = 12
 PAUSE_S = 0.5
-# More than the buffers of two sockets hold.
-LARGE_BYTES = 48 << 20
+# Much more than the buffer of a socket holds.
+LARGE_BYTES = 16 << 20
 
 
 async def in_pieces(body):
@@ -23,14 +24,16 @@ async def in_pieces(body):
         yield body[begin : begin + size]
 
 
-async def read_in_pieces(content):
-    pieces = []
-    while piece := await content.read(LARGE_BYTES // NUM_PIECES):
-        while len(piece) < LARGE_BYTES // NUM_PIECES and (more := await content.readany()):
-            piece += more
-        pieces.append(piece)
+async def read_in_pieces(content, transport):
+    """Reads with pauses; the kernel takes little meanwhile."""
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    body = bytearray()
+    while not content.at_eof():
+        until = len(body) + LARGE_BYTES // NUM_PIECES
+        while len(body) < until and (piece := await content.readany()):
+            body += piece
         await asyncio.sleep(PAUSE_S)
-    return b"".join(pieces)
+    return bytes(body)
 
 
 def test_an_upload_that_moves_is_taken_however_long_it_lasts():
@@ -44,17 +47,16 @@ def test_an_upload_that_moves_is_taken_however_long_it_lasts():
     run(scene)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_instance_that_takes_a_request_slowly_is_not_silent(role):
+def test_an_instance_that_takes_a_request_slowly_is_not_silent():
     async def scene():
         async def slow(request):
             return web.Response(body=b"{}")
 
-        slow.read = lambda request: read_in_pieces(request.content)
-        async with stage(**{role: [slow]}, silence_timeout_s=LIMIT_S) as s:
+        slow.read = lambda request: read_in_pieces(request.content, request.transport)
+        async with stage(decode=[slow], silence_timeout_s=LIMIT_S) as s:
             body = REQUEST | {"prompt": "x" * LARGE_BYTES}
             assert (await s.post(body=body))[0] == 200
-            assert getattr(s, role)[0].bodies[0]["prompt"] == body["prompt"]
+            assert s.decode[0].bodies[0]["prompt"] == body["prompt"]
 
     run(scene)
 
@@ -76,8 +78,7 @@ def test_an_instance_that_takes_nothing_of_a_request_is_silent():
     run(scene)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_instance_that_answers_slowly_is_not_silent(role):
+def test_an_instance_that_answers_slowly_is_not_silent():
     async def scene():
         answer = orjson.dumps({"id": "x" * 100})
 
@@ -88,10 +89,8 @@ def test_an_instance_that_answers_slowly_is_not_silent(role):
                 await response.write(piece)
             return response
 
-        async with stage(**{role: [slow]}, silence_timeout_s=LIMIT_S) as s:
-            status, body, _ = await s.post()
-            assert status == 200
-            assert role == "prefill" or body == answer
+        async with stage(decode=[slow], silence_timeout_s=LIMIT_S) as s:
+            assert (await s.post())[:2] == (200, answer)
 
     run(scene)
 
@@ -103,7 +102,7 @@ def test_a_client_that_reads_an_answer_slowly_is_not_stalled():
             stage(decode=[answers(body=answer)], client_timeout_s=LIMIT_S) as s,
             s.client.post(s.url + COMPLETIONS, json=REQUEST) as response,
         ):
-            assert await read_in_pieces(response.content) == answer
+            assert await read_in_pieces(response.content, response.connection.transport) == answer
 
     run(scene)
 
