@@ -72,6 +72,30 @@ def test_the_proxy_has_the_settings_of_the_environment_and_of_a_file_where_there
     )
 
 
+TIMEOUTS = ("connect", "silence", "client", "control", "drain")
+PROXY = ("proxy", "--prefill", "http://p:1,p:2", "--decode", "http://d:1")
+FRONT = ("front", "--prefill", "http://p:1,p:2", "--amqp", "amqp://b")
+WORKER = ("worker", "--decode", "http://d:1,d:2", "--amqp", "amqp://b")
+
+
+@pytest.mark.parametrize(
+    ("command", "timeout"),
+    [(command, timeout) for command in (PROXY, FRONT) for timeout in TIMEOUTS]
+    + [(WORKER, timeout) for timeout in ("connect", "silence", "drain")],
+)
+def test_every_limit_has_a_flag_and_a_wrong_value_names_its_setting(capsys, command, timeout):
+    for wrong in ("0", "-1", "inf", "nan"):
+        assert main([*command, f"--{timeout}-timeout", wrong]) == 1
+        named = f"error: {timeout}_timeout_s={float(wrong)}: must be more than 0 seconds, and finite\n"
+        assert capsys.readouterr().err == named
+
+
+@pytest.mark.parametrize("command", [PROXY, FRONT])
+def test_the_largest_body_has_a_flag(capsys, command):
+    assert main([*command, "--max-body-bytes", "0"]) == 1
+    assert capsys.readouterr().err == "error: max_body_bytes=0: must be at least 1\n"
+
+
 def test_up_without_instances_is_refused(capsys):
     assert main(["up", "model", "--prefill", "0"]) == 1
     assert capsys.readouterr().err == "error: num_prefill must be at least 1, not 0\n"

@@ -6,10 +6,11 @@ packages, and `kvpipe --help` is fast.
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # n
 
 _HOST, _PORT = "127.0.0.1", 8000
 _DISPATCHES = ("just-in-time", "sequential")  # the first one is the default
+_TIMEOUTS = ("connect-timeout", "silence-timeout", "client-timeout", "control-timeout", "drain-timeout")
 _INTERRUPTED = 130  # the exit status of a command that SIGINT ended, as in shells
 
 
@@ -132,6 +134,9 @@ def _add_proxy(commands: Commands) -> None:
     _add_broker(parser)
     _add_message_limit(parser)
     _add_choices(parser)
+    _add_limits(parser, _TIMEOUTS)
+    parser.add_argument("--max-body-bytes", type=int, metavar="N", help="largest request body, default 64 MiB")
+    _add_cors(parser)
     _add_endpoint(parser)
     parser.set_defaults(command=_proxy)
 
@@ -144,6 +149,9 @@ def _add_front(commands: Commands) -> None:
     _add_broker(parser)
     _add_message_limit(parser)
     _add_choices(parser)
+    _add_limits(parser, _TIMEOUTS)
+    parser.add_argument("--max-body-bytes", type=int, metavar="N", help="largest request body, default 64 MiB")
+    _add_cors(parser)
     _add_endpoint(parser)
     parser.set_defaults(command=_front)
 
@@ -152,6 +160,7 @@ def _add_worker(commands: Commands) -> None:
     parser = commands.add_parser("worker", help="have a decode instance answer requests from a broker")
     parser.add_argument("--decode", required=True, metavar="URL,CONTROL", help="the instance, as of kvpipe proxy")
     parser.add_argument("--slots", type=int, metavar="N", help="requests at once, default 16")
+    _add_limits(parser, ("connect-timeout", "silence-timeout", "drain-timeout"))
     _add_broker(parser)
     parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE")
     parser.set_defaults(command=_worker)
@@ -207,6 +216,57 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="whether a plain stream begins with prefill's token before decode has answered (default), or waits",
     )
+
+
+def _add_limits(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Flags for fields of the command's configuration; without them its defaults hold."""
+    about = {
+        "connect-timeout": "to connect to an instance, and for one health probe; default 5",
+        "silence-timeout": "how long an instance may take no byte of a request, or send none of an answer; default 600",
+        "client-timeout": "how long a client may send no byte of its body, or accept none of an answer; default 60",
+        "control-timeout": "for one question to a control port, and for decode's answer to /tokenize; default 5",
+        "drain-timeout": "how long requests may go on after SIGTERM or SIGINT",
+    }
+    for name in names:
+        parser.add_argument(f"--{name}", type=float, dest=_field_of(name), metavar="SECONDS", help=about[name])
+
+
+def _limits(args: argparse.Namespace) -> dict[str, Any]:
+    """The limits that were given, by their fields."""
+    given = {name: getattr(args, name, None) for name in (*map(_field_of, _TIMEOUTS), "max_body_bytes")}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _field_of(timeout: str) -> str:
+    return f"{timeout.replace('-', '_')}_s"
+
+
+def _add_cors(parser: argparse.ArgumentParser) -> None:
+    about = {
+        "origins": "web pages that may use the proxy from a browser",
+        "methods": "methods that such a page may use",
+        "headers": "headers that such a page may send",
+    }
+    for name, text in about.items():
+        default = "[]" if name == "origins" else '["*"]'
+        parser.add_argument(
+            f"--allowed-{name}", type=_json_list, default=default, metavar="JSON", help=f"{text}, default {default}"
+        )
+    parser.add_argument(
+        "--allow-credentials", action="store_true", help="such a page may send the browser's cookies and credentials"
+    )
+
+
+def _json_list(text: str) -> tuple[str, ...]:
+    """Reads a JSON list of strings, as vLLM's flags of the same names have it."""
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        message = f'{text!r}: must be a JSON list of strings, such as ["https://host"]'
+        raise argparse.ArgumentTypeError(message)
+    return tuple(values)
 
 
 def _add_endpoint(parser: argparse.ArgumentParser) -> None:
@@ -293,7 +353,12 @@ def _proxy(args: argparse.Namespace) -> int:
         on_prefill_failure=args.on_prefill_failure,
         early_token=args.early_token == "on",  # noqa: S105 - not a secret
         token=args.token or os.environ.get("KVPIPE_TOKEN"),
+        allowed_origins=args.allowed_origins,
+        allowed_methods=args.allowed_methods,
+        allowed_headers=args.allowed_headers,
+        allow_credentials=args.allow_credentials,
         **({} if args.split_from is None else {"split_from": args.split_from}),
+        **_limits(args),
     )
     try:
         if dispatch == "amqp":
@@ -316,9 +381,9 @@ def _worker(args: argparse.Namespace) -> int:
     from kvpipe.proxy import Instance
 
     url, topology = _broker(args)
-    slots = {} if args.slots is None else {"num_slots": args.slots}
+    given = _limits(args) | ({} if args.slots is None else {"num_slots": args.slots})
     token = args.token or os.environ.get("KVPIPE_TOKEN")
-    commands.run_worker(commands.WorkerConfig(url, topology, Instance.parse(args.decode), token=token, **slots))
+    commands.run_worker(commands.WorkerConfig(url, topology, Instance.parse(args.decode), token=token, **given))
     return 0
 
 

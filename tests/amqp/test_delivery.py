@@ -44,14 +44,15 @@ class Front:
 
 
 @asynccontextmanager
-async def delivered(*, is_redelivered=False, is_read=True, silence_s=SILENCE_S):
+async def delivered(*, is_redelivered=False, is_read=True, silence_s=SILENCE_S, more=b"}"):
     """A delivery that runs, with D and the front end."""
     async with AsyncExitStack() as stack:
         decode = await stack.enter_async_context(Decode(1))
         session = await stack.enter_async_context(open_session(5.0, silence_s))
         front = Front()
         front.is_reading = is_read
-        request = Request("request", "the front end's", COMPLETIONS, [], body())
+        raw = body().removesuffix(b"}") + more
+        request = Request.of(Request("request", "the front end's", COMPLETIONS, [], raw).message(60.0))
         upstream = Upstream(session, silence_s)
         instance = Instance(decode.url)
         delivery = Delivery(request, instance, upstream, front, front.is_read, is_redelivered=is_redelivered)
@@ -63,6 +64,15 @@ async def delivered(*, is_redelivered=False, is_read=True, silence_s=SILENCE_S):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr("kvpipe.queue.delivery._ASK_EVERY_S", 0.05)
+
+
+def test_numbers_that_json_has_not_reach_decode_as_they_came():
+    async def scene():
+        async with delivered(more=b',"more":[NaN,1e400,18446744073709551616]}') as (decode, front, *_):
+            await front.until("end")
+            assert repr(decode.bodies[0]["more"]) == "[nan, inf, 18446744073709551616]"
+
+    run(scene)
 
 
 def test_an_answer_of_the_front_end_that_comes_twice_ends_nothing():

@@ -42,13 +42,14 @@ class Deployment:
 
 
 @asynccontextmanager
-async def deployment(broker, way, **of_stage):
+async def deployment(broker, way, max_model_len=None, **of_stage):
     async with stage(broker.url, **of_stage) as s, AsyncExitStack() as stack:
         prefill = StandIn("p0", healthy(prefilled()))
         stack.push_async_callback((await prefill.serve()).cleanup)
         instance = Instance(prefill.url, prefill.control if way == "handoff" else "")
         config = ProxyConfig(prefill=(instance,), decode=(), port=0, dispatch="amqp", drain_timeout_s=0.2)
         control = RecordingControl()
+        control.max_model_lens[prefill.control] = max_model_len
         runner = create_runner(config, control, DecodeQueue(s.url, s.topology, SILENCE_S))
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -207,6 +208,39 @@ def test_models_are_those_of_prefill(broker):
             it.prefill.behaviour = healthy(models)
             async with it.client.get(it.url + "/v1/models") as response:
                 assert await response.json() == {"data": [{"id": "m"}]}
+
+    run(scene)
+
+
+@pytest.mark.parametrize("prompt", [[1] * 512, "x" * 512])
+def test_a_prompt_that_is_too_long_for_prefill_goes_to_the_queue_alone(broker, prompt):
+    async def scene():
+        async with deployment(broker, "handoff", max_model_len=512) as it:
+
+            async def counts(request):
+                assert request.path == "/tokenize"
+                return web.json_response({"count": 512})
+
+            it.prefill.behaviour = healthy(counts)
+            decode = await it.stage.pair()
+            await until_health(it, 200)
+            status, answer = await it.post(body(prompt=prompt))
+            assert status == 200
+            assert text_of(answer) == written(decode.tokens(()))
+            assert decode.bodies[0]["prompt"] == prompt
+            assert all("kv_transfer_params" not in asked for asked in (*it.prefill.bodies, *decode.bodies))
+
+    run(scene)
+
+
+def test_an_endpoint_that_the_queue_does_not_carry_is_refused_with_the_reason(broker):
+    async def scene():
+        async with (
+            deployment(broker, "handoff") as it,
+            it.client.post(it.url + "/v1/embeddings", json={"input": "x"}) as response,
+        ):
+            assert response.status == 501
+            assert "not served behind a broker" in (await response.json())["error"]["message"]
 
     run(scene)
 

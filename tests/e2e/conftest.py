@@ -70,6 +70,12 @@ def servers(groups: Groups) -> Servers:
 
 
 @pytest.fixture
+def lengths(groups: Groups) -> Servers:
+    """Instances whose models have contexts of several lengths; decode's is longer than prefill's."""
+    return groups.show("lengths")
+
+
+@pytest.fixture
 def multi(groups: Groups) -> Servers:
     """Instances with a second connector: what is called decode recomputes, what is called prefill fails requests."""
     return groups.show("multi")

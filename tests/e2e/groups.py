@@ -42,6 +42,10 @@ TIGHT_BY_ROLE = {
     "undivided": ("--max-model-len", "1024", "--max-num-batched-tokens", "1024"),
 }
 
+# What fits one instance does not fit another.
+LENGTHS = {"prefill": 512, "decode": 2048, "undivided": 2048}
+LENGTHS_BY_ROLE = {role: ("--max-model-len", str(length)) for role, length in LENGTHS.items()}
+
 # Two blocks.
 STORE_CHUNK = 64
 # Decode may wait half of it for what prefill's threads save meanwhile, which takes long on a busy machine.
@@ -90,7 +94,8 @@ class Groups:
         """The servers of a group.
 
         Args:
-            name: `roomy`, `multi`, `tight`, `tight, validate`, `bfloat16`, `store`, `lookup` or `pipe and store`.
+            name: `roomy`, `multi`, `tight`, `tight, validate`, `bfloat16`, `lengths`, `store`, `lookup` or
+                `pipe and store`.
         """
         if self._servers is None or name != self._name:
             self._running.close()
@@ -132,8 +137,9 @@ class Groups:
             for instance in running.deployment.instances:
                 instance.child._command += BFLOAT16
         else:
+            by_role = LENGTHS_BY_ROLE if name == "lengths" else TIGHT_BY_ROLE
             for instance in running.deployment.instances:
-                instance.child._command += TIGHT_BY_ROLE[instance.role]
+                instance.child._command += by_role[instance.role]
         with started, running, ExitStack() as proxies:
             yield Servers(
                 running,

@@ -6,6 +6,7 @@ instances is tested in tests/e2e.
 """
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -55,6 +56,7 @@ class RecordingControl:
         self.results = {}
         self.asked = []
         self.description = {"forces_first_tokens": True, "reasoning_parser": ""}
+        self.max_model_lens = {}  # by address
         self.moment = Moment("due", 0.1)
         self.reasons = {}
         self.checks = []
@@ -96,7 +98,8 @@ class RecordingControl:
     async def describe(self, address, timeout=5.0):  # noqa: ASYNC109 - the real one has it
         if isinstance(self.description, Exception):
             raise self.description
-        return self.description
+        limit = self.max_model_lens.get(address)
+        return self.description if limit is None else self.description | {"max_model_len": limit}
 
     async def until_asked(self, num=1):
         while len(self.asked) < num:
@@ -119,6 +122,7 @@ class StandIn:
     port: str = ""
     bodies: list = field(default_factory=list)
     headers: list = field(default_factory=list)
+    paths: list = field(default_factory=list)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -132,8 +136,10 @@ class StandIn:
 
     async def handle(self, request):
         if request.method == "POST":
-            self.bodies.append(orjson.loads(await request.read()))
+            read = getattr(self.behaviour, "read", web.Request.read)
+            self.bodies.append(json.loads(await read(request)))  # as vLLM reads them
         self.headers.append(request.headers)
+        self.paths.append(request.path)
         self.asked.set()
         try:
             return await self.behaviour(request)
@@ -144,7 +150,7 @@ class StandIn:
     async def serve(self):
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self.handle)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, max_field_size=1 << 20)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
         await site.start()
@@ -223,7 +229,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(prefill=None, decode=None, control=None, ports=("", ""), **settings) -> AsyncIterator[Stage]:
+async def stage(
+    prefill=None, decode=None, control=None, ports=("", ""), *, has_control=True, **settings
+) -> AsyncIterator[Stage]:
     """A proxy before instances with these behaviours; `DEAD` is one that nobody listens at.
 
     `control` is a real client and `ports` are the addresses of all P's and of all D's, where there are real ones.
@@ -234,8 +242,8 @@ async def stage(prefill=None, decode=None, control=None, ports=("", ""), **setti
         for role, behaviours, port in (("p", prefill, ports[0]), ("d", decode, ports[1])):
             pools.append(await _pool(stack, role, behaviours or [answers()], port))
         config = ProxyConfig(
-            prefill=tuple(Instance(i.url, i.control) for i in pools[0]),
-            decode=tuple(Instance(i.url, i.control) for i in pools[1]),
+            prefill=tuple(Instance(i.url, i.control if has_control else "") for i in pools[0]),
+            decode=tuple(Instance(i.url, i.control if has_control else "") for i in pools[1]),
             port=0,
             **{"drain_timeout_s": 0.2, "dispatch": "sequential", **settings},
         )

@@ -188,6 +188,7 @@ def test_a_body_over_the_limit_gives_413():
             status, body, _ = await s.post(body=REQUEST | {"prompt": "x" * 100})
             assert status == 413
             assert orjson.loads(body)["error"]["code"] == 413
+            assert b"more than 100 bytes (--max-body-bytes)" in body
 
     run(scene)
 
@@ -213,6 +214,7 @@ def test_a_client_that_does_not_send_its_body_gets_408():
             s.client.post(s.url + COMPLETIONS, data=half()) as response,
         ):
             assert response.status == 408
+            assert "--client-timeout" in orjson.loads(await response.read())["error"]["message"]
 
     run(scene)
 

@@ -1,5 +1,7 @@
 """Requests that only D would refuse, and those that P answers."""
 
+import logging
+
 import orjson
 import pytest
 from aiohttp import web
@@ -111,7 +113,112 @@ def test_a_decode_that_cannot_tokenize_gets_an_ordinary_handoff(decode):
     ],
 )
 def test_only_a_text_near_the_limit_needs_a_tokenizer(body, is_too_long):
-    assert exceeds(body, COMPLETIONS, len(orjson.dumps(body)), MAX_MODEL_LEN) is is_too_long
+    assert exceeds(body, len(orjson.dumps(body)), body["max_tokens"], MAX_MODEL_LEN) is is_too_long
+
+
+def limited_to(*, prefill=(None,), decode=(None,)):
+    """A control client of instances with these limits; None is one that does not tell."""
+    control = RecordingControl()
+    pools = (("p", prefill), ("d", decode))
+    limits = {f"{role}{index}.control:7100": limit for role, pool in pools for index, limit in enumerate(pool)}
+    control.max_model_lens = limits
+    return control
+
+
+def ids(num_tokens, max_tokens=8):
+    return REQUEST | {"prompt": [1] * num_tokens, "max_tokens": max_tokens}
+
+
+SHORT, LONG = 512, 2048
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize(
+    "body", [ids(SHORT), ids(SHORT, None), ids(SHORT, 1), REQUEST | {"prompt": "x" * SHORT}], ids=["8", "", "1", "text"]
+)
+def test_a_prompt_that_is_too_long_for_prefill_is_served_by_decode_alone(caplog, body, dispatch):
+    caplog.set_level(logging.INFO, "kvpipe")
+
+    async def scene():
+        control = limited_to(prefill=[SHORT], decode=[LONG])
+        decode = counting(SHORT, answers(body=b"whole"))
+        async with stage([answers(*REFUSAL)], [decode], control=control, dispatch=dispatch) as s:
+            assert (await s.post(body=body))[:2] == (200, b"whole")
+            assert s.prefill[0].bodies == []
+            assert s.decode[0].bodies[-1] == body
+            assert "alone=exceeds_prefill" in caplog.text
+
+    run(scene)
+
+
+@pytest.mark.parametrize("body", [ids(SHORT - 1), ids(SHORT - 1, None), ids(SHORT - 1, 1)])
+def test_a_prompt_that_just_fits_prefill_is_computed_by_it(body):
+    async def scene():
+        async with stage(control=limited_to(prefill=[SHORT], decode=[LONG])) as s:
+            assert (await s.post(body=body))[0] == 200
+            assert len(s.prefill[0].bodies) == 1
+
+    run(scene)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8, None])
+def test_a_prompt_that_is_too_long_for_decode_is_refused_by_it_and_not_answered_by_prefill(max_tokens):
+    async def scene():
+        control = limited_to(prefill=[LONG], decode=[SHORT])
+        async with stage(decode=[answers(*REFUSAL)], control=control) as s:
+            assert (await s.post(body=ids(SHORT, max_tokens)))[:2] == REFUSAL[:2]
+            assert s.prefill[0].bodies == []
+
+    run(scene)
+
+
+def test_a_request_goes_to_the_instances_that_it_fits():
+    async def scene():
+        control = limited_to(prefill=[SHORT, LONG], decode=[SHORT, LONG])
+        async with stage([answers()] * 2, [answers()] * 2, control=control) as s:
+            for _ in range(4):
+                assert (await s.post(body=ids(SHORT)))[0] == 200
+            assert [len(each.bodies) for each in (*s.prefill, *s.decode)] == [0, 4, 0, 4]
+            for _ in range(4):
+                assert (await s.post(body=ids(8)))[0] == 200
+            assert [len(each.bodies) for each in (*s.prefill, *s.decode)] == [2, 6, 2, 6]
+
+    run(scene)
+
+
+def listing(limit, then):
+    """An instance whose list of models has this limit."""
+
+    async def behaviour(request):
+        if request.path == "/v1/models":
+            return web.json_response({"object": "list", "data": [{"id": "m", "max_model_len": limit}]})
+        return await then(request)
+
+    return behaviour
+
+
+def test_without_control_ports_limits_are_those_of_the_lists_of_models():
+    async def scene():
+        prefill, decode = listing(SHORT, answers(*REFUSAL)), listing(LONG, answers())
+        async with stage([prefill], [decode], has_control=False, dispatch="store") as s:
+            assert (await s.post(body=ids(SHORT)))[0] == 200
+            assert s.prefill[0].bodies == []
+            assert s.decode[0].bodies == [ids(SHORT)]
+
+    run(scene)
+
+
+@pytest.mark.parametrize("models", [answers(401, b'{"error":"key"}'), answers(body=b'{"data":[]}'), answers(body=b"x")])
+def test_an_instance_that_tells_no_limit_gets_every_request(models):
+    async def scene():
+        async def behaviour(request):
+            return await (models if request.path == "/v1/models" else answers())(request)
+
+        async with stage([behaviour], [behaviour], has_control=False, dispatch="store") as s:
+            assert (await s.post(body=ids(SHORT)))[0] == 200
+            assert len(s.prefill[0].bodies) == 1
+
+    run(scene)
 
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}])

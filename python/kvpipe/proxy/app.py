@@ -1,6 +1,5 @@
 """The HTTP surface: routes, and errors in OpenAI's form."""
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -11,10 +10,13 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from kvpipe.proxy.bodies import CHAT_PATH, COMPLETIONS_PATH, BodyError, error_body, parse_body
+from kvpipe.proxy.bodies import BodyError, OpaqueBody, error_body, parse_body
 from kvpipe.proxy.config import ProxyConfig
+from kvpipe.proxy.connections import METRICS
 from kvpipe.proxy.control import Control
+from kvpipe.proxy.cors import Cors
 from kvpipe.proxy.dispatch import Dispatcher
+from kvpipe.proxy.endpoints import ABOUT_INSTANCE, ALONE, AUDIO, HANDED_OFF
 from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.headers import request_headers
 from kvpipe.proxy.metrics import Metrics
@@ -23,24 +25,32 @@ from kvpipe.proxy.queue_page import queue_page
 from kvpipe.proxy.relay import relay
 from kvpipe.proxy.request_record import RequestRecord
 from kvpipe.proxy.results import RecentHandoff
+from kvpipe.proxy.silence import silence_limit
 from kvpipe.proxy.upstream import DecodeQueue, InstanceError, Upstream, open_session
 
 # The log has no more of a client's name for a request.
 _MAX_REQUEST_ID = 64
+# The parser's own text may quote the body.
+_BROKEN_BODY = "the request's body breaks off, or is not encoded as its headers say"
 
 
 def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None = None) -> web.Application:
     """The proxy as an aiohttp application. `queue`, with `amqp` dispatch, is entered and left with it.
 
-    Run it with `handler_cancellation=True`: when a client leaves, the cancelled handler aborts the instances' requests.
+    `kvpipe.proxy.connections.Runner` runs it: when a client leaves, the cancelled handler aborts the instances'
+    requests.
     The caller owns `control` and closes it after the application's cleanup.
     """
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_openai_errors])
-    proxy = _Proxy(config, control, queue)
+    app = web.Application()
+    _cors(config).install(app)
+    app.middlewares.append(_openai_errors)
+    app[METRICS] = Metrics()
+    proxy = _Proxy(config, control, queue, app[METRICS])
     app.cleanup_ctx.append(proxy.lifespan)
-    app.router.add_post(COMPLETIONS_PATH, proxy.generate)
-    app.router.add_post(CHAT_PATH, proxy.generate)
-    app.router.add_get("/v1/models", proxy.models)
+    for path in (*HANDED_OFF, *ALONE, *AUDIO):
+        app.router.add_post(path, proxy.answer)
+    for path in ABOUT_INSTANCE:
+        app.router.add_get(path, proxy.about_instance)
     app.router.add_get("/health", proxy.health)
     app.router.add_get("/metrics", proxy.metrics)
     app.router.add_get("/status/{handoff:[0-9a-f]{32}}", proxy.status)
@@ -49,17 +59,26 @@ def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None 
     return app
 
 
+def _cors(config: ProxyConfig) -> Cors:
+    return Cors(
+        origins=config.allowed_origins,
+        methods=config.allowed_methods,
+        headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+    )
+
+
 class _Proxy:
     """Request handlers and their shared state."""
 
     _dispatcher: Dispatcher
     _pairs: Pairs
 
-    def __init__(self, config: ProxyConfig, control: Control, queue: DecodeQueue | None) -> None:
+    def __init__(self, config: ProxyConfig, control: Control, queue: DecodeQueue | None, metrics: Metrics) -> None:
         self._config = config
         self._control = control
         self._queue = queue
-        self._metrics = Metrics()
+        self._metrics = metrics
 
     async def lifespan(self, _: web.Application) -> AsyncIterator[None]:
         config = self._config
@@ -70,15 +89,20 @@ class _Proxy:
             async with Pairs(self._config, self._control) as self._pairs, dispatcher as self._dispatcher:
                 yield
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
+    async def answer(self, request: web.Request) -> web.StreamResponse:
         request_id = request.headers.get("X-Request-Id", "")[:_MAX_REQUEST_ID]
         with _recorded(RequestRecord(request.path, self._metrics, request_id)) as record:
+            if self._queue is not None and request.path not in HANDED_OFF:
+                text = f"{request.path} is not served behind a broker: ask an instance"
+                record.failed(HTTPStatus.NOT_IMPLEMENTED, text)
+                return _error(HTTPStatus.NOT_IMPLEMENTED, text)
             read = await self._read(request)
-            call = Call(parse_body(read), len(read), request_headers(request.headers), record)
+            body = OpaqueBody(read) if request.path in AUDIO else parse_body(read)
+            call = Call(body, len(read), request_headers(request.headers), record)
             async with self._dispatcher.answer(call) as answer:
                 return await relay(request, answer, self._config.client_timeout_s, record)
 
-    async def models(self, request: web.Request) -> web.StreamResponse:
+    async def about_instance(self, request: web.Request) -> web.StreamResponse:
         headers = request_headers(request.headers)
         answer = await self._dispatcher.ask_decode(request.path, headers)
         return await relay(request, answer, self._config.client_timeout_s, RequestRecord(request.path, self._metrics))
@@ -106,11 +130,20 @@ class _Proxy:
         return _error(HTTPStatus.NOT_FOUND, f"no instance knows handoff {handoff}")
 
     async def _read(self, request: web.Request) -> bytes:
+        max_bytes = self._config.max_body_bytes
+        body = bytearray()
         try:
-            async with asyncio.timeout(self._config.client_timeout_s):
-                return await request.read()
+            async with silence_limit(self._config.client_timeout_s) as moved:
+                async for piece in request.content.iter_any():
+                    moved()
+                    body += piece
+                    if len(body) > max_bytes:
+                        text = f"the body has more than {max_bytes} bytes (--max-body-bytes)"
+                        raise web.HTTPRequestEntityTooLarge(max_bytes, len(body), text=text)
         except TimeoutError:
-            raise web.HTTPRequestTimeout from None
+            text = f"no byte of the body for {self._config.client_timeout_s:g} s (--client-timeout)"
+            raise web.HTTPRequestTimeout(text=text) from None
+        return bytes(body)
 
 
 async def _show_queue(queue: DecodeQueue, request: web.Request) -> web.Response:
@@ -126,11 +159,14 @@ def _recorded(record: RequestRecord) -> Iterator[RequestRecord]:
     """Count and log a request when it has ended."""
     try:
         yield record
-    except (BodyError, web.RequestPayloadError) as error:
+    except BodyError as error:
         record.refused(HTTPStatus.BAD_REQUEST, str(error))
         raise
+    except web.RequestPayloadError:
+        record.refused(HTTPStatus.BAD_REQUEST, _BROKEN_BODY)
+        raise
     except web.HTTPClientError as error:
-        record.refused(error.status, error.reason)
+        record.refused(error.status, error.text or error.reason)
         raise
     except InstanceError as error:
         record.failed(error.status, str(error))
@@ -155,8 +191,12 @@ def _story(recent: RecentHandoff) -> dict[str, Any]:
 async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except (BodyError, web.RequestPayloadError) as error:
+    except BodyError as error:
         return _error(HTTPStatus.BAD_REQUEST, str(error))
+    except web.RequestPayloadError:
+        response = _error(HTTPStatus.BAD_REQUEST, _BROKEN_BODY)
+        response.force_close()  # the parser does not know where the next request begins
+        return response
     except InstanceError as error:
         return _error(error.status, str(error))
     except web.HTTPClientError as error:

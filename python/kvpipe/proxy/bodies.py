@@ -8,6 +8,7 @@ import orjson
 
 from kvpipe import transfer_params
 from kvpipe.exceptions import KVPipeError
+from kvpipe.proxy import exact_json
 
 COMPLETIONS_PATH = "/v1/completions"
 CHAT_PATH = "/v1/chat/completions"
@@ -18,7 +19,19 @@ _MAX_ERROR_BYTES = 1 << 16
 
 
 class BodyError(KVPipeError, ValueError):
-    """The client's body is not a JSON object."""
+    """The client's body is not a JSON object, or cannot be passed on as it is."""
+
+
+class OpaqueBody(dict[str, Any]):
+    """A body that is no JSON: without fields, and passed on as it came.
+
+    Attributes:
+        raw: its bytes.
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        super().__init__()
+        self.raw = raw
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -28,11 +41,11 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     merges both into `SamplingParams.extra_args`.
 
     Raises:
-        BodyError: not JSON, or not an object.
+        BodyError: not JSON, not an object, or it cannot be passed on as it is.
     """
     try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
+        body = exact_json.read(raw)
+    except ValueError as error:
         raise BodyError(f"request body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BodyError(f"request body must be a JSON object, not {type(body).__name__}")
@@ -70,7 +83,7 @@ def resumed_body(body: dict[str, Any], handoff: str, tokens: Sequence[int]) -> b
 
 def plain_body(body: dict[str, Any]) -> bytes:
     """Body for a D that works alone, without a handoff."""
-    return written(body)
+    return body.raw if isinstance(body, OpaqueBody) else written(body)
 
 
 def written(body: dict[str, Any]) -> bytes:

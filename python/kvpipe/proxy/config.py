@@ -1,5 +1,6 @@
 """Settings of the proxy, checked when they are made."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -43,11 +44,15 @@ class ProxyConfig:
             estimated from its bytes.
         token: shared secret for the control ports; None leaves the choice to the control client.
         max_body_bytes: largest accepted request body; a request in progress takes about three times its size in memory.
+        allowed_origins: web pages that may use the proxy from a browser, as `https://host`; `*` allows all of them.
+        allowed_methods: methods that such a page may use; `*` allows all of them.
+        allowed_headers: headers that such a page may send; `*` allows all of them.
+        allow_credentials: whether such a page may send the browser's cookies and credentials.
         connect_timeout_s: limit for name lookup, TCP and TLS of a connection to an instance, and for a health probe.
-        silence_timeout_s: limit for an instance without output, then the request fails: P until its answer, D until its
-            first byte and between bytes. An answer that is not streamed counts as silence until it is complete. The
-            default is that of OpenAI's clients.
-        client_timeout_s: limit for a client to send its body, or to accept one piece.
+        silence_timeout_s: limit for an instance that takes no byte of a request, or sends none of an answer; then the
+            request fails. vLLM sends an answer that is not streamed when it is complete. The default is that of
+            OpenAI's clients.
+        client_timeout_s: limit for a client that sends no byte of its body, or accepts none of an answer.
         control_timeout_s: limit for one call to a control port (`release`, `result`, `describe`), and for D's answer
             to `/tokenize`.
         drain_timeout_s: time for running requests to end after SIGTERM or SIGINT.
@@ -63,6 +68,10 @@ class ProxyConfig:
     split_from: int = DEFAULT_SPLIT_FROM
     token: str | None = field(default=None, repr=False)
     max_body_bytes: int = 64 << 20
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
     connect_timeout_s: float = 5.0
     silence_timeout_s: float = 600.0
     client_timeout_s: float = 60.0
@@ -94,7 +103,7 @@ class ProxyConfig:
         _check("max_body_bytes", self.max_body_bytes, "at least 1", ok=self.max_body_bytes >= 1)
         for key in _TIMES:
             value = getattr(self, key)
-            _check(key, value, "more than 0 seconds", ok=value > 0)
+            _check(key, value, "more than 0 seconds, and finite", ok=0 < value < math.inf)
 
 
 def _check_pool(key: str, instances: tuple[Instance, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Descriptions of the instances' engines, read in the background: from their control ports, or from vLLM's metrics.
+"""Descriptions of the instances' engines, read in the background: from their control ports, or from vLLM by HTTP.
 
 A request reads the latest description and never waits for one.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
+import orjson
 from multidict import CIMultiDict
 
 from kvpipe.exceptions import KVPipeError, ProtocolError
@@ -54,6 +55,33 @@ class StoreDescriber:
         return described_in(answer.body.decode(errors="replace"))
 
 
+class ModelDescriber:
+    """Describes engines that have no control port by vLLM's list of models.
+
+    Args:
+        upstream: HTTP client of the instances.
+    """
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    async def describe(self, address: str, timeout: float = 5.0) -> dict[str, Any]:  # noqa: ASYNC109 - of `Describes`
+        """Returns `max_model_len` of the engine at this URL; nothing where it is not told, as with an API key.
+
+        Raises:
+            InstanceError: it is not reached, or has failed.
+        """
+        async with asyncio.timeout(timeout):
+            answer = await self._upstream.get("decode", Instance(address), "/v1/models", CIMultiDict())
+        answer.close()
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise failed(answer)
+        try:
+            return {"max_model_len": min(model["max_model_len"] for model in orjson.loads(answer.body)["data"])}
+        except (ValueError, LookupError, TypeError):
+            return {}
+
+
 def described_in(metrics: str) -> dict[str, Any]:
     """Returns what the metrics of an engine with KVStoreConnector say of it; they do so from its first request on.
 
@@ -79,7 +107,7 @@ class Descriptions:
     """The latest description of each engine, by its address; P's and D's alike.
 
     Args:
-        source: client of control ports, or a `StoreDescriber`.
+        source: client of control ports, a `StoreDescriber` or a `ModelDescriber`.
         addresses: addresses that it knows, of all instances; empty ones are left out.
         failures: log of addresses that do not answer.
         timeout_s: limit for one question.

@@ -16,7 +16,8 @@ from kvpipe.proxy.attempt import Services
 from kvpipe.proxy.attempts import Attempts, final_answer
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control, FailureLog
-from kvpipe.proxy.descriptions import Descriptions, StoreDescriber
+from kvpipe.proxy.descriptions import Descriptions, ModelDescriber, StoreDescriber
+from kvpipe.proxy.endpoints import HANDED_OFF
 from kvpipe.proxy.exchanges import Call, Exchanges
 from kvpipe.proxy.handoff import PREFILL_GRACE_S
 from kvpipe.proxy.instances import Instance
@@ -73,7 +74,9 @@ class Dispatcher:
             else BrokerPool(queue),
         }
         self._exchanges = Exchanges(self._pools, upstream, failures, self.descriptions, self._engines)
-        self._length = LengthCheck(upstream, self.descriptions, config.control_timeout_s)
+        urls = [instance.url for instance in (*config.decode, *config.prefill) if not instance.control]
+        self._models = Descriptions(ModelDescriber(upstream), urls, failures, config.control_timeout_s)
+        self._length = LengthCheck(upstream, self.descriptions, self._models, config.control_timeout_s)
         self.recent = RecentHandoffs()
         self.results = Results(control, self.recent, config.control_timeout_s)
         timer = JustInTime(control, failures, config.silence_timeout_s)
@@ -97,8 +100,7 @@ class Dispatcher:
         return f"<Dispatcher {self._pools['prefill']} {self._pools['decode']}, {len(self._tasks)} tasks>"
 
     async def __aenter__(self) -> Self:
-        await self.descriptions.start()
-        await self._engines.start()
+        await asyncio.gather(self.descriptions.start(), self._engines.start(), self._models.start())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -110,6 +112,7 @@ class Dispatcher:
         await self._tasks.close(self._control_timeout_s + PREFILL_GRACE_S)
         await self.descriptions.close()
         await self._engines.close()
+        await self._models.close()
 
     @asynccontextmanager
     async def answer(self, call: Call) -> AsyncIterator[Answer]:
@@ -150,20 +153,23 @@ class Dispatcher:
         self._pools["decode"].check(call.num_bytes)
         prefill, decode = self._pools["prefill"].order(), self._pools["decode"].order()
         reason = self._alone_reason(call)
+        if not reason:
+            fit = await self._length.fit(call, prefill, decode)
+            prefill, decode, reason = list(fit.prefill), list(fit.decode), fit.alone
         route: Route = self._way
-        if not reason and output_limit(call.body, call.path) == 1:
-            route = "prefill"
-        elif not reason and await self._length.is_too_long(call, decode[0]):
-            reason = "too_long"
         if reason:
             route = "decode"
             call.record.alone = reason
             self._metrics.went_to_decode_alone(reason)
+        elif output_limit(call.body, call.path) == 1:
+            route = "prefill"
         request = Request(route, prefill, decode, self._budget, falls_back=self._falls_back)
         return Attempts(self._services, call, request, self._way)
 
     def _alone_reason(self, call: Call) -> str:
         """Why D gets a request alone, as far as the request tells; empty if it does not."""
+        if call.path not in HANDED_OFF:
+            return "endpoint"
         if goes_to_decode_alone(call.body):
             return "no_handoff"
         if is_contradictory(call.body, call.path):

@@ -1,11 +1,16 @@
 """Headers that the proxy passes through, either way. Pure."""
 
+import re
 from collections.abc import Mapping
 
 from multidict import CIMultiDict
 
 HANDOFF = "x-kvpipe-handoff"
+# The longest URL, and the longest header, of a request or an answer: more than a browser or a gateway sends.
+MAX_LINE_BYTES = 64 << 10
 
+# RFC 9110, section 5.5. aiohttp reads them in an answer, and does not write them.
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 # RFC 9110, section 7.6.1: these belong to one connection.
 _HOP_BY_HOP = frozenset(
     {
@@ -28,7 +33,16 @@ _OURS_IN_REQUEST = _HOP_BY_HOP | {
     "expect",
     "host",
 }
-_OURS_IN_RESPONSE = _HOP_BY_HOP | {"content-length", "date", "server", HANDOFF}
+# The proxy's own rules hold for browsers (`kvpipe.proxy.cors`); an instance may allow more.
+_CORS = {
+    "access-control-allow-credentials",
+    "access-control-allow-headers",
+    "access-control-allow-methods",
+    "access-control-allow-origin",
+    "access-control-expose-headers",
+    "access-control-max-age",
+}
+_OURS_IN_RESPONSE = _HOP_BY_HOP | _CORS | {"content-length", "date", "server", HANDOFF}
 
 
 def request_headers(client: Mapping[str, str]) -> CIMultiDict[str]:
@@ -39,6 +53,11 @@ def request_headers(client: Mapping[str, str]) -> CIMultiDict[str]:
 def response_headers(instance: Mapping[str, str]) -> CIMultiDict[str]:
     """An instance's headers for the client."""
     return _without(instance, _OURS_IN_RESPONSE)
+
+
+def has_control_character(headers: Mapping[str, str]) -> bool:
+    """Whether a value has a character that no header may have."""
+    return any(map(_CONTROL_CHARACTER.search, headers.values()))
 
 
 def _without(headers: Mapping[str, str], ours: frozenset[str]) -> CIMultiDict[str]:

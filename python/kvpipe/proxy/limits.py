@@ -1,12 +1,14 @@
-"""Requests that only D would refuse, found before P computes their prompt.
+"""Requests that only one of P and D can serve, found before P computes their prompt.
 
-P gets the client's request with other limits (`prefill_body`), so it accepts what D refuses. D alone then answers: its
-refusal is the client's answer.
+P gets the client's request with other limits (`prefill_body`), so it accepts what D refuses: D alone then answers, and
+its refusal is the client's answer. P's limits are not the client's: a prompt that is too long for P goes to D alone.
 """
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -14,7 +16,7 @@ from kvpipe.proxy.bodies import CHAT_PATH, written
 from kvpipe.proxy.descriptions import Descriptions
 from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.instances import Instance
-from kvpipe.proxy.upstream import InstanceError, Upstream
+from kvpipe.proxy.upstream import InstanceError, Role, Upstream
 
 # vLLM's fields of `/tokenize`; the others of a request do not change its number of tokens.
 _TOKENIZED_FIELDS = (
@@ -34,39 +36,73 @@ _TOKENIZED_FIELDS = (
 _TEMPLATE_TOKENS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The instances whose models have room for a request.
+
+    Attributes:
+        prefill: P's that have; none where D has to answer alone.
+        decode: D's that have; all of them if none has, because D's refusal is the answer then.
+        alone: why D has to answer alone; empty if it has not.
+    """
+
+    prefill: Sequence[Instance]
+    decode: Sequence[Instance]
+    alone: Literal["", "too_long", "exceeds_prefill"] = ""
+
+
 class LengthCheck:
-    """Tells whether a request is too long for a D's model; only for one that may be, D's tokenizer is asked.
+    """Tells which instances have room for a request. A tokenizer is asked only where the answer depends on it.
 
     Args:
         upstream: HTTP client of the instances.
-        descriptions: descriptions of D's engines, with the length of the model's context.
-        timeout_s: limit for D's answer; without one the request counts as short enough.
+        limits: descriptions of engines with `max_model_len`, by control address where an instance has one.
+        models: the same by URL, for instances without a control address.
+        timeout_s: limit for the tokenizer; without its answer the request counts as short enough.
     """
 
-    def __init__(self, upstream: Upstream, descriptions: Descriptions, timeout_s: float) -> None:
+    def __init__(self, upstream: Upstream, limits: Descriptions, models: Descriptions, timeout_s: float) -> None:
         self._upstream = upstream
-        self._descriptions = descriptions
+        self._limits = limits
+        self._models = models
         self._timeout_s = timeout_s
 
-    async def is_too_long(self, call: Call, decode: Instance) -> bool:
-        """Whether D would refuse the request for its length; False where that is not known."""
-        max_model_len = (self._descriptions.of(decode.control) or {}).get("max_model_len")
-        if type(max_model_len) is not int:
-            return False
-        is_known = exceeds(call.body, call.path, call.num_bytes, max_model_len)
-        if is_known is not None:
-            return is_known
-        num_prompt_tokens = await self._tokenized(call, decode)
-        return (
-            num_prompt_tokens is not None
-            and num_prompt_tokens + (output_limit(call.body, call.path) or 0) > max_model_len
+    async def fit(self, call: Call, prefill: Sequence[Instance], decode: Sequence[Instance]) -> Fit:
+        """The instances that a request can be sent to, in their order; one whose limit is not known has room."""
+        num_output = output_limit(call.body, call.path) or 1
+        exceeds_at = {("prefill", it): self._exceeds(call, it, 1) for it in prefill}
+        exceeds_at |= {("decode", it): self._exceeds(call, it, num_output) for it in decode}
+        if None in exceeds_at.values():
+            num_prompt_tokens = await self._tokenized(call, prefill[0], decode[0])
+            for (role, instance), is_known in exceeds_at.items():
+                if is_known is None:
+                    num_tokens = (num_prompt_tokens or 0) + (1 if role == "prefill" else num_output)
+                    exceeds_at[role, instance] = num_tokens > (self._limit_of(instance) or num_tokens)
+        fit = Fit(
+            [it for it in prefill if not exceeds_at["prefill", it]],
+            [it for it in decode if not exceeds_at["decode", it]],
         )
+        if not fit.decode:
+            return Fit((), decode, "too_long")
+        return fit if fit.prefill else Fit((), fit.decode, "exceeds_prefill")
 
-    async def _tokenized(self, call: Call, decode: Instance) -> int | None:
+    def _exceeds(self, call: Call, instance: Instance, num_output: int) -> bool | None:
+        limit = self._limit_of(instance)
+        return limit is not None and exceeds(call.body, call.num_bytes, num_output, limit)
+
+    def _limit_of(self, instance: Instance) -> int | None:
+        known = self._limits.of(instance.control) if instance.control else self._models.of(instance.url)
+        limit = (known or {}).get("max_model_len")
+        return limit if type(limit) is int else None
+
+    async def _tokenized(self, call: Call, prefill: Instance, decode: Instance) -> int | None:
+        """The tokens of the prompt, by D's tokenizer, or by P's where D is behind a broker."""
+        role: Role = "decode" if "://" in decode.url else "prefill"
+        instance = decode if role == "decode" else prefill
         try:
             async with asyncio.timeout(self._timeout_s):
                 body = tokenize_body(call.body)
-                answer = await self._upstream.post("decode", decode, "/tokenize", call.headers, body)
+                answer = await self._upstream.post(role, instance, "/tokenize", call.headers, body)
         except (InstanceError, TimeoutError):
             return None
         return num_tokens(answer.body) if answer.status == HTTPStatus.OK else None
@@ -93,20 +129,19 @@ def is_contradictory(body: dict[str, Any], path: str) -> bool:
     return limit is not None and (body.get("min_tokens") or 0) > limit
 
 
-def exceeds(body: dict[str, Any], path: str, num_bytes: int, max_model_len: int) -> bool | None:
+def exceeds(body: dict[str, Any], num_bytes: int, num_output: int, max_model_len: int) -> bool | None:
     """Whether prompt and output are longer than a model's context; None if only its tokenizer can say.
 
     A token stands for at least one byte. Images and audio are not counted.
     """
-    limit = output_limit(body, path) or 0
     if body.get("truncate_prompt_tokens") is not None:
-        return limit > max_model_len
+        return num_output > max_model_len
     prompt = token_ids(body.get("prompt"))
     if prompt is not None:
-        return len(prompt) + limit > max_model_len
-    if limit >= max_model_len:
+        return len(prompt) + num_output > max_model_len
+    if num_output >= max_model_len:
         return True
-    return None if num_bytes + _TEMPLATE_TOKENS + limit > max_model_len else False
+    return None if num_bytes + _TEMPLATE_TOKENS + num_output > max_model_len else False
 
 
 def tokenize_body(body: dict[str, Any]) -> bytes:

@@ -27,7 +27,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._requests = self._counter("requests", "Requests of clients for completions, by how they ended.", "outcome")
+        self._requests = self._counter("requests", "Requests of clients, by how they ended.", "outcome")
         self._handoffs = self._counter("handoffs", "Attempts at a handoff that have ended, by their result.", "result")
         self._bytes = self._counter("handoff_received_bytes", "Bytes of KV that decode has received.")
         self._recomputed = self._counter(

@@ -133,7 +133,7 @@ class HttpPool(Pool):
         except InstanceError as error:
             return error.reason
         except TimeoutError:
-            return "no answer in time"
+            return "no answer in time (--connect-timeout)"
         return "ok" if answer.status == HTTPStatus.OK else f"answered {answer.status}"
 
 

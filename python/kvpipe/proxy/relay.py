@@ -6,10 +6,11 @@ A client that accepts no data for `client_timeout_s` loses its connection, which
 import asyncio
 from collections.abc import Awaitable
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from kvpipe.proxy.bodies import error_body
 from kvpipe.proxy.request_record import RequestRecord
+from kvpipe.proxy.silence import PIECE_BYTES
 from kvpipe.proxy.upstream import Answer, InstanceError
 
 
@@ -33,11 +34,14 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float, record: 
     client = _Client(request, timeout_s)
     if answer.stream is None:
         body = record.usage.whole(answer.body)
-        response: web.StreamResponse = web.Response(status=answer.status, headers=answer.headers, body=body)
+        response = web.StreamResponse(status=answer.status, headers=answer.headers)
+        response.content_length = len(body)
+        await client.send(response.prepare(request))
+        if request.method != hdrs.METH_HEAD:
+            await client.write(response, body)
     else:
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
-    await client.send(response.prepare(request))
-    if answer.stream is not None:
+        await client.send(response.prepare(request))
         await _relay_stream(client, response, answer, record)
     await client.send(response.write_eof())
     record.answered(answer)
@@ -49,11 +53,11 @@ async def _relay_stream(client: "_Client", response: web.StreamResponse, answer:
     try:
         async for piece in answer.pieces():
             if corrected := record.usage.feed(piece):
-                await client.send(response.write(corrected))
+                await client.write(response, corrected)
                 record.sent(corrected)
                 last = corrected
         if rest := record.usage.end():
-            await client.send(response.write(rest))
+            await client.write(response, rest)
     except InstanceError as error:
         record.error = str(error)
         await client.send(response.write(_error_event(error, last)))
@@ -71,6 +75,11 @@ class _Client:
     def __init__(self, request: web.Request, timeout_s: float) -> None:
         self._request = request
         self._timeout_s = timeout_s
+
+    async def write(self, response: web.StreamResponse, body: bytes) -> None:
+        """Write bytes; the limit holds for each of their pieces."""
+        for begin in range(0, len(body), PIECE_BYTES):
+            await self.send(response.write(body[begin : begin + PIECE_BYTES]))
 
     async def send(self, work: Awaitable[object]) -> None:
         try:

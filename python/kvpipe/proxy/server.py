@@ -9,6 +9,7 @@ from aiohttp import web
 
 from kvpipe.proxy.app import create_app
 from kvpipe.proxy.config import ProxyConfig
+from kvpipe.proxy.connections import Runner
 from kvpipe.proxy.control import Control
 from kvpipe.proxy.upstream import DecodeQueue
 
@@ -65,10 +66,8 @@ async def serve(config: ProxyConfig, control: Control, queue: DecodeQueue | None
 
 def create_runner(config: ProxyConfig, control: Control, queue: DecodeQueue | None = None) -> web.AppRunner:
     """The application as a runner that needs a socket; `cleanup` drains it."""
-    return web.AppRunner(
+    return Runner(
         create_app(config, control, queue),
-        access_log=None,
-        handler_cancellation=True,
         # aiohttp waits for handlers this long, twice, before it cancels them.
         shutdown_timeout=config.drain_timeout_s / 2,
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from io import BytesIO
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import aiohttp
@@ -14,9 +12,11 @@ import aiohttp
 from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.aborts import ABORT_REASON, AbortCheck, is_aborted
 from kvpipe.proxy.bodies import error_in_first_event, may_begin_with_error
-from kvpipe.proxy.headers import response_headers
+from kvpipe.proxy.headers import MAX_LINE_BYTES, has_control_character, response_headers
+from kvpipe.proxy.silence import PIECE_BYTES, silence_limit, silent_for
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import AsyncIterator, Awaitable
 
     from multidict import CIMultiDict
@@ -36,8 +36,6 @@ WhenBegun = Callable[[str], None]
 # vLLM's uvicorn closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A POST that races with that
 # close fails and cannot safely be repeated, so the proxy closes idle connections well before.
 _KEEPALIVE_S = 2.0
-# aiohttp warns about larger bodies of type bytes; it writes a file object in pieces.
-_MAX_ONE_PIECE_BYTES = 1 << 20
 _STATUSES: dict[Failure, HTTPStatus] = {
     "timeout": HTTPStatus.GATEWAY_TIMEOUT,
     "unavailable": HTTPStatus.SERVICE_UNAVAILABLE,
@@ -103,6 +101,7 @@ class _HttpStream:
     role: Role
     instance: Instance
     response: aiohttp.ClientResponse
+    silence_timeout_s: float
     check: AbortCheck = field(default_factory=AbortCheck)
 
     async def read(self) -> bytes:
@@ -116,7 +115,8 @@ class _HttpStream:
         try:
             return await self.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _instance_error(self.role, self.instance, error, "failed in mid-stream: ") from error
+            reason = f"failed in mid-stream: {_describe(error, self.silence_timeout_s)}"
+            raise _instance_error(self.role, self.instance, error, reason) from error
 
     def close(self) -> None:
         self.response.close()
@@ -243,8 +243,8 @@ class Upstream:
 
     Args:
         session: made by `open_session`; the caller closes it.
-        silence_timeout_s: limit for an exchange up to the end of its body, or up to the first byte of a stream. The
-            session's `sock_read` limits later bytes.
+        silence_timeout_s: limit for an instance that takes no byte of a request, or sends none of an answer. The
+            session's `sock_read` limits the time between bytes of a stream that has begun.
     """
 
     def __init__(self, session: aiohttp.ClientSession, silence_timeout_s: float) -> None:
@@ -268,28 +268,37 @@ class Upstream:
         Raises:
             InstanceError: the instance was not reached, broke off, or sent nothing for too long.
         """
-        data = body if len(body) <= _MAX_ONE_PIECE_BYTES else BytesIO(body)
-        request = self._session.post(instance.url + path, headers=headers, data=data, allow_redirects=False)
-        return await self._exchange(role, instance, request, awaits_first_byte=awaits_first_byte)
+        return await self._exchange(role, instance, path, headers, body, awaits_first_byte=awaits_first_byte)
 
     async def get(self, role: Role, instance: Instance, path: str, headers: CIMultiDict[str]) -> Answer:
         """As `post`, without a body."""
-        request = self._session.get(instance.url + path, headers=headers, allow_redirects=False)
-        return await self._exchange(role, instance, request)
+        return await self._exchange(role, instance, path, headers)
 
     async def _exchange(
         self,
         role: Role,
         instance: Instance,
-        request: Awaitable[aiohttp.ClientResponse],
+        path: str,
+        headers: CIMultiDict[str],
+        body: bytes | None = None,
         *,
         awaits_first_byte: bool = True,
     ) -> Answer:
+        method = "GET" if body is None else "POST"
+        data: bytes | AsyncIterator[bytes] | None = body
         try:
-            async with asyncio.timeout(self._silence_timeout_s):
-                return await _read(role, instance, await request, awaits_first_byte=awaits_first_byte)
+            async with silence_limit(self._silence_timeout_s) as moved:
+                if body is not None and len(body) > PIECE_BYTES:
+                    headers = headers.copy()
+                    headers["Content-Length"] = str(len(body))  # without it, aiohttp sends chunks
+                    data = _pieces(body, moved)
+                url = instance.url + path
+                response = await self._session.request(method, url, headers=headers, data=data, allow_redirects=False)
+                moved()
+                stream = _HttpStream(role, instance, response, self._silence_timeout_s)
+                return await _read(stream, moved, awaits_first_byte=awaits_first_byte)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _instance_error(role, instance, error) from error
+            raise _instance_error(role, instance, error, _describe(error, self._silence_timeout_s)) from error
 
 
 def open_session(connect_timeout_s: float, silence_timeout_s: float) -> aiohttp.ClientSession:
@@ -305,36 +314,59 @@ def open_session(connect_timeout_s: float, silence_timeout_s: float) -> aiohttp.
         skip_auto_headers=("User-Agent", "Content-Type"),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
+        max_line_size=MAX_LINE_BYTES,
+        max_field_size=MAX_LINE_BYTES,
     )
 
 
-async def _read(role: Role, instance: Instance, response: aiohttp.ClientResponse, *, awaits_first_byte: bool) -> Answer:
+async def _pieces(body: bytes, moved: Callable[[], None]) -> AsyncIterator[bytes]:
+    """The body in pieces; the next one is asked for when the instance has room for it."""
+    for begin in range(0, len(body), PIECE_BYTES):
+        moved()
+        yield body[begin : begin + PIECE_BYTES]
+    moved()
+
+
+async def _read(stream: _HttpStream, moved: Callable[[], None], *, awaits_first_byte: bool) -> Answer:
     """Read all of a response, or the first bytes of a stream; close it when interrupted.
 
     Raises:
-        InstanceError: the instance has aborted the request, or the stream is empty.
+        InstanceError: the instance has aborted the request, the stream is empty, or a header cannot be passed on.
     """
-    headers = response_headers(response.headers)
+    role, instance, response = stream.role, stream.instance, stream.response
     try:
+        headers = _headers(role, instance, response)
         if response.status == HTTPStatus.OK and response.content_type == "text/event-stream":
-            stream = _HttpStream(role, instance, response)
-            first = await _first_bytes(role, instance, stream.read) if awaits_first_byte else b""
+            first = await _first_bytes(role, instance, stream.read, moved) if awaits_first_byte else b""
             answer = Answer(role, instance, response.status, headers, first, stream, is_complete=False)
             return answer.with_first_event_checked()
-        return Answer(role, instance, response.status, headers, await _whole(role, instance, response))
+        return Answer(role, instance, response.status, headers, await _whole(role, instance, response, moved))
     except BaseException:
         response.close()
         raise
 
 
-async def _whole(role: Role, instance: Instance, response: aiohttp.ClientResponse) -> bytes:
-    body = await response.read()
+def _headers(role: Role, instance: Instance, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
+    headers = response_headers(response.headers)
+    if has_control_character(headers):
+        raise InstanceError(role, instance, "its answer has a control character in a header", "broken")
+    return headers
+
+
+async def _whole(role: Role, instance: Instance, response: aiohttp.ClientResponse, moved: Callable[[], None]) -> bytes:
+    pieces = []
+    async for piece in response.content.iter_any():
+        moved()
+        pieces.append(piece)
+    body = b"".join(pieces)
     if is_aborted(body):
         raise InstanceError(role, instance, ABORT_REASON, "broken")
     return body
 
 
-async def _first_bytes(role: Role, instance: Instance, read: Callable[[], Awaitable[bytes]]) -> bytes:
+async def _first_bytes(
+    role: Role, instance: Instance, read: Callable[[], Awaitable[bytes]], moved: Callable[[], None] = lambda: None
+) -> bytes:
     """Reads as much of a stream as shows whether it begins with an error.
 
     Raises:
@@ -344,24 +376,29 @@ async def _first_bytes(role: Role, instance: Instance, read: Callable[[], Awaita
     if not first:
         raise InstanceError(role, instance, "ended its stream before the first event", "broken")
     while may_begin_with_error(first) and (piece := await read()):
+        moved()
         first += piece
     return first
 
 
-def _instance_error(role: Role, instance: Instance, error: Exception, context: str = "") -> InstanceError:
+def _instance_error(role: Role, instance: Instance, error: Exception, reason: str) -> InstanceError:
     failure: Failure = "broken"
     if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
         failure = "unreached"
     elif isinstance(error, TimeoutError):
         failure = "timeout"
-    return InstanceError(role, instance, context + _describe(error), failure)
+    return InstanceError(role, instance, reason, failure)
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: Exception, silence_timeout_s: float) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"cannot connect: {error.os_error.strerror or error.os_error}"
     if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return "cannot connect in time"
+        return "cannot connect in time (--connect-timeout)"
     if isinstance(error, TimeoutError):
-        return "no answer in time"
+        return silent_for(silence_timeout_s)
+    if isinstance(error, aiohttp.ClientResponseError):  # its text may quote a header
+        return f"its answer is not valid HTTP, or has a header of more than {MAX_LINE_BYTES} bytes"
+    if isinstance(error, aiohttp.ClientPayloadError):  # its text may quote the answer
+        return "its answer breaks off"
     return str(error) or type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,11 @@ class WorkerConfig:
         if self.num_slots < 1:
             message = f"slots={self.num_slots}: must be at least 1"
             raise ConfigError(message)
+        for name in ("connect_timeout_s", "silence_timeout_s", "drain_timeout_s"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                message = f"{name}={value!r}: must be more than 0 seconds, and finite"
+                raise ConfigError(message)
 
 
 def run_front(config: ProxyConfig, url: str, topology: Topology) -> None:

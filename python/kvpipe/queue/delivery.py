@@ -13,6 +13,7 @@ import orjson
 from multidict import CIMultiDict
 
 from kvpipe import transfer_params
+from kvpipe.proxy import exact_json
 from kvpipe.proxy.bodies import PARAMS
 from kvpipe.proxy.upstream import Answer, InstanceError, failed
 from kvpipe.queue.chunks import (
@@ -274,7 +275,7 @@ def _finished(control: Control) -> Finished:
 
 def _body(raw: bytes, tokens: tuple[int, ...]) -> tuple[bytes, bool]:
     """The body for D, and whether the client does not want the token ids that D is asked for."""
-    body = orjson.loads(raw)
+    body = exact_json.read(raw)
     # With `echo` vLLM leaves out the prompt where it returns token ids.
     if body.get("stream") is not True or body.get("echo"):
         return raw, False

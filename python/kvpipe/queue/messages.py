@@ -15,6 +15,7 @@ import orjson
 from aio_pika import DeliveryMode, Message
 
 from kvpipe.exceptions import ProtocolError
+from kvpipe.proxy import exact_json
 from kvpipe.proxy.bodies import CHAT_PATH, COMPLETIONS_PATH
 
 if TYPE_CHECKING:
@@ -265,8 +266,8 @@ def _unframed(message: AbstractMessage, body: bytes) -> tuple[dict[str, Any], by
 
 def _parsed(message: AbstractMessage, text: bytes) -> Any:
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
+        return exact_json.read(text)
+    except ValueError as error:
         raise _wrong(message, "JSON") from error
 
 

@@ -7,10 +7,10 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-import orjson
-
+from kvpipe.proxy import exact_json
 from kvpipe.proxy.instances import QUEUE
 from kvpipe.proxy.routing import goes_to_decode_alone
+from kvpipe.proxy.silence import silent_for
 from kvpipe.proxy.upstream import InstanceError
 from kvpipe.queue.assembly import Assembly
 from kvpipe.queue.broker import called
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvpipe.proxy.upstream import Failure, WhenBegun
     from kvpipe.queue.messages import Reply, Request
 
-TOO_LATE = "no answer in time"
+TOO_LATE = "no answer in time (--silence-timeout)"
 
 
 class Pending:
@@ -65,7 +65,7 @@ class Pending:
         try:
             part = await called(self._parts.get(), self._silence_timeout_s)
         except TimeoutError:
-            raise queue_error(TOO_LATE, "timeout") from None
+            raise queue_error(silent_for(self._silence_timeout_s), "timeout") from None
         if isinstance(part, InstanceError):
             raise part
         if part.kind == "failed":
@@ -81,5 +81,5 @@ def queue_error(reason: str, failure: Failure) -> InstanceError:
 
 def _has_one_sequence(body: bytes) -> bool:
     """Whether an answer to this request may be continued by another instance."""
-    parsed = orjson.loads(body)
+    parsed = exact_json.read(body)
     return isinstance(parsed, dict) and not goes_to_decode_alone(parsed)
