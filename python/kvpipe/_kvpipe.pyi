@@ -27,6 +27,7 @@ __all__ = [
     "Region",
     "RespConnection",
     "RespSubscription",
+    "RespTls",
     "RespWaiter",
     "StoreClient",
     "StoreServer",
@@ -644,17 +645,31 @@ class Control:
     def close(self) -> None: ...
 
 @final
+class RespTls:
+    """The authorities that connections to Valkey or Redis trust, and the certificate of this client: PEM files.
+
+    Without `ca_file` the authorities of the system are trusted. `key_file` is by default `cert_file`.
+
+    Raises:
+        ConfigError: A file cannot be read, or `ca_file` has no certificate.
+    """
+
+    def __new__(
+        cls, *, ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
+    ) -> RespTls: ...
+
+@final
 class RespConnection:
-    """A connection to Valkey or Redis over TCP, for large values. One call uses it at a time.
+    """A connection to Valkey or Redis over TCP or TLS, for large values. One call uses it at a time.
 
     `timeout_s` bounds the connect, each exchange and each part of a value. After `PeerLostError` it is broken. Calls
-    release the GIL.
+    release the GIL. With `tls` the server has to have a certificate for `host`.
 
     Raises:
         ConnectError: The server was not reached.
     """
 
-    def __new__(cls, host: str, port: int, timeout_s: float) -> RespConnection: ...
+    def __new__(cls, host: str, port: int, timeout_s: float, tls: RespTls | None = None) -> RespConnection: ...
     @property
     def is_broken(self) -> bool: ...
     @property

@@ -146,7 +146,7 @@ def test_a_crowd_that_waits_shares_one_connection_and_leaves_its_channels_at_the
             waiting = [threads.submit(take, number) for number in range(50)]
             eventually(lambda: store.stats().num_waiting == 50 and len(client.pubsub_channels("crowd:w:*")) == 10)
             assert len(client.client_list(_type="pubsub")) == 1
-            assert len(set(threading.enumerate()) - before) == 50 + (tls_or_none is not None)
+            assert len(set(threading.enumerate()) - before) == 50
             for number in range(50):
                 eventually(partial(store.put, b"k%d" % (number % 10), b"x"))
             for each in waiting:

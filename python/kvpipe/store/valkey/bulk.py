@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,104 +20,42 @@ Part = tuple[bytes, int]
 Outcome = str | int | None
 
 
-class Bulk(ABC):
-    """Moves parts of values. Parts of one call are on one server, and fill its memory one after the other."""
+class Bulk:
+    """Moves parts of values without a copy in Python.
 
-    @abstractmethod
-    def write(self, memory: memoryview, parts: Sequence[Part], ttl_ms: int) -> list[Outcome]:
-        """Stores parts."""
-
-    @abstractmethod
-    def read(self, memory: memoryview, parts: Sequence[Part]) -> list[Outcome]:
-        """Reads parts."""
-
-    @abstractmethod
-    def exist(self, manifests: Sequence[bytes]) -> list[bool]:
-        """Returns for each manifest whether it is there and not leased."""
-
-
-class LibraryBulk(Bulk):
-    """Over the library's connections, with a copy: for TLS, and for keys that a cluster moves at the moment."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    def write(self, memory: memoryview, parts: Sequence[Part], ttl_ms: int) -> list[Outcome]:
-        """Stores parts; see `Bulk.write`."""
-        for key, part in _split(memory, parts):
-            self._client.call(partial(self._client.library.set, key, part, px=ttl_ms))
-        return [None] * len(parts)
-
-    def read(self, memory: memoryview, parts: Sequence[Part]) -> list[Outcome]:
-        """Reads parts; see `Bulk.read`."""
-        outcomes: list[Outcome] = []
-        for key, part in _split(memory, parts):
-            data = self._client.call(partial(self._client.library.get, key))
-            if data is None or len(data) != part.nbytes:
-                outcomes.append(-1 if data is None else len(data))
-            else:
-                part[:] = data
-                outcomes.append(None)
-        return outcomes
-
-    def exist(self, manifests: Sequence[bytes]) -> list[bool]:
-        """Answers for each manifest; see `Bulk.exist`."""
-        if not manifests:
-            return []
-        now_ms = self._now_ms()
-
-        def ask() -> list[Any]:
-            pipeline = self._client.library.pipeline(transaction=False)
-            for manifest in manifests:
-                pipeline.hmget(manifest, "e", "l")
-            replies = pipeline.execute(raise_on_error=False)
-            for reply in replies:
-                if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
-                    raise reply
-            return list(replies)
-
-        return [_is_free(reply, now_ms) for reply in self._client.call(ask)]
-
-    def _now_ms(self) -> int:
-        library = self._client.library
-        options = {"target_nodes": library.get_random_node()} if self._client.is_cluster else {}
-        seconds, microseconds = self._client.call(lambda: library.time(**options))
-        return int(seconds) * 1000 + int(microseconds) // 1000
-
-
-class NativeBulk(Bulk):
-    """Over connections of its own, without a copy in Python.
-
-    The library has what a cluster moves: keys whose server redirects to another one.
+    Parts of one call are on one server, and fill its memory one after the other.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._library = LibraryBulk(client)
+        self._moved = _Moved(client)
 
     def write(self, memory: memoryview, parts: Sequence[Part], ttl_ms: int) -> list[Outcome]:
-        """Stores parts; see `Bulk.write`."""
+        """Stores parts."""
         outcomes = self._transfer(
             parts, lambda connections: _kvpipe.RespConnection.write_parts(connections, memory, parts, ttl_ms)
         )
-        for index, part in self._moved(memory, parts, outcomes):
-            outcomes[index] = self._library.write(part, [parts[index]], ttl_ms)[0]
+        for index, part in _redirected(memory, parts, outcomes):
+            outcomes[index] = self._moved.write(part, [parts[index]], ttl_ms)[0]
         return outcomes
 
     def read(self, memory: memoryview, parts: Sequence[Part]) -> list[Outcome]:
-        """Reads parts; see `Bulk.read`."""
+        """Reads parts."""
         outcomes = self._transfer(
             parts, lambda connections: _kvpipe.RespConnection.read_parts(connections, memory, parts)
         )
-        for index, part in self._moved(memory, parts, outcomes):
-            outcomes[index] = self._library.read(part, [parts[index]])[0]
+        for index, part in _redirected(memory, parts, outcomes):
+            outcomes[index] = self._moved.read(part, [parts[index]])[0]
         return outcomes
 
     def exist(self, manifests: Sequence[bytes]) -> list[bool]:
-        """Asks all servers side by side, each in one round trip; see `Bulk.exist`."""
+        """True for each manifest that is there and not leased.
+
+        All servers are asked side by side, each in one round trip.
+        """
         answers = self._client.call_natively(lambda: self._exist(manifests))
         moved = [index for index, answer in enumerate(answers) if answer is None]
-        for index, answer in zip(moved, self._library.exist([manifests[index] for index in moved]), strict=True):
+        for index, answer in zip(moved, self._moved.exist([manifests[index] for index in moved]), strict=True):
             answers[index] = answer
         return [answer is True for answer in answers]
 
@@ -150,14 +87,62 @@ class NativeBulk(Bulk):
 
         return self._client.call_natively(transfer)
 
-    def _moved(
-        self, memory: memoryview, parts: Sequence[Part], outcomes: list[Outcome]
-    ) -> Iterator[tuple[int, memoryview]]:
-        """The parts that their server has given to another one. The library follows, and learns where they are."""
-        for index, (_, part) in enumerate(_split(memory, parts)):
-            outcome = outcomes[index]
-            if isinstance(outcome, str) and outcome.startswith(REDIRECTIONS):
-                yield index, part
+
+class _Moved:
+    """Keys that a cluster moves at the moment, over the library's connections: it follows the redirections."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def write(self, memory: memoryview, parts: Sequence[Part], ttl_ms: int) -> list[Outcome]:
+        """Stores parts."""
+        for key, part in _split(memory, parts):
+            self._client.call(partial(self._client.library.set, key, part, px=ttl_ms))
+        return [None] * len(parts)
+
+    def read(self, memory: memoryview, parts: Sequence[Part]) -> list[Outcome]:
+        """Reads parts."""
+        outcomes: list[Outcome] = []
+        for key, part in _split(memory, parts):
+            data = self._client.call(partial(self._client.library.get, key))
+            if data is None or len(data) != part.nbytes:
+                outcomes.append(-1 if data is None else len(data))
+            else:
+                part[:] = data
+                outcomes.append(None)
+        return outcomes
+
+    def exist(self, manifests: Sequence[bytes]) -> list[bool]:
+        """True for each manifest that is there and not leased."""
+        if not manifests:
+            return []
+        now_ms = self._now_ms()
+
+        def ask() -> list[Any]:
+            pipeline = self._client.library.pipeline(transaction=False)
+            for manifest in manifests:
+                pipeline.hmget(manifest, "e", "l")
+            replies = pipeline.execute(raise_on_error=False)
+            for reply in replies:
+                if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
+                    raise reply
+            return list(replies)
+
+        return [_is_free(reply, now_ms) for reply in self._client.call(ask)]
+
+    def _now_ms(self) -> int:
+        library = self._client.library
+        options = {"target_nodes": library.get_random_node()} if self._client.is_cluster else {}
+        seconds, microseconds = self._client.call(lambda: library.time(**options))
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def _redirected(memory: memoryview, parts: Sequence[Part], outcomes: list[Outcome]) -> Iterator[tuple[int, memoryview]]:
+    """The parts that their server has given to another one."""
+    for index, (_, part) in enumerate(_split(memory, parts)):
+        outcome = outcomes[index]
+        if isinstance(outcome, str) and outcome.startswith(REDIRECTIONS):
+            yield index, part
 
 
 def _split(memory: memoryview, parts: Sequence[Part]) -> Iterator[tuple[bytes, memoryview]]:

@@ -39,7 +39,7 @@ class Client:
     Attributes:
         is_cluster: Whether keys are spread over servers.
         capacity_bytes: The server's `maxmemory`, if it is one server and has a limit.
-        connections: Those without TLS, which redis-py does not know.
+        connections: Those of our own, which redis-py does not know.
         counters: Of the store.
     """
 
@@ -64,8 +64,6 @@ class Client:
     def run(self, script: Script, keys: ValueKeys, second: bytes, *arguments: bytes | int | str) -> Any:
         """Runs a script; `second` is its second key."""
         words = [keys.manifest, second, keys.parts, *map(_encoded, arguments)]
-        if self.settings.is_tls:
-            return self._run_by_library(script, words)
 
         def run() -> Any:
             with self.connections.for_commands([self.address_of(keys.manifest)]) as [connection]:
@@ -148,26 +146,6 @@ class Client:
         """Returns the servers, to subscribe at one of them: a message reaches every server of a cluster."""
         nodes = self.library.get_primaries() if self.is_cluster else []
         return [(node.host, node.port) for node in nodes] or [self._server]
-
-    def library_connection(self) -> Any:
-        """Returns a connection of redis-py, for subscriptions."""
-        servers = self.any_servers()
-        for server in servers:
-            options = self._options(server)
-            tls = options.pop("ssl", False)
-            del options["max_connections"]
-            if tls:
-                options = {name: value for name, value in options.items() if value is not None}
-            connection = (redis.SSLConnection if tls else redis.Connection)(**options)
-            try:
-                with translated(f"{server[0]}:{server[1]}"):
-                    connection.connect()
-            except PeerLostError:
-                if server == servers[-1]:
-                    raise
-            else:
-                return connection
-        raise PeerLostError(f"lost {self.address}")
 
     def close(self) -> None:
         """Ends all connections. A second call does nothing."""

@@ -11,7 +11,7 @@ from kvpipe.exceptions import ClosedError, ConnectError, PeerLostError
 from kvpipe.store.valkey.errors import error_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvpipe.store.valkey.settings import Address, ValkeySettings
 
@@ -28,6 +28,10 @@ class Connections:
 
     def __init__(self, settings: ValkeySettings) -> None:
         self._settings = settings
+        self._tls: _kvpipe.RespTls | None = None
+        if settings.is_tls:
+            files = {"ca_file": settings.ca_file, "cert_file": settings.cert_file, "key_file": settings.key_file}
+            self._tls = _kvpipe.RespTls(**files)
         self._pools: dict[tuple[Address, int | None], _Pool] = {}
         self._lock = Lock()
         self._is_closed = False
@@ -53,8 +57,8 @@ class Connections:
         # A stopped server accepts connections, but does not answer.
         for server in servers[:-1]:
             with suppress(PeerLostError):
-                return _open(self._settings, server, [b"PING"]).subscribe()
-        return _open(self._settings, servers[-1], [b"PING"]).subscribe()
+                return self._open(server, [b"PING"]).subscribe()
+        return self._open(servers[-1], [b"PING"]).subscribe()
 
     def close(self) -> None:
         """Ends all connections, and calls that use them. Later calls raise `ClosedError`."""
@@ -68,18 +72,45 @@ class Connections:
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the store was closed")
-            return self._pools.setdefault((server, limit), _Pool(self._settings, server, limit))
+            return self._pools.setdefault((server, limit), _Pool(lambda: self._open(server), limit))
+
+    def _open(self, server: Address, *more: list[bytes]) -> _kvpipe.RespConnection:
+        """Opens a connection as the user, in the database. The server has to accept `more` commands, too.
+
+        Raises:
+            UnreachedError: The server was not reached.
+        """
+        settings = self._settings
+        try:
+            connection = _kvpipe.RespConnection(*server, settings.answer_s, self._tls)
+        except ConnectError as error:
+            raise UnreachedError(str(error)) from error
+        commands = []
+        if settings.password:
+            login = [settings.username] if settings.username else []
+            commands.append([b"AUTH", *(word.encode() for word in (*login, settings.password))])
+        if settings.database:
+            commands.append([b"SELECT", b"%d" % settings.database])
+        commands += more
+        if commands:
+            connection.send(commands)
+            for reply in connection.receive(len(commands)):
+                if isinstance(reply, str):
+                    connection.close()
+                    raise error_of(reply, f"{server[0]}:{server[1]}")
+        return connection
 
 
 class _Pool:
     """The connections to one server.
 
     Args:
+        open_one: Opens one.
         limit: How many there are at most. Without one, nobody waits.
     """
 
-    def __init__(self, settings: ValkeySettings, server: Address, limit: int | None) -> None:
-        self._settings, self._server, self._limit = settings, server, limit
+    def __init__(self, open_one: Callable[[], _kvpipe.RespConnection], limit: int | None) -> None:
+        self._open_one, self._limit = open_one, limit
         self._idle: list[_kvpipe.RespConnection] = []
         self._used: set[_kvpipe.RespConnection] = set()
         self._num_opening = 0
@@ -119,7 +150,7 @@ class _Pool:
             self._check()
             self._num_opening += 1
         try:
-            connection = _open(self._settings, self._server)
+            connection = self._open_one()
         except BaseException:
             with self._changed:
                 self._num_opening -= 1
@@ -152,29 +183,3 @@ class _Pool:
             self._changed.notify_all()
         for connection in ended:
             connection.close()
-
-
-def _open(settings: ValkeySettings, server: Address, *more: list[bytes]) -> _kvpipe.RespConnection:
-    """Opens a connection as the user, in the database. The server has to accept `more` commands, too.
-
-    Raises:
-        UnreachedError: The server was not reached.
-    """
-    try:
-        connection = _kvpipe.RespConnection(*server, settings.answer_s)
-    except ConnectError as error:
-        raise UnreachedError(str(error)) from error
-    commands = []
-    if settings.password:
-        login = [settings.username] if settings.username else []
-        commands.append([b"AUTH", *(word.encode() for word in (*login, settings.password))])
-    if settings.database:
-        commands.append([b"SELECT", b"%d" % settings.database])
-    commands += more
-    if commands:
-        connection.send(commands)
-        for reply in connection.receive(len(commands)):
-            if isinstance(reply, str):
-                connection.close()
-                raise error_of(reply, f"{server[0]}:{server[1]}")
-    return connection

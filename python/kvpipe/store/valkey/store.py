@@ -13,15 +13,14 @@ from kvpipe.exceptions import ConfigError, CorruptDataError, KVPipeError
 from kvpipe.store.base import LEASE_S, KVStore, Lease, Reservation, StoreStats, Value, ValueInfo
 from kvpipe.store.checks import check_key, check_size
 from kvpipe.store.valkey import scripts
-from kvpipe.store.valkey.bulk import LibraryBulk, NativeBulk
+from kvpipe.store.valkey.bulk import Bulk
 from kvpipe.store.valkey.client import Client
 from kvpipe.store.valkey.context import Context
 from kvpipe.store.valkey.keys import KeySpace
-from kvpipe.store.valkey.library_wakeups import LibraryWakeups
 from kvpipe.store.valkey.pins import PinRenewer
 from kvpipe.store.valkey.settings import ValkeySettings
 from kvpipe.store.valkey.values import Manifest, ValkeyLease, ValkeyReservation, ValkeyValue
-from kvpipe.store.valkey.wakeups import NativeWakeups, Wakeups
+from kvpipe.store.valkey.wakeups import Wakeups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,9 +35,8 @@ class ValkeyStore(KVStore):
     """A store in Valkey or Redis 6.2 and newer, one server or a cluster, which keeps and evicts the values.
 
     The bytes of values travel in parts of at most `part_bytes` over several connections, without a copy in Python.
-    Scripts have connections of their own, and all calls that wait share one. With TLS (`valkeys://`, `rediss://`)
-    redis-py does all of this, with a copy of the bytes. Each part has a checksum, which is verified when
-    it is read: a value that was changed or lost a part is deleted, and a miss afterwards.
+    Scripts have connections of their own, and all calls that wait share one. Each part has a checksum, which is
+    verified when it is read: a value that was changed or lost a part is deleted, and a miss afterwards.
 
     The server's `maxmemory-policy` says what happens when its memory is used up. Recommended is `allkeys-lru`: values
     that are open may be evicted too, and reading them then raises `CorruptDataError` or `PeerLostError`. With
@@ -54,12 +52,9 @@ class ValkeyStore(KVStore):
 
     def __init__(self, settings: ValkeySettings, timeout: float = 10) -> None:
         client = Client(settings, timeout)
-        bulk = LibraryBulk(client) if settings.is_tls else NativeBulk(client)
-        self._context = Context(settings, client, bulk, PinRenewer(settings.pin_s), client.counters)
+        self._context = Context(settings, client, Bulk(client), PinRenewer(settings.pin_s), client.counters)
         self._keys = KeySpace(settings.prefix)
-        self._wakeups: Wakeups = NativeWakeups(client)
-        if settings.is_tls:
-            self._wakeups = LibraryWakeups(client)
+        self._wakeups = Wakeups(client)
         self._open: WeakSet[Reservation | Value] = WeakSet()
 
     @classmethod

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -18,46 +17,11 @@ if TYPE_CHECKING:
     from kvpipe.store.valkey.client import Client
 
 
-class Waiter(ABC):
-    """One call that waits for messages of a channel."""
+class Wakeups:
+    """The subscription of a store: a connection that one of the waiting calls reads for all of them.
 
-    @abstractmethod
-    def begin(self) -> bool:
-        """Begins an attempt. Each change after it ends the next `wait`.
-
-        Returns:
-            Whether messages arrive: only then an attempt that fails may wait.
-
-        Raises:
-            ClosedError: The store was closed.
-            PeerLostError: The server was lost.
-            KVPipeError: The server refuses the subscription, for instance `AuthenticationError`.
-        """
-
-    @abstractmethod
-    def wait(self, timeout: float | None) -> None:
-        """Waits for a change. Raises as `begin`."""
-
-
-class Wakeups(ABC):
-    """The subscription of a store. One that worked and is lost is made again; otherwise all calls that wait fail."""
-
-    @property
-    @abstractmethod
-    def num_waiting(self) -> int:
-        """Calls that wait."""
-
-    @abstractmethod
-    def listening(self, channel: bytes) -> AbstractContextManager[Waiter]:
-        """Subscribes to a channel."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends all waits with `ClosedError`."""
-
-
-class NativeWakeups(Wakeups):
-    """A connection that one of the waiting calls reads for all of them. It is kept for later waits."""
+    It is kept for later waits. One that worked and is lost is made again; otherwise all calls that wait fail.
+    """
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -76,7 +40,7 @@ class NativeWakeups(Wakeups):
     @contextmanager
     def listening(self, channel: bytes) -> Iterator[Waiter]:
         """Subscribes to a channel."""
-        waiter = _NativeWaiter(self, channel)
+        waiter = Waiter(self, channel)
         with self._lock:
             self._num_waiting += 1
         try:
@@ -132,14 +96,25 @@ class NativeWakeups(Wakeups):
                 self._subscription.close()
 
 
-class _NativeWaiter(Waiter):
-    def __init__(self, wakeups: NativeWakeups, channel: bytes) -> None:
+class Waiter:
+    """One call that waits for messages of a channel."""
+
+    def __init__(self, wakeups: Wakeups, channel: bytes) -> None:
         self._wakeups, self._channel = wakeups, channel
         with self._translated():
             self._listen()
 
     def begin(self) -> bool:
-        """Begins an attempt; see `Waiter.begin`."""
+        """Begins an attempt. Each change after it ends the next `wait`.
+
+        Returns:
+            Whether messages arrive: only then an attempt that fails may wait.
+
+        Raises:
+            ClosedError: The store was closed.
+            PeerLostError: The server was lost.
+            KVPipeError: The server refuses the subscription, for instance `AuthenticationError`.
+        """
         with self._translated():
             try:
                 return self._waiter.begin()
@@ -149,7 +124,7 @@ class _NativeWaiter(Waiter):
                 return False
 
     def wait(self, timeout: float | None) -> None:
-        """Waits for a change; see `Waiter.wait`."""
+        """Waits for a change. Raises as `begin`."""
         with self._translated():
             try:
                 self._waiter.wait(timeout)
