@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from kvpipe.exceptions import ConfigError, CorruptDataError, KVPipeError
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from kvpipe.store.valkey.keys import ValueKeys
 
 _LIST_PAGE = 500
+# A call that waits asks again after so many times `answer_s`: later than a silent server is known.
+_ASK_AGAIN_AFTER = 3
 
 
 class ValkeyStore(KVStore):
@@ -46,6 +47,10 @@ class ValkeyStore(KVStore):
     What a killed process leaves ends by time: its reservations and their parts after `reservation_s`, leases at their
     end, and open values can be taken after `pin_s`. A user of the server's ACL needs `~PREFIX:*`, `&PREFIX:*` and
     `+@all`, or those commands that `kvpipe.store.valkey.scripts` uses.
+
+    A server that has become a replica, loads its data or is not reached is left, with all connections to it, for the
+    first host of the URL that is a primary. What was refused is done there. Reservations, leases and open values of the
+    old server end, unless they were replicated. Calls that wait learn of it within three times `answer_s`.
 
     In a forked child process, every call raises `ClosedError`.
     """
@@ -139,7 +144,9 @@ class ValkeyStore(KVStore):
                     if waiter.begin():
                         found, free_at_s = self._attempt(keys, mode, token, held_s)
                     if found is None:
-                        waiter.wait(_until(deadline_s, free_at_s))
+                        # A server that was demoted keeps its connections, and may say nothing any more.
+                        again_at_s = time.monotonic() + _ASK_AGAIN_AFTER * self._context.settings.answer_s
+                        waiter.wait(_until(deadline_s, free_at_s, again_at_s))
                 if found is None:
                     waiter.begin()
         counters = self._context.counters
@@ -162,7 +169,7 @@ class ValkeyStore(KVStore):
                 return (Manifest.parse(fields), began_s), None
         except CorruptDataError:
             # Not a manifest, which no script can have written.
-            self._context.client.call(lambda: self._context.client.library.unlink(keys.manifest))
+            self._context.client.run_command(keys.manifest, b"UNLINK", keys.manifest)
             outcome = b"corrupt"
         if outcome == b"corrupt":
             self._context.counters.add("num_corrupt")
@@ -178,28 +185,18 @@ class ValkeyStore(KVStore):
 
     def list(self, prefix: bytes = b"") -> Iterator[ValueInfo]:
         """Iterates over the values whose keys begin with `prefix`, in no order; it looks at every key of the server."""
-        client = self._context.client
-        found = client.call(lambda: client.library.scan_iter(match=self._keys.pattern(prefix), count=_LIST_PAGE))
         seen: set[bytes] = set()
-        while page := client.call(lambda: list(itertools.islice(found, _LIST_PAGE))):
-            manifests = [manifest for manifest in page if manifest not in seen]
-            seen.update(manifests)
-            yield from self._describe(manifests)
-
-    def _describe(self, manifests: Sequence[bytes]) -> Iterator[ValueInfo]:
         client = self._context.client
-
-        def ask() -> Any:
-            pipeline = client.library.pipeline(transaction=False)
-            for manifest in manifests:
-                pipeline.hget(manifest, "n")
-            return pipeline.execute(raise_on_error=False) if manifests else []
-
-        sizes = client.call(ask)
-        are_free = self._context.bulk.exist(manifests) if manifests else []
-        for manifest, size, is_free in zip(manifests, sizes, are_free, strict=True):
-            if isinstance(size, bytes) and size.isdigit():
-                yield ValueInfo(self._keys.key_of(manifest), int(size), is_leased=not is_free)
+        for server in client.cluster.servers() if client.cluster is not None else [None]:
+            cursor = None
+            while cursor != b"0":
+                scan = (b"SCAN", cursor or b"0", b"MATCH", self._keys.pattern(prefix), b"COUNT", b"%d" % _LIST_PAGE)
+                cursor, page = client.run_at(server, *scan)
+                manifests = [manifest for manifest in dict.fromkeys(page) if manifest not in seen]
+                seen.update(manifests)
+                for manifest, found in zip(manifests, self._context.bulk.describe(manifests), strict=True):
+                    if found is not None:
+                        yield ValueInfo(self._keys.key_of(manifest), found[0], is_leased=not found[1])
 
     def stats(self) -> StoreStats:
         """Returns counters of this client. The content is not counted: other clients and the server change it."""
@@ -209,7 +206,7 @@ class ValkeyStore(KVStore):
             capacity_bytes=context.client.capacity_bytes,
             num_waiting=self._wakeups.num_waiting,
             **context.counters.snapshot(),
-            details={"servers": context.client.address, "is_cluster": context.client.is_cluster},
+            details={"servers": context.client.address, "is_cluster": context.client.cluster is not None},
         )
 
     def close(self) -> None:
@@ -227,7 +224,7 @@ class ValkeyStore(KVStore):
     def _end_all(self) -> None:
         client = self._context.client
         for each in list(self._open):
-            client.call(client.library.ping)
+            client.run_at(client.servers()[0], b"PING")
             if isinstance(each, Reservation):
                 each.abort()
             else:
@@ -238,7 +235,6 @@ class ValkeyStore(KVStore):
         return f"<ValkeyStore {self._context.client.address} {state}, prefix {self._context.settings.prefix}>"
 
 
-def _until(deadline_s: float | None, free_at_s: float | None) -> float | None:
-    """Seconds until the earlier of two times."""
-    times = [time_s for time_s in (deadline_s, free_at_s) if time_s is not None]
-    return max(0.0, min(times) - time.monotonic()) if times else None
+def _until(*times_s: float | None) -> float:
+    """Seconds until the earliest of these times."""
+    return max(0.0, min(time_s for time_s in times_s if time_s is not None) - time.monotonic())
