@@ -671,23 +671,8 @@ class RespConnection:
 
     def __new__(cls, host: str, port: int, timeout_s: float, tls: RespTls | None = None) -> RespConnection: ...
     @property
-    def is_broken(self) -> bool: ...
-    @property
     def is_idle(self) -> bool:
         """Whether a command may be sent: the server has neither closed the connection nor sent anything unasked."""
-
-    def run_script(self, sha: bytes, text: bytes, num_keys: int, arguments: Sequence[bytes]) -> Any:
-        """Runs a script by its SHA-1 in hexadecimal, and by its text where the server does not know it.
-
-        Returns:
-            The reply, as `receive` does.
-
-        Args:
-            sha: The hash.
-            text: The script.
-            num_keys: So many of the arguments, the first ones, are keys.
-            arguments: Keys and arguments.
-        """
 
     def subscribe(self) -> RespSubscription:
         """Makes a subscription of the connection, which is broken for everything else then."""

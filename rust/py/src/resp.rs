@@ -9,7 +9,6 @@ use kvpipe_resp::{Closer, Connection, PartOutcome, Reply, Subscription, Tls, Wai
 use pyo3::buffer::PyBuffer;
 use pyo3::import_exception;
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyInt, PyList, PyString};
 
 use crate::error::{bad, to_py};
@@ -81,30 +80,8 @@ impl RespConnection {
     }
 
     #[getter]
-    fn is_broken(&self) -> PyResult<bool> {
-        Ok(self.exclusive()?.is_broken())
-    }
-
-    #[getter]
     fn is_idle(&self) -> PyResult<bool> {
         Ok(self.exclusive()?.is_idle())
-    }
-
-    fn run_script<'py>(
-        &self,
-        py: Python<'py>,
-        sha: &[u8],
-        text: &[u8],
-        num_keys: usize,
-        arguments: Vec<PyBackedBytes>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let mut guard = self.exclusive()?;
-        let connection = &mut *guard;
-        let arguments: Vec<&[u8]> = arguments.iter().map(|each| &**each).collect();
-        let reply = py
-            .detach(|| connection.run_script(sha, text, num_keys, &arguments))
-            .map_err(|error| error_at(&self.address, error))?;
-        reply_to_py(py, reply)
     }
 
     fn subscribe(&self) -> PyResult<RespSubscription> {

@@ -118,54 +118,12 @@ impl Connection {
         !self.is_broken && !self.reader.has_bytes() && self.reader.stream().stream().is_quiet()
     }
 
-    /// Runs a script by its SHA-1, and by its text where the server does not know it.
-    ///
-    /// The first `num_keys` of the arguments are the keys.
-    pub fn run_script(
-        &mut self,
-        sha: &[u8],
-        text: &[u8],
-        num_keys: usize,
-        arguments: &[&[u8]],
-    ) -> Result<Reply> {
-        let reply = self.evaluate(b"EVALSHA", sha, num_keys, arguments)?;
-        match reply {
-            Reply::Error(error) if error.starts_with("NOSCRIPT ") => {
-                self.evaluate(b"EVAL", text, num_keys, arguments)
-            }
-            reply => Ok(reply),
-        }
-    }
-
-    fn evaluate(
-        &mut self,
-        command: &[u8],
-        script: &[u8],
-        num_keys: usize,
-        arguments: &[&[u8]],
-    ) -> Result<Reply> {
-        let num_keys = num_keys.to_string();
-        let mut words = vec![command, script, num_keys.as_bytes()];
-        words.extend_from_slice(arguments);
-        self.send(&[words])?;
-        self.checked(|connection| {
-            connection.restart_clock();
-            connection.reader.read_reply()
-        })
-    }
-
     /// Makes a subscription of the connection, which is broken for everything else then.
     pub fn subscribe(&mut self) -> Result<Subscription> {
         self.checked(|_| Ok(()))?;
         self.is_broken = true;
         let stream = Arc::clone(self.reader.stream().stream());
         Ok(Subscription::new(stream, self.timeout))
-    }
-
-    /// Sends commands at once, and returns the reply to each.
-    pub fn pipeline(&mut self, commands: &[Vec<&[u8]>]) -> Result<Vec<Reply>> {
-        self.send(commands)?;
-        self.receive(commands.len())
     }
 
     /// Sends commands. Their replies have to be received before anything else is sent.
@@ -245,11 +203,11 @@ mod tests {
     fn a_server_that_does_not_answer_is_a_timeout_and_breaks_the_connection() {
         let (mut connection, _server) = pair(Duration::from_millis(50));
         let began = Instant::now();
-        let result = connection.pipeline(&[vec![b"PING"]]);
-        assert!(matches!(result, Err(Error::Timeout(_))));
+        connection.send(&[vec![b"PING"]]).unwrap();
+        assert!(matches!(connection.receive(1), Err(Error::Timeout(_))));
         assert!(began.elapsed() < Duration::from_secs(5));
         assert!(connection.is_broken());
-        let result = connection.pipeline(&[vec![b"PING"]]);
+        let result = connection.send(&[vec![b"PING"]]);
         assert!(matches!(result, Err(Error::Lost(_))));
     }
 
@@ -273,26 +231,6 @@ mod tests {
         assert!(matches!(result, Err(Error::Timeout(_))));
         drop(connection);
         dripping.join().unwrap();
-    }
-
-    #[test]
-    fn a_script_that_the_server_does_not_know_is_sent_whole() {
-        let (mut connection, mut server) = pair(Duration::from_secs(5));
-        server
-            .write_all(b"-NOSCRIPT No matching script.\r\n:7\r\n:8\r\n")
-            .unwrap();
-        let mut run = || connection.run_script(b"sha", b"text", 1, &[b"key", b"x"]);
-        assert_eq!(run(), Ok(Reply::Integer(7)));
-        assert_eq!(run(), Ok(Reply::Integer(8)));
-        drop(connection);
-        let mut received = String::new();
-        server.read_to_string(&mut received).unwrap();
-        let words: Vec<&str> = received
-            .split("\r\n")
-            .filter(|word| !word.starts_with(['*', '$']))
-            .collect();
-        let expected = "EVALSHA sha 1 key x EVAL text 1 key x EVALSHA sha 1 key x ";
-        assert_eq!(words.join(" "), expected);
     }
 
     #[test]
