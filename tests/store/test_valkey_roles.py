@@ -127,6 +127,32 @@ def test_a_call_that_waits_at_a_demoted_server_goes_on_at_the_next_one(pair):
             assert value.read() == b"abc"
 
 
+def test_values_that_were_replicated_are_read_at_the_new_primary(running, tmp_path, tls_or_none):
+    tls = ("--tls-replication", "yes") if tls_or_none else ()
+    with (
+        running(tmp_path, *tls, tls=tls_or_none) as first,
+        running(tmp_path, *tls, "--replicaof", "127.0.0.1", str(first.port), tls=tls_or_none) as second,
+        first.client() as primary,
+        second.client() as replica,
+        ValkeyStore.open(url_of((first, second))) as store,
+    ):
+        eventually(lambda: replica.info()["master_link_status"] == "up")
+        assert store.put(b"k", bytes(4 * MIB))
+        value = store.select(b"k")
+        assert value.read() == bytes(4 * MIB)
+        eventually(lambda: primary.info()["master_repl_offset"] == replica.info()["slave_repl_offset"])
+        replica.execute_command("REPLICAOF", "NO", "ONE")
+        primary.execute_command("REPLICAOF", "127.0.0.1", second.port)
+        assert store.exists([b"k"]) == [True]
+        assert value.read() == bytes(4 * MIB)
+        assert store.take(b"k") is None
+        value.close()
+        with store.take(b"k") as lease:
+            assert lease.read() == bytes(4 * MIB)
+            lease.acknowledge()
+        assert store.stats().num_lost == 0
+
+
 def test_role_changes_under_load_cost_each_caller_the_call_that_is_under_way(pair):
     num_callers, num_changes = 4, 4
     has_ended = threading.Event()
