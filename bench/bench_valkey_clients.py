@@ -1,15 +1,16 @@
 """SET and GET of large values: kvpipe's RESP client and ValkeyStore beside redis-py and valkey-glide, in turn.
 
-Starts a redis-server or valkey-server of its own. Prints the median of GB/s over the rounds, with the lowest and
-highest, then wake-up and question times of a store.
+Starts a redis-server or valkey-server of its own. Prints the medians of GB/s and of this process' CPU seconds per GiB
+over the rounds, with the lowest and highest GB/s, then the times of a question and of a wake-up.
 
-    python bench/bench_valkey_clients.py [--num-bytes 4194304] [--rounds 7]
+    PYTHONPATH=. python bench/bench_valkey_clients.py [--server redis-server] [--tls] [--num-bytes 4194304] [--rounds 7]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import resource
 import shutil
 import socket
 import statistics
@@ -18,12 +19,14 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import redis
 
 from kvpipe import _kvpipe
 from kvpipe.store.valkey import ValkeyStore
+from tests.store.valkey_servers import certificates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,30 +35,53 @@ NUM_VALUES = 64
 Subject = tuple["Callable[[int], object]", "Callable[[int], object]"]
 
 
+class Server(NamedTuple):
+    """A server that runs.
+
+    Attributes:
+        port: On loopback.
+        ca_file: Its authority's certificate, if it wants TLS.
+    """
+
+    port: int
+    ca_file: str | None
+
+    @property
+    def url(self) -> str:
+        """Of its database 0, up to the query."""
+        scheme, ca = ("rediss", f"ca_file={self.ca_file}&") if self.ca_file else ("redis", "")
+        return f"{scheme}://127.0.0.1:{self.port}/0?{ca}"
+
+
 @contextlib.contextmanager
-def server() -> Iterator[int]:
+def server(program: str | None, *, is_tls: bool) -> Iterator[Server]:
     """A server on a free port."""
-    program = shutil.which("valkey-server") or shutil.which("redis-server")
-    if program is None:
-        message = "neither valkey-server nor redis-server was found"
+    found = shutil.which(program) if program else shutil.which("valkey-server") or shutil.which("redis-server")
+    if found is None:
+        message = f"{program or 'neither valkey-server nor redis-server'} was not found"
         raise SystemExit(message)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", "", "--appendonly", "no"]
-        process = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)  # noqa: S603 - found above
+        options = ["--port", str(port)]
+        tls = certificates(Path(folder)) if is_tls else None
+        if tls is not None:
+            options = ["--port", "0", "--tls-port", str(port), *tls.arguments]
+        options += ["--bind", "127.0.0.1", "--dir", folder, "--save", "", "--appendonly", "no"]
+        process = subprocess.Popen([found, *options], stdout=subprocess.DEVNULL)  # noqa: S603 - found above
         try:
             time.sleep(1)
-            yield port
+            yield Server(port, tls and tls.ca)
         finally:
             process.kill()
             process.wait()
 
 
-def native(port: int, data: bytearray, num_connections: int, num_parts: int) -> Subject:
+def native(at: Server, data: bytearray, num_connections: int, num_parts: int) -> Subject:
     """The RESP client: each value in parts over all connections."""
-    connections = [_kvpipe.RespConnection("127.0.0.1", port, 10) for _ in range(num_connections)]
+    tls = _kvpipe.RespTls(ca_file=at.ca_file) if at.ca_file else None
+    connections = [_kvpipe.RespConnection("127.0.0.1", at.port, 10, tls) for _ in range(num_connections)]
     out = bytearray(len(data))
     size = len(data) // num_parts
 
@@ -71,9 +97,9 @@ def native(port: int, data: bytearray, num_connections: int, num_parts: int) -> 
     return write, read
 
 
-def store_of(port: int, data: bytearray, query: str) -> tuple[ValkeyStore, Subject]:
+def store_of(at: Server, data: bytearray, query: str) -> tuple[ValkeyStore, Subject]:
     """ValkeyStore: reservation, checksums and commit included."""
-    store = ValkeyStore.open(f"redis://127.0.0.1:{port}/0?{query}")
+    store = ValkeyStore.open(at.url + query)
     out = bytearray(len(data))
 
     def write(number: int) -> None:
@@ -90,27 +116,41 @@ def store_of(port: int, data: bytearray, query: str) -> tuple[ValkeyStore, Subje
     return store, (write, read)
 
 
-def redis_py(port: int, data: bytearray) -> Subject:
+def library(at: Server) -> redis.Redis:
     """redis-py with hiredis; any thread has a connection."""
-    client = redis.Redis(port=port)
+    return redis.Redis("127.0.0.1", at.port, protocol=2, ssl=at.ca_file is not None, ssl_ca_certs=at.ca_file)
+
+
+def redis_py(at: Server, data: bytearray) -> Subject:
+    """redis-py."""
+    client = library(at)
     value = bytes(data)
     return (lambda number: client.set(b"py:%d" % number, value), lambda number: client.get(b"py:%d" % number))
 
 
-def glide(port: int, data: bytearray) -> Subject | None:
-    """valkey-glide, if it is installed."""
+def glide(at: Server, data: bytearray) -> Subject | None:
+    """valkey-glide, if it is installed, without TLS."""
+    if at.ca_file:
+        return None
     try:
         import glide_sync  # noqa: PLC0415 - optional
     except ImportError:
         return None
-    address = glide_sync.NodeAddress("127.0.0.1", port)
+    address = glide_sync.NodeAddress("127.0.0.1", at.port)
     client = glide_sync.GlideClient.create(glide_sync.GlideClientConfiguration([address], request_timeout=10_000))
     value = bytes(data)
     return (lambda number: client.set(b"glide:%d" % number, value), lambda number: client.get(b"glide:%d" % number))
 
 
-def run(operation: Callable[[int], object], num_bytes: int, num_threads: int) -> float:
-    """GB/s of all values, by so many callers."""
+def cpu_s() -> float:
+    """CPU seconds of this process until now."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def run(operation: Callable[[int], object], num_bytes: int, num_threads: int) -> tuple[float, float]:
+    """GB/s and CPU seconds per GiB of all values, by so many callers."""
+    began_cpu_s = cpu_s()
     began_s = time.perf_counter()
     if num_threads == 1:
         for number in range(NUM_VALUES):
@@ -118,7 +158,8 @@ def run(operation: Callable[[int], object], num_bytes: int, num_threads: int) ->
     else:
         with ThreadPoolExecutor(num_threads) as threads:
             list(threads.map(operation, range(NUM_VALUES)))
-    return NUM_VALUES * num_bytes / (time.perf_counter() - began_s) / 1e9
+    total_bytes = NUM_VALUES * num_bytes
+    return total_bytes / (time.perf_counter() - began_s) / 1e9, (cpu_s() - began_cpu_s) / (total_bytes / 2**30)
 
 
 def wake_us(writer: ValkeyStore, reader: ValkeyStore, num_times: int = 300) -> list[float]:
@@ -149,16 +190,24 @@ def wake_us(writer: ValkeyStore, reader: ValkeyStore, num_times: int = 300) -> l
     return times
 
 
-def exists_ms(store: ValkeyStore, num_times: int = 50) -> list[float]:
-    """Milliseconds of a question about 1,000 keys, half of them present."""
+def exists_ms(store: ValkeyStore, client: redis.Redis, num_times: int = 50) -> dict[str, list[float]]:
+    """Milliseconds of a question about 1,000 keys, half of them present: of a store, and of redis-py alone, in turn."""
     for number in range(500):
         store.put(b"exists:%d" % number, b"x")
     keys = [b"exists:%d" % number for number in range(1000)]
-    times = []
+
+    def ask_by_library() -> None:
+        pipeline = client.pipeline(transaction=False)
+        for key in keys:
+            pipeline.hmget(b"b4:v:{%b}" % key, "e", "l")
+        pipeline.execute()
+
+    times: dict[str, list[float]] = {}
     for _ in range(num_times):
-        began = time.perf_counter()
-        store.exists(keys)
-        times.append((time.perf_counter() - began) * 1e3)
+        for name, ask in (("ValkeyStore, exists(1000)", lambda: store.exists(keys)), ("redis-py", ask_by_library)):
+            began = time.perf_counter()
+            ask()
+            times.setdefault(name, []).append((time.perf_counter() - began) * 1e3)
     return times
 
 
@@ -167,23 +216,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-bytes", type=int, default=4 << 20)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--server", help="program, by default valkey-server or redis-server")
+    parser.add_argument("--tls", action="store_true", help="with certificates that openssl makes")
     arguments = parser.parse_args()
     data = bytearray(range(256)) * (arguments.num_bytes // 256)
-    with server() as port:
-        striped, store = store_of(port, data, "prefix=b4")
-        quarters, in_quarters = store_of(port, data, f"prefix=bq&part_bytes={len(data) // 4}")
+    with server(arguments.server, is_tls=arguments.tls) as at:
+        striped, store = store_of(at, data, "prefix=b4")
+        quarters, in_quarters = store_of(at, data, f"prefix=bq&part_bytes={len(data) // 4}")
         subjects: dict[str, tuple[Subject | None, int]] = {
-            "resp, 1 connection": (native(port, data, 1, 1), 1),
-            "resp, 4 connections, 4 parts": (native(port, data, 4, 4), 1),
+            "resp, 1 connection": (native(at, data, 1, 1), 1),
+            "resp, 4 connections, 4 parts": (native(at, data, 4, 4), 1),
             "ValkeyStore, 1 caller": (store, 1),
             "ValkeyStore, 4 callers": (store, 4),
             "ValkeyStore, 1 caller, 4 parts": (in_quarters, 1),
-            "redis-py, 1 connection": (redis_py(port, data), 1),
-            "redis-py, 4 connections": (redis_py(port, data), 4),
-            "glide-sync, 1 caller": (glide(port, data), 1),
-            "glide-sync, 4 callers": (glide(port, data), 4),
+            "redis-py, 1 connection": (redis_py(at, data), 1),
+            "redis-py, 4 connections": (redis_py(at, data), 4),
+            "glide-sync, 1 caller": (glide(at, data), 1),
+            "glide-sync, 4 callers": (glide(at, data), 4),
         }
-        rates: dict[tuple[str, str], list[float]] = {}
+        rates: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for turn in range(arguments.rounds + 1):
             for name, (subject, num_threads) in subjects.items():
                 for operation, call in zip(("SET", "GET"), subject or (), strict=False):
@@ -191,11 +242,14 @@ def main() -> None:
                     if turn:  # the first round warms up
                         rates.setdefault((name, operation), []).append(rate)
         for (name, operation), found in rates.items():
-            spread = f"{min(found):.2f} to {max(found):.2f}"
-            print(f"{name:32} {operation} {statistics.median(found):5.2f} GB/s  ({spread})")
-        other, _ = store_of(port, data, "prefix=b4")
-        waking, asking = wake_us(striped, other), exists_ms(striped)
-        for name, times, unit in (("wake", waking, "us"), ("exists(1000)", asking, "ms")):
+            speeds, costs = zip(*found, strict=True)
+            spread = f"{min(speeds):.2f} to {max(speeds):.2f}"
+            cost = f"{statistics.median(costs):.3f} CPU s/GiB"
+            print(f"{name:32} {operation} {statistics.median(speeds):5.2f} GB/s  ({spread})  {cost}")
+        other, _ = store_of(at, data, "prefix=b4")
+        waking, asking = wake_us(striped, other), exists_ms(striped, library(at))
+        found_times = [("wake", waking, "us"), *((name, times, "ms") for name, times in asking.items())]
+        for name, times, unit in found_times:
             worst = sorted(times)[-max(1, len(times) // 100)]
             print(f"{name:32} p50 {statistics.median(times):.2f} {unit}, p99 {worst:.2f}")
         for opened in (striped, quarters, other):

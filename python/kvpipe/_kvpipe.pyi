@@ -27,6 +27,7 @@ __all__ = [
     "Region",
     "RespConnection",
     "RespSubscription",
+    "RespTls",
     "RespWaiter",
     "StoreClient",
     "StoreServer",
@@ -644,35 +645,34 @@ class Control:
     def close(self) -> None: ...
 
 @final
+class RespTls:
+    """The authorities that connections to Valkey or Redis trust, and the certificate of this client: PEM files.
+
+    Without `ca_file` the authorities of the system are trusted. `key_file` is by default `cert_file`.
+
+    Raises:
+        ConfigError: A file cannot be read, or `ca_file` has no certificate.
+    """
+
+    def __new__(
+        cls, *, ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
+    ) -> RespTls: ...
+
+@final
 class RespConnection:
-    """A connection to Valkey or Redis over TCP, for large values. One call uses it at a time.
+    """A connection to Valkey or Redis over TCP or TLS, for large values. One call uses it at a time.
 
     `timeout_s` bounds the connect, each exchange and each part of a value. After `PeerLostError` it is broken. Calls
-    release the GIL.
+    release the GIL. With `tls` the server has to have a certificate for `host`.
 
     Raises:
         ConnectError: The server was not reached.
     """
 
-    def __new__(cls, host: str, port: int, timeout_s: float) -> RespConnection: ...
-    @property
-    def is_broken(self) -> bool: ...
+    def __new__(cls, host: str, port: int, timeout_s: float, tls: RespTls | None = None) -> RespConnection: ...
     @property
     def is_idle(self) -> bool:
         """Whether a command may be sent: the server has neither closed the connection nor sent anything unasked."""
-
-    def run_script(self, sha: bytes, text: bytes, num_keys: int, arguments: Sequence[bytes]) -> Any:
-        """Runs a script by its SHA-1 in hexadecimal, and by its text where the server does not know it.
-
-        Returns:
-            The reply, as `receive` does.
-
-        Args:
-            sha: The hash.
-            text: The script.
-            num_keys: So many of the arguments, the first ones, are keys.
-            arguments: Keys and arguments.
-        """
 
     def subscribe(self) -> RespSubscription:
         """Makes a subscription of the connection, which is broken for everything else then."""

@@ -191,7 +191,7 @@ def test_a_wait_goes_on_when_the_server_that_it_is_subscribed_at_is_stopped(runn
 
 def test_a_call_for_a_key_without_a_server_counts_once_as_one_that_lost_it(cluster):
     with ValkeyStore.open(cluster[0].url("prefix=unknown")) as store:
-        store._context.client.library.nodes_manager.slots_cache.clear()
+        store._context.client.cluster.library.nodes_manager.slots_cache.clear()
         for number, call in enumerate((lambda: store.select(b"k"), lambda: store.exists([b"k"])), 1):
             with pytest.raises(PeerLostError):
                 call()
@@ -205,21 +205,50 @@ def serves_slots(server, other):
     return other.port in [node[1] for _, _, node, *_ in slots]
 
 
-@pytest.mark.slow
-def test_a_replica_that_takes_the_place_of_a_killed_server_is_used(running, running_cluster, tmp_path):
+@pytest.fixture
+def replicated(running, running_cluster, tmp_path):
+    """The servers of a cluster, and a replica of the first one."""
     options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-config-file", "replica.conf")
     with (
         running_cluster(tmp_path, "--cluster-node-timeout", "1000") as servers,
         running(tmp_path, *options) as replica,
         replica.client() as client,
         servers[0].client() as primary,
-        ValkeyStore.open(servers[1].url("answer_s=2")) as store,
     ):
         client.execute_command("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
         node = primary.execute_command("CLUSTER", "MYID")
         eventually(lambda: node in client.execute_command("CLUSTER", "NODES"))
         client.execute_command("CLUSTER", "REPLICATE", node)
         eventually(lambda: client.info()["master_link_status"] == "up")
+        yield servers, replica
+
+
+@pytest.mark.slow
+def test_a_server_of_a_cluster_that_is_demoted_costs_no_call(replicated):
+    servers, replica = replicated
+    with replica.client() as client, ValkeyStore.open(servers[1].url("answer_s=2&part_bytes=65536")) as store:
+        keys = [b"%d" % number for number in range(30)]
+        for key in keys:
+            assert store.put(key, bytes(MIB))
+        client.execute_command("CLUSTER", "FAILOVER")
+        eventually(lambda: all(serves_slots(server, replica) for server in servers))
+        assert store.exists(keys) == [True] * len(keys)
+        for key in keys:
+            with store.take(key) as lease:
+                assert lease.read() == bytes(MIB)
+                lease.acknowledge()
+            assert store.put(key, bytes(MIB))
+        assert store.stats().num_lost == 0
+
+
+@pytest.mark.slow
+def test_a_replica_that_takes_the_place_of_a_killed_server_is_used(replicated):
+    servers, replica = replicated
+    with (
+        replica.client() as client,
+        servers[0].client() as primary,
+        ValkeyStore.open(servers[1].url("answer_s=2")) as store,
+    ):
         keys = [b"%d" % number for number in range(30)]
         for key in keys:
             assert store.put(key, bytes(MIB))

@@ -65,7 +65,7 @@ mod _kvpipe {
     #[pymodule_export]
     use super::pipe::PipeEnd;
     #[pymodule_export]
-    use super::resp::{RespConnection, RespSubscription, RespWaiter};
+    use super::resp::{RespConnection, RespSubscription, RespTls, RespWaiter};
     #[pymodule_export]
     use super::serde::{serde_copy, serde_decode, serde_encode, serde_max_bytes};
     #[pymodule_export]

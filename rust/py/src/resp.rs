@@ -1,14 +1,14 @@
 //! `_kvpipe.RespConnection`: large values of Valkey and Redis between a server and Python buffers.
 
+use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
-use kvpipe_resp::{Closer, Connection, PartOutcome, Reply, Subscription, Waited, Waiter};
+use kvpipe_resp::{Closer, Connection, PartOutcome, Reply, Subscription, Tls, Waited, Waiter};
 use pyo3::buffer::PyBuffer;
 use pyo3::import_exception;
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyInt, PyList, PyString};
 
 use crate::error::{bad, to_py};
@@ -21,6 +21,29 @@ const MAX_TIMEOUT_S: f64 = 86_400.0;
 
 type Part = (Vec<u8>, usize);
 
+/// The authorities that connections trust, and the certificate of this client.
+#[pyclass(frozen)]
+pub(crate) struct RespTls(Tls);
+
+#[pymethods]
+impl RespTls {
+    #[new]
+    #[pyo3(signature = (*, ca_file=None, cert_file=None, key_file=None))]
+    fn new(
+        ca_file: Option<PathBuf>,
+        cert_file: Option<PathBuf>,
+        key_file: Option<PathBuf>,
+    ) -> PyResult<Self> {
+        Tls::new(
+            ca_file.as_deref(),
+            cert_file.as_deref(),
+            key_file.as_deref(),
+        )
+        .map(Self)
+        .map_err(|error| error_at("", error))
+    }
+}
+
 /// A connection that one call uses at a time.
 #[pyclass(frozen)]
 pub(crate) struct RespConnection {
@@ -32,14 +55,22 @@ pub(crate) struct RespConnection {
 #[pymethods]
 impl RespConnection {
     #[new]
-    fn new(py: Python<'_>, host: String, port: u16, timeout_s: f64) -> PyResult<Self> {
+    #[pyo3(signature = (host, port, timeout_s, tls=None))]
+    fn new(
+        py: Python<'_>,
+        host: String,
+        port: u16,
+        timeout_s: f64,
+        tls: Option<&Bound<'_, RespTls>>,
+    ) -> PyResult<Self> {
         if !(timeout_s > 0.0 && timeout_s <= MAX_TIMEOUT_S) {
             return Err(bad(format!("timeout_s={timeout_s}: expected 0 to a day")));
         }
         let timeout = Duration::from_secs_f64(timeout_s);
         let address = format!("{host}:{port}");
+        let tls = tls.map(|tls| &tls.get().0);
         let connection = py
-            .detach(|| Connection::connect(&host, port, timeout))
+            .detach(|| Connection::connect(&host, port, timeout, tls))
             .map_err(|error| error_at(&address, error))?;
         Ok(Self {
             address,
@@ -49,30 +80,8 @@ impl RespConnection {
     }
 
     #[getter]
-    fn is_broken(&self) -> PyResult<bool> {
-        Ok(self.exclusive()?.is_broken())
-    }
-
-    #[getter]
     fn is_idle(&self) -> PyResult<bool> {
         Ok(self.exclusive()?.is_idle())
-    }
-
-    fn run_script<'py>(
-        &self,
-        py: Python<'py>,
-        sha: &[u8],
-        text: &[u8],
-        num_keys: usize,
-        arguments: Vec<PyBackedBytes>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let mut guard = self.exclusive()?;
-        let connection = &mut *guard;
-        let arguments: Vec<&[u8]> = arguments.iter().map(|each| &**each).collect();
-        let reply = py
-            .detach(|| connection.run_script(sha, text, num_keys, &arguments))
-            .map_err(|error| error_at(&self.address, error))?;
-        reply_to_py(py, reply)
     }
 
     fn subscribe(&self) -> PyResult<RespSubscription> {
@@ -312,6 +321,7 @@ fn error_at(address: &str, error: kvpipe_resp::Error) -> PyErr {
     to_py(match error {
         kvpipe_resp::Error::Refused(text) => return RefusedError::new_err(text),
         kvpipe_resp::Error::Exhausted(text) => Error::Exhausted(text),
+        kvpipe_resp::Error::Config(text) => Error::Config(text),
         kvpipe_resp::Error::Connect(text) => Error::Connect(text),
         kvpipe_resp::Error::Lost(reason) | kvpipe_resp::Error::Timeout(reason) => Error::PeerLost {
             peer: address.to_owned(),

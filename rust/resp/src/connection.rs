@@ -1,30 +1,28 @@
 //! One connection to a server: [`Connection`].
 
-use std::io::{self, IoSlice, Read, Write};
-use std::net::{Shutdown, TcpStream, ToSocketAddrs};
+use std::io::{self, IoSlice, Read};
+use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
-use rustix::net::RecvFlags;
-
 use crate::reply::{Reply, ReplyReader, lost};
+use crate::stream::{Stream, Tls};
 use crate::{Error, Result, Subscription};
 
 /// A stream whose operations end at a deadline.
 #[derive(Debug)]
 pub(crate) struct Timed {
-    stream: Arc<TcpStream>,
+    stream: Arc<Stream>,
     deadline: Instant,
 }
 
 impl Timed {
-    pub(crate) fn new(stream: Arc<TcpStream>, timeout: Duration) -> Self {
+    pub(crate) fn new(stream: Arc<Stream>, timeout: Duration) -> Self {
         let deadline = Instant::now() + timeout;
         Self { stream, deadline }
     }
 
-    pub(crate) fn socket(&self) -> &Arc<TcpStream> {
+    pub(crate) fn stream(&self) -> &Arc<Stream> {
         &self.stream
     }
 
@@ -32,23 +30,10 @@ impl Timed {
         self.deadline = Instant::now() + timeout;
     }
 
-    fn left(&self) -> io::Result<Option<Duration>> {
-        let left = self.deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        Ok(Some(left))
-    }
-
-    fn write_some(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        self.stream.set_write_timeout(self.left()?)?;
-        (&*self.stream).write_vectored(slices)
-    }
-
     pub(crate) fn write_all(&self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
         IoSlice::advance_slices(&mut slices, 0);
         while !slices.is_empty() {
-            match self.write_some(slices) {
+            match self.stream.write(slices, self.deadline) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(num_bytes) => IoSlice::advance_slices(&mut slices, num_bytes),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -61,25 +46,18 @@ impl Timed {
 
 impl Read for Timed {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        loop {
-            self.stream.set_read_timeout(self.left()?)?;
-            match (&*self.stream).read(out) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                result => return result,
-            }
-        }
+        self.stream.read(out, self.deadline)
     }
 }
 
 /// Ends a connection from another thread.
 #[derive(Debug, Clone)]
-pub struct Closer(Arc<TcpStream>);
+pub struct Closer(Arc<Stream>);
 
 impl Closer {
     /// Shuts the connection down: what waits for it ends with [`Error::Lost`].
     pub fn close(&self) {
-        // An error says that it is shut down already.
-        let _ = self.0.shutdown(Shutdown::Both);
+        self.0.shutdown();
     }
 }
 
@@ -95,15 +73,20 @@ impl Connection {
     /// Connects.
     ///
     /// `timeout` bounds the connect to each address of the host, every exchange of commands and replies, and every part
-    /// of a value.
-    pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
+    /// of a value. With `tls` the server has to have a certificate for `host`.
+    pub fn connect(host: &str, port: u16, timeout: Duration, tls: Option<&Tls>) -> Result<Self> {
         let at = format!("{host}:{port}");
         let refused = |error: io::Error| Error::Connect(format!("cannot connect to {at}: {error}"));
         let mut last = io::ErrorKind::NotFound.into();
         for address in (host, port).to_socket_addrs().map_err(refused)? {
             match TcpStream::connect_timeout(&address, timeout) {
-                Ok(stream) => {
-                    stream.set_nodelay(true).map_err(refused)?;
+                Ok(socket) => {
+                    socket.set_nodelay(true).map_err(refused)?;
+                    let stream = match tls {
+                        None => Stream::new(socket),
+                        Some(tls) => Stream::with_tls(socket, tls, host, Instant::now() + timeout)
+                            .map_err(refused)?,
+                    };
                     return Ok(Self::new(stream, timeout));
                 }
                 Err(error) => last = error,
@@ -112,7 +95,7 @@ impl Connection {
         Err(refused(last))
     }
 
-    fn new(stream: TcpStream, timeout: Duration) -> Self {
+    fn new(stream: Stream, timeout: Duration) -> Self {
         Self {
             reader: ReplyReader::new(Timed::new(Arc::new(stream), timeout)),
             timeout,
@@ -122,7 +105,7 @@ impl Connection {
 
     /// What ends this connection from another thread.
     pub fn closer(&self) -> Closer {
-        Closer(Arc::clone(self.reader.stream().socket()))
+        Closer(Arc::clone(self.reader.stream().stream()))
     }
 
     /// Whether an error has ended it.
@@ -132,59 +115,15 @@ impl Connection {
 
     /// Whether a command may be sent: the server has neither closed the connection nor sent anything unasked.
     pub fn is_idle(&self) -> bool {
-        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-        let peeked = rustix::net::recv(self.reader.stream().socket(), &mut [0; 1], flags);
-        !self.is_broken && !self.reader.has_bytes() && matches!(peeked, Err(Errno::AGAIN))
-    }
-
-    /// Runs a script by its SHA-1, and by its text where the server does not know it.
-    ///
-    /// The first `num_keys` of the arguments are the keys.
-    pub fn run_script(
-        &mut self,
-        sha: &[u8],
-        text: &[u8],
-        num_keys: usize,
-        arguments: &[&[u8]],
-    ) -> Result<Reply> {
-        let reply = self.evaluate(b"EVALSHA", sha, num_keys, arguments)?;
-        match reply {
-            Reply::Error(error) if error.starts_with("NOSCRIPT ") => {
-                self.evaluate(b"EVAL", text, num_keys, arguments)
-            }
-            reply => Ok(reply),
-        }
-    }
-
-    fn evaluate(
-        &mut self,
-        command: &[u8],
-        script: &[u8],
-        num_keys: usize,
-        arguments: &[&[u8]],
-    ) -> Result<Reply> {
-        let num_keys = num_keys.to_string();
-        let mut words = vec![command, script, num_keys.as_bytes()];
-        words.extend_from_slice(arguments);
-        self.send(&[words])?;
-        self.checked(|connection| {
-            connection.restart_clock();
-            connection.reader.read_reply()
-        })
+        !self.is_broken && !self.reader.has_bytes() && self.reader.stream().stream().is_quiet()
     }
 
     /// Makes a subscription of the connection, which is broken for everything else then.
     pub fn subscribe(&mut self) -> Result<Subscription> {
         self.checked(|_| Ok(()))?;
         self.is_broken = true;
-        let socket = Arc::clone(self.reader.stream().socket());
-        Ok(Subscription::new(socket, self.timeout))
-    }
-
-    /// Sends commands at once, and returns the reply to each.
-    pub fn pipeline(&mut self, commands: &[Vec<&[u8]>]) -> Result<Vec<Reply>> {
-        self.send(commands)?;
-        self.receive(commands.len())
+        let stream = Arc::clone(self.reader.stream().stream());
+        Ok(Subscription::new(stream, self.timeout))
     }
 
     /// Sends commands. Their replies have to be received before anything else is sent.
@@ -239,6 +178,7 @@ pub(crate) fn encode(out: &mut Vec<u8>, command: &[&[u8]]) {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
     use std::net::TcpListener;
     use std::thread;
 
@@ -248,7 +188,7 @@ mod tests {
     pub(crate) fn pair(timeout: Duration) -> (Connection, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let connection = Connection::connect("127.0.0.1", port, timeout).unwrap();
+        let connection = Connection::connect("127.0.0.1", port, timeout, None).unwrap();
         (connection, listener.accept().unwrap().0)
     }
 
@@ -263,11 +203,11 @@ mod tests {
     fn a_server_that_does_not_answer_is_a_timeout_and_breaks_the_connection() {
         let (mut connection, _server) = pair(Duration::from_millis(50));
         let began = Instant::now();
-        let result = connection.pipeline(&[vec![b"PING"]]);
-        assert!(matches!(result, Err(Error::Timeout(_))));
+        connection.send(&[vec![b"PING"]]).unwrap();
+        assert!(matches!(connection.receive(1), Err(Error::Timeout(_))));
         assert!(began.elapsed() < Duration::from_secs(5));
         assert!(connection.is_broken());
-        let result = connection.pipeline(&[vec![b"PING"]]);
+        let result = connection.send(&[vec![b"PING"]]);
         assert!(matches!(result, Err(Error::Lost(_))));
     }
 
@@ -291,26 +231,6 @@ mod tests {
         assert!(matches!(result, Err(Error::Timeout(_))));
         drop(connection);
         dripping.join().unwrap();
-    }
-
-    #[test]
-    fn a_script_that_the_server_does_not_know_is_sent_whole() {
-        let (mut connection, mut server) = pair(Duration::from_secs(5));
-        server
-            .write_all(b"-NOSCRIPT No matching script.\r\n:7\r\n:8\r\n")
-            .unwrap();
-        let mut run = || connection.run_script(b"sha", b"text", 1, &[b"key", b"x"]);
-        assert_eq!(run(), Ok(Reply::Integer(7)));
-        assert_eq!(run(), Ok(Reply::Integer(8)));
-        drop(connection);
-        let mut received = String::new();
-        server.read_to_string(&mut received).unwrap();
-        let words: Vec<&str> = received
-            .split("\r\n")
-            .filter(|word| !word.starts_with(['*', '$']))
-            .collect();
-        let expected = "EVALSHA sha 1 key x EVAL text 1 key x EVALSHA sha 1 key x ";
-        assert_eq!(words.join(" "), expected);
     }
 
     #[test]
@@ -340,7 +260,7 @@ mod tests {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             listener.local_addr().unwrap().port()
         };
-        let result = Connection::connect("127.0.0.1", port, Duration::from_secs(5));
+        let result = Connection::connect("127.0.0.1", port, Duration::from_secs(5), None);
         assert!(matches!(result, Err(Error::Connect(_))));
     }
 }

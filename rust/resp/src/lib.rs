@@ -1,5 +1,5 @@
-//! A client of Valkey and Redis for large values. It speaks RESP2 over TCP, writes values from the caller's memory and
-//! reads them into it.
+//! A client of Valkey and Redis for large values. It speaks RESP2 over TCP or TLS, writes values from the caller's memory
+//! and reads them into it.
 //!
 //! A [`Connection`] is used by one thread at a time and blocks; each of its waits is bounded. Several connections carry
 //! the parts of one value side by side: [`write_parts`] and [`read_parts`]. A [`Subscription`] is shared by any number of
@@ -10,16 +10,20 @@
 mod connection;
 mod parts;
 mod reply;
+mod stream;
 mod subscription;
 
 pub use connection::{Closer, Connection};
 pub use parts::{PartOutcome, read_parts, write_parts};
 pub use reply::Reply;
+pub use stream::Tls;
 pub use subscription::{Subscription, Waited, Waiter};
 
 /// Why a connection cannot be used, or not any more.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
+    /// A file of certificates cannot be used.
+    Config(String),
     /// The server was not reached.
     Connect(String),
     /// The connection was lost, or ended earlier.
@@ -36,7 +40,8 @@ pub enum Error {
 
 impl std::fmt::Display for Error {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (Self::Connect(text)
+        let (Self::Config(text)
+        | Self::Connect(text)
         | Self::Lost(text)
         | Self::Timeout(text)
         | Self::Protocol(text)

@@ -191,7 +191,7 @@ mod tests {
             let mut connections: Vec<_> = servers
                 .into_iter()
                 .map(|server| {
-                    let connection = Connection::connect("127.0.0.1", port, BOUND).unwrap();
+                    let connection = Connection::connect("127.0.0.1", port, BOUND, None).unwrap();
                     let stream = listener.accept().unwrap().0;
                     scope.spawn(move || server(stream));
                     connection

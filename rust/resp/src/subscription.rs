@@ -5,16 +5,16 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::IoSlice;
-use std::net::{Shutdown, TcpStream};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 
 use crate::connection::{Timed, encode};
 use crate::reply::{Reply, ReplyReader, lost};
+use crate::stream::{Stream, readable};
 use crate::{Error, Result};
 
 /// How a wait has ended.
@@ -80,9 +80,9 @@ pub struct Waiter {
 }
 
 impl Subscription {
-    pub(crate) fn new(socket: Arc<TcpStream>, timeout: Duration) -> Self {
-        let reader = Mutex::new(ReplyReader::new(Timed::new(Arc::clone(&socket), timeout)));
-        let writer = Timed::new(socket, timeout);
+    pub(crate) fn new(stream: Arc<Stream>, timeout: Duration) -> Self {
+        let reader = Mutex::new(ReplyReader::new(Timed::new(Arc::clone(&stream), timeout)));
+        let writer = Timed::new(stream, timeout);
         Self(Arc::new(Shared {
             timeout,
             reader,
@@ -245,10 +245,7 @@ impl Shared {
     ) -> rustix::io::Result<()> {
         let probe_at = self.state().quiet_since + self.timeout;
         let until = deadline.map_or(probe_at, |deadline| deadline.min(probe_at));
-        let is_readable = reader.has_bytes() || {
-            let socket = Arc::clone(reader.stream().socket());
-            readable(&*socket, Some(until))?
-        };
+        let is_readable = reader.has_bytes() || reader.stream().stream().wait(until)?;
         if !is_readable {
             if until == probe_at {
                 self.state().probe(self.timeout);
@@ -362,8 +359,7 @@ impl State {
 
     fn end(&mut self, error: Error) {
         self.ended.get_or_insert(error);
-        // An error says that it is shut down already.
-        let _ = self.writer.socket().shutdown(Shutdown::Both);
+        self.writer.stream().shutdown();
         self.sleeping.values().for_each(wake);
     }
 }
@@ -376,19 +372,6 @@ fn exhausted(error: Errno) -> Error {
 fn wake(event: &Arc<OwnedFd>) {
     // It fails only where the counter is at its limit, and the descriptor readable.
     let _ = rustix::io::write(&**event, &1_u64.to_ne_bytes());
-}
-
-/// Waits until a descriptor is readable; false when `deadline` has passed.
-fn readable(fd: impl AsFd, deadline: Option<Instant>) -> rustix::io::Result<bool> {
-    let timeout = deadline.map(|deadline| {
-        let left = deadline.saturating_duration_since(Instant::now());
-        Timespec {
-            tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),
-            tv_nsec: left.subsec_nanos().into(),
-        }
-    });
-    let mut polled = [PollFd::new(&fd, PollFlags::IN)];
-    rustix::event::poll(&mut polled, timeout.as_ref()).map(|num_ready| num_ready > 0)
 }
 
 #[cfg(test)]

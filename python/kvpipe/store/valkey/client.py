@@ -1,4 +1,4 @@
-"""A connected server or cluster: scripts over connections of our own, other commands by redis-py."""
+"""A connected server or cluster: `Client`."""
 
 from __future__ import annotations
 
@@ -6,29 +6,23 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import redis
-import redis.exceptions
-from redis.backoff import NoBackoff
-from redis.cluster import ClusterNode
-from redis.retry import Retry
-
-from kvpipe.exceptions import ClosedError, ConfigError, ConnectError, IncompatiblePeerError, PeerLostError
-from kvpipe.store.valkey.connections import Connections, UnreachedError
+from kvpipe.exceptions import ClosedError, ConfigError, ConnectError, PeerLostError, ProtocolError
+from kvpipe.store.valkey.connections import HELLO, Connections, check_role
 from kvpipe.store.valkey.context import Counters
-from kvpipe.store.valkey.errors import REDIRECTIONS, error_of, translated
+from kvpipe.store.valkey.errors import ELSEWHERE, REDIRECTIONS, check_serves, error_of
+from kvpipe.store.valkey.primary import Primary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from kvpipe.exceptions import KVPipeError
+    from kvpipe.store.valkey.cluster import Cluster
     from kvpipe.store.valkey.keys import ValueKeys
     from kvpipe.store.valkey.scripts import Script
     from kvpipe.store.valkey.settings import Address, ValkeySettings
 
 T = TypeVar("T")
 
-_OLDEST = (6, 2)
-# A client waits for nobody: each thread that calls has a connection.
-_MAX_CONNECTIONS = 1 << 16
 # Of each script.
 _NUM_KEYS = 3
 
@@ -37,9 +31,9 @@ class Client:
     """A connected server or cluster. Any thread may call.
 
     Attributes:
-        is_cluster: Whether keys are spread over servers.
-        capacity_bytes: The server's `maxmemory`, if it is one server and has a limit.
-        connections: Those without TLS, which redis-py does not know.
+        connections: To all servers.
+        primary: The server, if it is no cluster.
+        cluster: The cluster, if it is one.
         counters: Of the store.
     """
 
@@ -47,70 +41,91 @@ class Client:
         self.settings = settings
         self.address = ",".join(f"{host}:{port}" for host, port in settings.hosts)
         self.connections = Connections(settings)
+        self.primary = Primary(self.connections, settings.hosts)
+        self.cluster: Cluster | None = None
         self.counters = Counters()
         self.is_closed = False
         self._pid = os.getpid()
-        info = self._first_info(timeout)
-        self.is_cluster = bool(info.get("cluster_enabled"))
-        self.capacity_bytes = None if self.is_cluster else int(info.get("maxmemory", 0)) or None
-        if self.is_cluster and settings.database:
-            raise ConfigError(f"database {settings.database}: a cluster has only database 0")
         try:
-            with translated(self.address):
-                self.library: Any = self._cluster() if self.is_cluster else redis.Redis(**self._options(self._server))
+            if self.primary.open(timeout).is_cluster:
+                self.cluster = self._open_cluster()
         except PeerLostError as error:
             raise ConnectError(str(error)) from error
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The server's `maxmemory`, if it is one server and has a limit."""
+        return self.primary.capacity_bytes if self.cluster is None else None
 
     def run(self, script: Script, keys: ValueKeys, second: bytes, *arguments: bytes | int | str) -> Any:
         """Runs a script; `second` is its second key."""
         words = [keys.manifest, second, keys.parts, *map(_encoded, arguments)]
-        if self.settings.is_tls:
-            return self._run_by_library(script, words)
+        arity = b"%d" % _NUM_KEYS
 
         def run() -> Any:
-            with self.connections.for_commands([self.address_of(keys.manifest)]) as [connection]:
-                reply = connection.run_script(script.sha, script.text, _NUM_KEYS, words)
-            if isinstance(reply, str) and not reply.startswith(REDIRECTIONS):
-                raise error_of(reply, self.address)
+            server = self.server_of(keys.manifest)
+            [reply] = self._ask(server, [(b"EVALSHA", script.sha, arity, *words)])
+            if isinstance(reply, str) and reply.startswith("NOSCRIPT"):
+                [reply] = self._ask(server, [(b"EVAL", script.text, arity, *words)])
             return reply
 
-        reply = self.call_natively(run)
-        return self._run_by_library(script, words) if isinstance(reply, str) else reply
+        reply = self.call(run)
+        if isinstance(reply, str) and reply.startswith(REDIRECTIONS):
+            with self.redirections() as cluster:
+                return cluster.run_script(script, _NUM_KEYS, words)
+        return self._checked(reply)
 
-    def _run_by_library(self, script: Script, words: list[bytes]) -> Any:
-        def evaluate() -> Any:
-            try:
-                return self.library.evalsha(script.sha.decode(), _NUM_KEYS, *words)
-            except redis.exceptions.NoScriptError:
-                return self.library.eval(script.text.decode(), _NUM_KEYS, *words)
+    def run_command(self, key: bytes, *words: bytes) -> Any:
+        """Runs a command at the server that has a key."""
+        [reply] = self.call(lambda: self._ask(self.server_of(key), [words]))
+        if isinstance(reply, str) and reply.startswith(REDIRECTIONS):
+            with self.redirections() as cluster:
+                return cluster.run(*words)
+        return self._checked(reply)
 
-        return self.call(evaluate)
+    def run_at(self, server: Address | None, *words: bytes) -> Any:
+        """Runs a command at a server of a cluster, or else at the primary."""
+        [reply] = self.call(lambda: self._ask(server or self.primary.address, [words]))
+        return self._checked(reply)
+
+    @contextmanager
+    def redirections(self) -> Iterator[Cluster]:
+        """Returns the cluster, which follows the redirection that a server has answered. Losses are counted."""
+        if self.cluster is None:
+            raise ProtocolError(
+                f"{self.address} redirects, and was no cluster when the store was opened; open it again"
+            )
+        with self.counting_losses():
+            yield self.cluster
 
     def call(self, operation: Callable[[], T]) -> T:
-        """Calls the library.
+        """Runs what uses `connections`.
+
+        It runs once more if a server was not reached or did not serve, and another one has taken its place.
 
         Raises:
             ClosedError: The store was closed here, or this is a forked process.
-        """
-        self.check()
-        with self.counting_losses(), translated(self.address):
-            return operation()
-
-    def call_natively(self, operation: Callable[[], T]) -> T:
-        """Runs what uses `connections`; raises as `call`.
-
-        In a cluster it runs once more if a server was not reached, whose replica may have taken its place.
+            PeerLostError: The server was lost. It is counted.
         """
         self.check()
         with self.counting_losses():
-            try:
-                return operation()
-            except UnreachedError:
-                if not self.is_cluster:
-                    raise
-                with translated(self.address):
-                    self.library.nodes_manager.initialize()
-                return operation()
+            return self.renewing(operation)
+
+    def renewing(self, operation: Callable[[], T]) -> T:
+        """As `call`, but does not count."""
+        generation = self.primary.generation
+        try:
+            return operation()
+        except ELSEWHERE as error:
+            self.renew(error, generation)
+            return operation()
+
+    def renew(self, error: KVPipeError, generation: int) -> None:
+        """Finds the servers anew after an error of `generation` of the primary."""
+        if self.cluster is not None:
+            self.cluster.refresh()
+        else:
+            self.primary.replace(error, generation)
 
     @contextmanager
     def counting_losses(self) -> Iterator[None]:
@@ -134,105 +149,49 @@ class Client:
         """Whether this process opened the store."""
         return self._pid == os.getpid()
 
-    def address_of(self, key: bytes) -> Address:
-        """Returns the server that has a key. It is called within `call_natively`."""
-        if not self.is_cluster:
-            return self._server
-        with translated(self.address):
-            node = self.library.get_node_from_key(key)
-        if node is None:
-            raise PeerLostError(f"{self.address}: no server of the cluster has the slot of this key")
-        return node.host, node.port
+    def server_of(self, key: bytes) -> Address:
+        """Returns the server that has a key. It is called within `call`."""
+        return self.primary.address if self.cluster is None else self.cluster.server_of(key)
 
-    def any_servers(self) -> list[Address]:
-        """Returns the servers, to subscribe at one of them: a message reaches every server of a cluster."""
-        nodes = self.library.get_primaries() if self.is_cluster else []
-        return [(node.host, node.port) for node in nodes] or [self._server]
-
-    def library_connection(self) -> Any:
-        """Returns a connection of redis-py, for subscriptions."""
-        servers = self.any_servers()
-        for server in servers:
-            options = self._options(server)
-            tls = options.pop("ssl", False)
-            del options["max_connections"]
-            if tls:
-                options = {name: value for name, value in options.items() if value is not None}
-            connection = (redis.SSLConnection if tls else redis.Connection)(**options)
-            try:
-                with translated(f"{server[0]}:{server[1]}"):
-                    connection.connect()
-            except PeerLostError:
-                if server == servers[-1]:
-                    raise
-            else:
-                return connection
-        raise PeerLostError(f"lost {self.address}")
+    def servers(self) -> list[Address]:
+        """Returns all servers that have keys."""
+        return (self.cluster.servers() if self.cluster is not None else []) or [self.primary.address]
 
     def close(self) -> None:
         """Ends all connections. A second call does nothing."""
         if not self.is_closed:
             self.is_closed = True
             self.connections.close()
-            self.library.close()
+            if self.cluster is not None:
+                self.cluster.close()
 
-    def _first_info(self, timeout: float) -> dict[str, Any]:
-        last: PeerLostError | None = None
-        for server in self.settings.hosts:
-            options = self._options(server) | {"socket_connect_timeout": timeout, "socket_timeout": timeout}
-            try:
-                with translated(f"{server[0]}:{server[1]}"), redis.Redis(**options) as client:
-                    info = client.info()
-            except PeerLostError as error:
-                last = error
-                continue
-            self._server = server
-            _check_info(server, info)
-            return dict(info)
-        raise ConnectError(str(last)) from last
+    def _ask(self, server: Address, commands: Sequence[Sequence[bytes]]) -> list[Any]:
+        """Sends commands to a server at once. A server that has been demoted refuses its answers to them."""
+        address = f"{server[0]}:{server[1]}"
+        with self.connections.for_commands([server]) as [connection]:
+            connection.send([HELLO, *commands])
+            hello, *replies = connection.receive(1 + len(commands))
+            check_role(hello, address)
+            check_serves(replies, address)
+        return replies
 
-    def _options(self, server: Address) -> dict[str, Any]:
-        settings = self.settings
-        options = {
-            "host": server[0],
-            "port": server[1],
-            "username": settings.username,
-            "password": settings.password,
-            "db": settings.database,
-            "socket_timeout": settings.answer_s,
-            "socket_connect_timeout": settings.answer_s,
-            "max_connections": _MAX_CONNECTIONS,
-            "protocol": 2,
-            # Scripts may be repeated by their caller, who knows which. A repetition here would double the bound.
-            "retry": Retry(NoBackoff(), 0),
-        }
-        if settings.is_tls:
-            options |= {
-                "ssl": True,
-                "ssl_ca_certs": settings.ca_file,
-                "ssl_certfile": settings.cert_file,
-                "ssl_keyfile": settings.key_file,
-            }
-        return options
+    def _checked(self, reply: Any) -> Any:
+        if isinstance(reply, str):
+            with self.counting_losses():
+                raise error_of(reply, self.address)
+        return reply
 
-    def _cluster(self) -> Any:
-        options = self._options(self._server)
-        for name in ("host", "port", "db"):
-            del options[name]
-        options["retry"] = Retry(NoBackoff(), 1)
-        hosts = (self._server, *self.settings.hosts)
-        return redis.RedisCluster(startup_nodes=[ClusterNode(host, port) for host, port in hosts], **options)
+    def _open_cluster(self) -> Cluster:
+        if self.settings.database:
+            raise ConfigError(f"database {self.settings.database}: a cluster has only database 0")
+        try:
+            from kvpipe.store.valkey.cluster import Cluster  # noqa: PLC0415 - redis-py is needed by clusters alone
+        except ImportError as error:
+            raise ConfigError(
+                f"{self.address} is a cluster, which needs redis-py: pip install 'kvpipe[valkey]'"
+            ) from error
+        return Cluster(self.settings, self.primary.address)
 
 
 def _encoded(argument: bytes | int | str) -> bytes:
     return argument if isinstance(argument, bytes) else str(argument).encode()
-
-
-def _check_info(server: Address, info: dict[str, Any]) -> None:
-    version = str(info.get("redis_version", "0.0"))
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    where = f"{server[0]}:{server[1]}"
-    if numbers < _OLDEST:
-        raise IncompatiblePeerError(f"{where} has version {version}: expected 6.2 or newer")
-    if info.get("role") == "slave" and not info.get("cluster_enabled"):
-        raise ConnectError(f"{where} is a replica: connect to its primary, {info.get('master_host')}")

@@ -1,33 +1,67 @@
-"""Connections to each server that kvpipe has itself, without redis-py: `Connections`."""
+"""Connections to servers: `Connections`."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from threading import Condition, Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpipe import _kvpipe
-from kvpipe.exceptions import ClosedError, ConnectError, PeerLostError
-from kvpipe.store.valkey.errors import error_of
+from kvpipe.exceptions import ClosedError, ConnectError, IncompatiblePeerError, PeerLostError
+from kvpipe.store.valkey.errors import LoginError, NotServingError, UnreachedError, error_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from kvpipe.exceptions import KVPipeError
     from kvpipe.store.valkey.settings import Address, ValkeySettings
 
+_OLDEST = (6, 2)
+# It needs no permission, and its reply has the server's role.
+HELLO = (b"HELLO", b"2")
 
-class UnreachedError(PeerLostError):
-    """A server that was there is not any more; nothing was sent to it."""
+
+@dataclass(frozen=True)
+class Greeting:
+    """Facts of a server.
+
+    Attributes:
+        is_cluster: True if keys are spread over servers.
+        capacity_bytes: Its `maxmemory`, if it has a limit and says so.
+    """
+
+    is_cluster: bool
+    capacity_bytes: int | None
+
+
+def check_role(hello: Any, address: str) -> None:
+    """Raises `NotServingError` if the reply to `HELLO` is not that of a primary or of a cluster's server."""
+    if isinstance(hello, str):
+        raise error_of(hello, address)
+    facts = _facts(hello)
+    if facts.get(b"role") != b"master" and facts.get(b"mode") != b"cluster":
+        role = facts.get(b"role", facts.get(b"mode", b"unknown")).decode()
+        raise NotServingError(f"{address} is a {role}, and no primary: name its primary in the URL of the store")
+
+
+def _facts(hello: Any) -> dict[bytes, Any]:
+    return dict(zip(hello[::2], hello[1::2], strict=True))
 
 
 class Connections:
     """Connections to all servers, in two pools each: no command waits for the values of other calls.
 
-    Any thread may call.
+    Any thread may call. A new connection raises `NotServingError` unless it is one to a primary or to a server of a
+    cluster.
     """
 
     def __init__(self, settings: ValkeySettings) -> None:
         self._settings = settings
+        self._tls: _kvpipe.RespTls | None = None
+        if settings.is_tls:
+            files = {"ca_file": settings.ca_file, "cert_file": settings.cert_file, "key_file": settings.key_file}
+            self._tls = _kvpipe.RespTls(**files)
         self._pools: dict[tuple[Address, int | None], _Pool] = {}
         self._lock = Lock()
         self._is_closed = False
@@ -53,8 +87,43 @@ class Connections:
         # A stopped server accepts connections, but does not answer.
         for server in servers[:-1]:
             with suppress(PeerLostError):
-                return _open(self._settings, server, [b"PING"]).subscribe()
-        return _open(self._settings, servers[-1], [b"PING"]).subscribe()
+                return self._open(server).subscribe()
+        return self._open(servers[-1]).subscribe()
+
+    def greet(self, server: Address, timeout_s: float | None) -> Greeting:
+        """Asks a server what it is, on a connection of its own.
+
+        Args:
+            server: Its host and port.
+            timeout_s: Bound of the connect and of an answer; by default that of all connections.
+
+        Raises:
+            LoginError: It refuses the user or password.
+            IncompatiblePeerError: It is too old.
+            NotServingError: It is no primary, or loads its data.
+            UnreachedError: It was not reached.
+        """
+        connection = self._open(server, timeout_s)
+        try:
+            connection.send([HELLO, (b"INFO", b"memory")])
+            hello, info = connection.receive(2)
+        finally:
+            connection.close()
+        facts = _facts(hello)
+        version = facts[b"version"].decode()
+        if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < _OLDEST:
+            raise IncompatiblePeerError(f"{_name(server)} has version {version}: expected 6.2 or newer")
+        # A user without the right to ask gets an error.
+        lines = info.splitlines() if isinstance(info, bytes) else ()
+        limits = [int(line.partition(b":")[2]) for line in lines if line.startswith(b"maxmemory:")]
+        return Greeting(facts[b"mode"] == b"cluster", sum(limits) or None)
+
+    def discard(self, server: Address) -> None:
+        """Ends the connections to a server; those that calls use, when they give them back."""
+        with self._lock:
+            pools = [self._pools.pop(key) for key in list(self._pools) if key[0] == server]
+        for pool in pools:
+            pool.end(NotServingError(f"{_name(server)} does not serve any more"), with_used=False)
 
     def close(self) -> None:
         """Ends all connections, and calls that use them. Later calls raise `ClosedError`."""
@@ -62,29 +131,74 @@ class Connections:
             self._is_closed = True
             pools = list(self._pools.values())
         for pool in pools:
-            pool.close()
+            pool.end(ClosedError("the store was closed"), with_used=True)
 
     def _pool(self, server: Address, limit: int | None) -> _Pool:
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the store was closed")
-            return self._pools.setdefault((server, limit), _Pool(self._settings, server, limit))
+            return self._pools.setdefault((server, limit), _Pool(lambda: self._open(server), limit))
+
+    def _open(self, server: Address, timeout_s: float | None = None) -> _kvpipe.RespConnection:
+        """Opens a connection as the user, in the database. Raises as `greet`."""
+        try:
+            connection = _kvpipe.RespConnection(*server, timeout_s or self._settings.answer_s, self._tls)
+        except ConnectError as error:
+            raise UnreachedError(str(error)) from error
+        try:
+            self._begin(connection, _name(server))
+        except NotServingError:
+            connection.close()
+            raise
+        except PeerLostError as error:
+            connection.close()
+            raise UnreachedError(str(error)) from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _begin(self, connection: _kvpipe.RespConnection, address: str) -> None:
+        settings = self._settings
+        hello = [*HELLO]
+        if settings.password:
+            hello += [b"AUTH", (settings.username or "default").encode(), settings.password.encode()]
+        # A server that loads its data, or has lost its own primary, answers HELLO, and refuses PING.
+        commands = [hello, [b"PING"]]
+        if settings.database:
+            commands.append([b"SELECT", b"%d" % settings.database])
+        connection.send(commands)
+        replies = connection.receive(len(commands))
+        refusal = next((reply for reply in replies if isinstance(reply, str)), None)
+        if refusal is not None and refusal.startswith(("NOAUTH", "WRONGPASS")):
+            raise LoginError(f"{address} refuses the user or password: {refusal}")
+        if refusal is not None and refusal.startswith("ERR unknown command"):
+            raise IncompatiblePeerError(f"{address} does not know HELLO: expected version 6.2 or newer")
+        if refusal is not None:
+            raise error_of(refusal, address)
+        check_role(replies[0], address)
+
+
+def _name(server: Address) -> str:
+    return f"{server[0]}:{server[1]}"
 
 
 class _Pool:
     """The connections to one server.
 
     Args:
+        open_one: Opens one.
         limit: How many there are at most. Without one, nobody waits.
     """
 
-    def __init__(self, settings: ValkeySettings, server: Address, limit: int | None) -> None:
-        self._settings, self._server, self._limit = settings, server, limit
+    def __init__(self, open_one: Callable[[], _kvpipe.RespConnection], limit: int | None) -> None:
+        self._open_one, self._limit = open_one, limit
         self._idle: list[_kvpipe.RespConnection] = []
         self._used: set[_kvpipe.RespConnection] = set()
         self._num_opening = 0
         self._changed = Condition()
-        self._is_closed = False
+        # Raised to those who come after its end.
+        self._ended: KVPipeError | None = None
 
     @contextmanager
     def borrowed(self, num_wanted: int) -> Iterator[list[_kvpipe.RespConnection]]:
@@ -102,7 +216,7 @@ class _Pool:
 
     def _borrow(self, *, is_needed: bool) -> _kvpipe.RespConnection | None:
         with self._changed:
-            while not self._is_closed:
+            while self._ended is None:
                 if self._idle:
                     connection = self._idle.pop()
                     if not connection.is_idle:
@@ -116,10 +230,11 @@ class _Pool:
                 if not is_needed:
                     return None
                 self._changed.wait()
-            self._check()
+            if self._ended is not None:
+                raise self._ended
             self._num_opening += 1
         try:
-            connection = _open(self._settings, self._server)
+            connection = self._open_one()
         except BaseException:
             with self._changed:
                 self._num_opening -= 1
@@ -134,47 +249,18 @@ class _Pool:
         with self._changed:
             self._used -= set(connections)
             # What broke one connection has broken the others.
-            ended = [] if are_usable and not self._is_closed else [*connections, *self._idle]
+            ended = [] if are_usable and self._ended is None else [*connections, *self._idle]
             self._idle = [] if ended else [*self._idle, *connections]
             self._changed.notify_all()
         for connection in ended:
             connection.close()
 
-    def _check(self) -> None:
-        if self._is_closed:
-            raise ClosedError("the store was closed")
-
-    def close(self) -> None:
+    def end(self, error: KVPipeError, *, with_used: bool) -> None:
+        """Ends idle connections now, those in use too or when they are given back. Later calls raise the error."""
         with self._changed:
-            self._is_closed = True
-            ended = [*self._idle, *self._used]
+            self._ended = error
+            ended = [*self._idle, *(self._used if with_used else ())]
             self._idle = []
             self._changed.notify_all()
         for connection in ended:
             connection.close()
-
-
-def _open(settings: ValkeySettings, server: Address, *more: list[bytes]) -> _kvpipe.RespConnection:
-    """Opens a connection as the user, in the database. The server has to accept `more` commands, too.
-
-    Raises:
-        UnreachedError: The server was not reached.
-    """
-    try:
-        connection = _kvpipe.RespConnection(*server, settings.answer_s)
-    except ConnectError as error:
-        raise UnreachedError(str(error)) from error
-    commands = []
-    if settings.password:
-        login = [settings.username] if settings.username else []
-        commands.append([b"AUTH", *(word.encode() for word in (*login, settings.password))])
-    if settings.database:
-        commands.append([b"SELECT", b"%d" % settings.database])
-    commands += more
-    if commands:
-        connection.send(commands)
-        for reply in connection.receive(len(commands)):
-            if isinstance(reply, str):
-                connection.close()
-                raise error_of(reply, f"{server[0]}:{server[1]}")
-    return connection

@@ -1,11 +1,8 @@
-"""Errors of redis-py and of the server as those of kvpipe."""
+"""Error replies of the server as errors of kvpipe."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-import redis.exceptions
+from typing import Any
 
 from kvpipe.exceptions import (
     AuthenticationError,
@@ -16,27 +13,44 @@ from kvpipe.exceptions import (
     ProtocolError,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-_KINDS: dict[str, type[KVPipeError]] = {
-    "OOM": CapacityError,
-    "NOAUTH": AuthenticationError,
-    "WRONGPASS": AuthenticationError,
-    "NOPERM": AuthenticationError,
-    "WRONGTYPE": CorruptDataError,
-    "CLUSTERDOWN": PeerLostError,
-    "LOADING": PeerLostError,
-    "MASTERDOWN": PeerLostError,
-    "MISCONF": PeerLostError,
-    "READONLY": PeerLostError,
-}
-# Redirections of a cluster: the value is elsewhere, or on its way.
-REDIRECTIONS = ("MOVED ", "ASK ", "TRYAGAIN ")
+class UnreachedError(PeerLostError):
+    """A server does not accept a connection; nothing was done."""
+
+
+class NotServingError(PeerLostError):
+    """A server refuses for what it or the connection is now; the command has changed nothing.
+
+    Another server may do it, or the same one on a new connection.
+    """
+
+
+class LoginError(AuthenticationError):
+    """A server refuses the user or password when a connection begins; nothing was done."""
+
+
+# Errors after which another server may do what was asked of this one.
+ELSEWHERE = (LoginError, NotServingError, UnreachedError)
 
 
 class RefusedError(Exception):
     """An error reply to a command of a subscription: `error_of` its text says what it means."""
+
+
+_KINDS: dict[str, type[KVPipeError]] = {
+    "OOM": CapacityError,
+    "WRONGPASS": AuthenticationError,
+    "NOPERM": AuthenticationError,
+    "WRONGTYPE": CorruptDataError,
+    "MISCONF": PeerLostError,
+    "CLUSTERDOWN": NotServingError,
+    "LOADING": NotServingError,
+    "MASTERDOWN": NotServingError,
+    "NOAUTH": NotServingError,
+    "READONLY": NotServingError,
+}
+# Redirections of a cluster: the value is elsewhere, or on its way.
+REDIRECTIONS = ("MOVED ", "ASK ", "TRYAGAIN ")
 
 
 def error_of(text: str, address: str = "") -> KVPipeError:
@@ -46,21 +60,11 @@ def error_of(text: str, address: str = "") -> KVPipeError:
     return _KINDS.get(kind, ProtocolError)(f"{address}: the server answered: {text}" if address else text)
 
 
-@contextmanager
-def translated(address: str) -> Iterator[None]:
-    """Raises errors of redis-py as those of kvpipe."""
-    errors = redis.exceptions
-    try:
-        yield
-    except (errors.AuthenticationError, errors.AuthorizationError, errors.NoPermissionError) as error:
-        raise AuthenticationError(f"{address} refuses the user or password: {error}") from error
-    except errors.OutOfMemoryError as error:
-        raise CapacityError(f"{address} is out of memory: {error}") from error
-    except errors.ReadOnlyError as error:
-        raise PeerLostError(f"{address} is a read-only replica: {error}") from error
-    except (errors.ConnectionError, errors.TimeoutError, errors.ClusterError, errors.RedisClusterException) as error:
-        raise PeerLostError(f"lost {address}: {error}") from error
-    except errors.ResponseError as error:
-        raise error_of(str(error), address) from error
-    except (OSError, errors.RedisError) as error:
-        raise PeerLostError(f"lost {address}: {error}") from error
+def check_serves(replies: list[Any], address: str) -> None:
+    """Raises `NotServingError` for the first reply that says so.
+
+    The connection is then of no use, unlike after other error replies.
+    """
+    for reply in replies:
+        if isinstance(reply, str) and isinstance(error := error_of(reply, address), NotServingError):
+            raise error

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from kvpipe.exceptions import ConfigError, CorruptDataError, KVPipeError
 from kvpipe.store.base import LEASE_S, KVStore, Lease, Reservation, StoreStats, Value, ValueInfo
 from kvpipe.store.checks import check_key, check_size
 from kvpipe.store.valkey import scripts
-from kvpipe.store.valkey.bulk import LibraryBulk, NativeBulk
+from kvpipe.store.valkey.bulk import Bulk
 from kvpipe.store.valkey.client import Client
 from kvpipe.store.valkey.context import Context
 from kvpipe.store.valkey.keys import KeySpace
-from kvpipe.store.valkey.library_wakeups import LibraryWakeups
 from kvpipe.store.valkey.pins import PinRenewer
 from kvpipe.store.valkey.settings import ValkeySettings
 from kvpipe.store.valkey.values import Manifest, ValkeyLease, ValkeyReservation, ValkeyValue
-from kvpipe.store.valkey.wakeups import NativeWakeups, Wakeups
+from kvpipe.store.valkey.wakeups import Wakeups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,15 +28,16 @@ if TYPE_CHECKING:
     from kvpipe.store.valkey.keys import ValueKeys
 
 _LIST_PAGE = 500
+# A call that waits asks again after so many times `answer_s`: later than a silent server is known.
+_ASK_AGAIN_AFTER = 3
 
 
 class ValkeyStore(KVStore):
     """A store in Valkey or Redis 6.2 and newer, one server or a cluster, which keeps and evicts the values.
 
     The bytes of values travel in parts of at most `part_bytes` over several connections, without a copy in Python.
-    Scripts have connections of their own, and all calls that wait share one. With TLS (`valkeys://`, `rediss://`)
-    redis-py does all of this, with a copy of the bytes. Each part has a checksum, which is verified when
-    it is read: a value that was changed or lost a part is deleted, and a miss afterwards.
+    Scripts have connections of their own, and all calls that wait share one. Each part has a checksum, which is
+    verified when it is read: a value that was changed or lost a part is deleted, and a miss afterwards.
 
     The server's `maxmemory-policy` says what happens when its memory is used up. Recommended is `allkeys-lru`: values
     that are open may be evicted too, and reading them then raises `CorruptDataError` or `PeerLostError`. With
@@ -49,17 +48,18 @@ class ValkeyStore(KVStore):
     end, and open values can be taken after `pin_s`. A user of the server's ACL needs `~PREFIX:*`, `&PREFIX:*` and
     `+@all`, or those commands that `kvpipe.store.valkey.scripts` uses.
 
+    A server that has become a replica, loads its data or is not reached is left, with all connections to it, for the
+    first host of the URL that is a primary. What was refused is done there. Reservations, leases and open values of the
+    old server end, unless they were replicated. Calls that wait learn of it within three times `answer_s`.
+
     In a forked child process, every call raises `ClosedError`.
     """
 
     def __init__(self, settings: ValkeySettings, timeout: float = 10) -> None:
         client = Client(settings, timeout)
-        bulk = LibraryBulk(client) if settings.is_tls else NativeBulk(client)
-        self._context = Context(settings, client, bulk, PinRenewer(settings.pin_s), client.counters)
+        self._context = Context(settings, client, Bulk(client), PinRenewer(settings.pin_s), client.counters)
         self._keys = KeySpace(settings.prefix)
-        self._wakeups: Wakeups = NativeWakeups(client)
-        if settings.is_tls:
-            self._wakeups = LibraryWakeups(client)
+        self._wakeups = Wakeups(client)
         self._open: WeakSet[Reservation | Value] = WeakSet()
 
     @classmethod
@@ -144,7 +144,9 @@ class ValkeyStore(KVStore):
                     if waiter.begin():
                         found, free_at_s = self._attempt(keys, mode, token, held_s)
                     if found is None:
-                        waiter.wait(_until(deadline_s, free_at_s))
+                        # A server that was demoted keeps its connections, and may say nothing any more.
+                        again_at_s = time.monotonic() + _ASK_AGAIN_AFTER * self._context.settings.answer_s
+                        waiter.wait(_until(deadline_s, free_at_s, again_at_s))
                 if found is None:
                     waiter.begin()
         counters = self._context.counters
@@ -167,7 +169,7 @@ class ValkeyStore(KVStore):
                 return (Manifest.parse(fields), began_s), None
         except CorruptDataError:
             # Not a manifest, which no script can have written.
-            self._context.client.call(lambda: self._context.client.library.unlink(keys.manifest))
+            self._context.client.run_command(keys.manifest, b"UNLINK", keys.manifest)
             outcome = b"corrupt"
         if outcome == b"corrupt":
             self._context.counters.add("num_corrupt")
@@ -183,28 +185,18 @@ class ValkeyStore(KVStore):
 
     def list(self, prefix: bytes = b"") -> Iterator[ValueInfo]:
         """Iterates over the values whose keys begin with `prefix`, in no order; it looks at every key of the server."""
-        client = self._context.client
-        found = client.call(lambda: client.library.scan_iter(match=self._keys.pattern(prefix), count=_LIST_PAGE))
         seen: set[bytes] = set()
-        while page := client.call(lambda: list(itertools.islice(found, _LIST_PAGE))):
-            manifests = [manifest for manifest in page if manifest not in seen]
-            seen.update(manifests)
-            yield from self._describe(manifests)
-
-    def _describe(self, manifests: Sequence[bytes]) -> Iterator[ValueInfo]:
         client = self._context.client
-
-        def ask() -> Any:
-            pipeline = client.library.pipeline(transaction=False)
-            for manifest in manifests:
-                pipeline.hget(manifest, "n")
-            return pipeline.execute(raise_on_error=False) if manifests else []
-
-        sizes = client.call(ask)
-        are_free = self._context.bulk.exist(manifests) if manifests else []
-        for manifest, size, is_free in zip(manifests, sizes, are_free, strict=True):
-            if isinstance(size, bytes) and size.isdigit():
-                yield ValueInfo(self._keys.key_of(manifest), int(size), is_leased=not is_free)
+        for server in client.cluster.servers() if client.cluster is not None else [None]:
+            cursor = None
+            while cursor != b"0":
+                scan = (b"SCAN", cursor or b"0", b"MATCH", self._keys.pattern(prefix), b"COUNT", b"%d" % _LIST_PAGE)
+                cursor, page = client.run_at(server, *scan)
+                manifests = [manifest for manifest in dict.fromkeys(page) if manifest not in seen]
+                seen.update(manifests)
+                for manifest, found in zip(manifests, self._context.bulk.describe(manifests), strict=True):
+                    if found is not None:
+                        yield ValueInfo(self._keys.key_of(manifest), found[0], is_leased=not found[1])
 
     def stats(self) -> StoreStats:
         """Returns counters of this client. The content is not counted: other clients and the server change it."""
@@ -214,7 +206,7 @@ class ValkeyStore(KVStore):
             capacity_bytes=context.client.capacity_bytes,
             num_waiting=self._wakeups.num_waiting,
             **context.counters.snapshot(),
-            details={"servers": context.client.address, "is_cluster": context.client.is_cluster},
+            details={"servers": context.client.address, "is_cluster": context.client.cluster is not None},
         )
 
     def close(self) -> None:
@@ -232,7 +224,7 @@ class ValkeyStore(KVStore):
     def _end_all(self) -> None:
         client = self._context.client
         for each in list(self._open):
-            client.call(client.library.ping)
+            client.run_at(client.servers()[0], b"PING")
             if isinstance(each, Reservation):
                 each.abort()
             else:
@@ -243,7 +235,6 @@ class ValkeyStore(KVStore):
         return f"<ValkeyStore {self._context.client.address} {state}, prefix {self._context.settings.prefix}>"
 
 
-def _until(deadline_s: float | None, free_at_s: float | None) -> float | None:
-    """Seconds until the earlier of two times."""
-    times = [time_s for time_s in (deadline_s, free_at_s) if time_s is not None]
-    return max(0.0, min(times) - time.monotonic()) if times else None
+def _until(*times_s: float | None) -> float:
+    """Seconds until the earliest of these times."""
+    return max(0.0, min(time_s for time_s in times_s if time_s is not None) - time.monotonic())

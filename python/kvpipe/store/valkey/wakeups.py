@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from kvpipe.exceptions import ClosedError, KVPipeError, PeerLostError
-from kvpipe.store.valkey.errors import RefusedError, error_of
+from kvpipe.exceptions import ClosedError, PeerLostError
+from kvpipe.store.valkey.errors import NotServingError, RefusedError, error_of
+from kvpipe.store.valkey.shared_call import SharedCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,55 +17,23 @@ if TYPE_CHECKING:
     from kvpipe.store.valkey.client import Client
 
 
-class Waiter(ABC):
-    """One call that waits for messages of a channel."""
+class Wakeups:
+    """The subscription of a store: a connection that one of the waiting calls reads for all of them.
 
-    @abstractmethod
-    def begin(self) -> bool:
-        """Begins an attempt. Each change after it ends the next `wait`.
-
-        Returns:
-            Whether messages arrive: only then an attempt that fails may wait.
-
-        Raises:
-            ClosedError: The store was closed.
-            PeerLostError: The server was lost.
-            KVPipeError: The server refuses the subscription, for instance `AuthenticationError`.
-        """
-
-    @abstractmethod
-    def wait(self, timeout: float | None) -> None:
-        """Waits for a change. Raises as `begin`."""
-
-
-class Wakeups(ABC):
-    """The subscription of a store. One that worked and is lost is made again; otherwise all calls that wait fail."""
-
-    @property
-    @abstractmethod
-    def num_waiting(self) -> int:
-        """Calls that wait."""
-
-    @abstractmethod
-    def listening(self, channel: bytes) -> AbstractContextManager[Waiter]:
-        """Subscribes to a channel."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends all waits with `ClosedError`."""
-
-
-class NativeWakeups(Wakeups):
-    """A connection that one of the waiting calls reads for all of them. It is kept for later waits."""
+    It is kept for later waits. One that worked and is lost is made again; otherwise all calls that wait fail.
+    """
 
     def __init__(self, client: Client) -> None:
         self.client = client
         self._subscription: _kvpipe.RespSubscription | None = None
-        self._connecting: Future[_kvpipe.RespSubscription] | None = None
+        # Of the primary that it is at.
+        self._generation = 0
+        self._connecting: SharedCall[_kvpipe.RespSubscription] = SharedCall()
         self._num_waiting = 0
         # It is not held while a call connects.
         self._lock = Lock()
         self._is_closed = False
+        client.primary.on_change = self._end_subscription
 
     @property
     def num_waiting(self) -> int:
@@ -76,7 +43,7 @@ class NativeWakeups(Wakeups):
     @contextmanager
     def listening(self, channel: bytes) -> Iterator[Waiter]:
         """Subscribes to a channel."""
-        waiter = _NativeWaiter(self, channel)
+        waiter = Waiter(self, channel)
         with self._lock:
             self._num_waiting += 1
         try:
@@ -88,36 +55,38 @@ class NativeWakeups(Wakeups):
 
     def subscription(self) -> _kvpipe.RespSubscription:
         """Returns the subscription, a new one where it has ended. Calls share one attempt to connect."""
-        while True:
-            with self._lock:
-                self.check()
-                if self._subscription is not None and not self._subscription.has_ended:
-                    return self._subscription
-                is_first = self._connecting is None
-                connecting = self._connecting = self._connecting or Future()
-            if is_first:
-                return self._connect(connecting)
-            # It is cancelled where the call that connects ends by the exception of a signal handler.
-            with suppress(CancelledError):
-                return connecting.result()
+        return self._current() or self._connecting.run(self._connect)
 
-    def _connect(self, connecting: Future[_kvpipe.RespSubscription]) -> _kvpipe.RespSubscription:
-        try:
-            subscription = self.client.connections.subscribe(self.client.any_servers())
-        except BaseException as error:
-            with self._lock:
-                self._connecting = None
-            if isinstance(error, KVPipeError):
-                connecting.set_exception(error)
-            else:
-                connecting.cancel()
-            raise
+    def _current(self) -> _kvpipe.RespSubscription | None:
         with self._lock:
-            self._connecting, self._subscription = None, subscription
+            self.check()
+            is_replaced = self._generation != self.client.primary.generation
+            has_ended = self._subscription is None or self._subscription.has_ended
+            return None if has_ended or is_replaced else self._subscription
+
+    def _connect(self) -> _kvpipe.RespSubscription:
+        if (current := self._current()) is not None:
+            return current
+        client = self.client
+
+        def subscribe() -> tuple[_kvpipe.RespSubscription, int]:
+            generation = client.primary.generation
+            return client.connections.subscribe(client.servers()), generation
+
+        subscription, generation = client.renewing(subscribe)
+        with self._lock:
+            if self._subscription is not None:
+                self._subscription.close()
+            self._subscription, self._generation = subscription, generation
             if self._is_closed:
                 subscription.close()
-        connecting.set_result(subscription)
         return subscription
+
+    def _end_subscription(self) -> None:
+        """Ends the subscription at a server that is the primary no more; it may keep the connection."""
+        with self._lock:
+            if self._subscription is not None:
+                self._subscription.close()
 
     def check(self) -> None:
         """Raises `ClosedError` if the store was closed."""
@@ -132,57 +101,67 @@ class NativeWakeups(Wakeups):
                 self._subscription.close()
 
 
-class _NativeWaiter(Waiter):
-    def __init__(self, wakeups: NativeWakeups, channel: bytes) -> None:
-        self._wakeups, self._channel = wakeups, channel
-        with self._translated():
+class Waiter:
+    """One call that waits for messages of a channel."""
+
+    def __init__(self, wakeups: Wakeups, channel: bytes) -> None:
+        self._wakeups, self._client, self._channel = wakeups, wakeups.client, channel
+        with self._client.counting_losses():
             self._listen()
 
     def begin(self) -> bool:
-        """Begins an attempt; see `Waiter.begin`."""
-        with self._translated():
+        """Begins an attempt. Each change after it ends the next `wait`.
+
+        Returns:
+            Whether messages arrive: only then an attempt that fails may wait.
+
+        Raises:
+            ClosedError: The store was closed.
+            PeerLostError: The server was lost.
+            KVPipeError: The server refuses the subscription, for instance `AuthenticationError`.
+        """
+        with self._client.counting_losses():
             try:
                 return self._waiter.begin()
-            except PeerLostError as error:
-                self._check_can_renew(error)
-                self._listen()
+            except (PeerLostError, RefusedError) as error:
+                self._renew(error)
                 return False
 
     def wait(self, timeout: float | None) -> None:
-        """Waits for a change; see `Waiter.wait`."""
-        with self._translated():
+        """Waits for a change. Raises as `begin`."""
+        with self._client.counting_losses():
             try:
                 self._waiter.wait(timeout)
-            except PeerLostError as error:
-                self._check_can_renew(error)
-                self._listen()
+            except (PeerLostError, RefusedError) as error:
+                self._renew(error)
 
     def close(self) -> None:
         """Ends the subscription to the channel, unless others listen too."""
         self._waiter.close()
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Raises refusals of the server as errors of kvpipe, which do not renew the subscription; counts losses."""
-        client = self._wakeups.client
-        with client.counting_losses():
-            try:
-                yield
-            except RefusedError as error:
-                raise error_of(str(error), client.address) from error
-
     def _listen(self) -> None:
         while True:
+            self._generation = self._client.primary.generation
             self._subscription = self._wakeups.subscription()
             try:
                 self._waiter = self._subscription.listen(self._channel)
-            except PeerLostError as error:
+            except (PeerLostError, RefusedError) as error:
                 self._check_can_renew(error)
             else:
                 return
 
-    def _check_can_renew(self, error: PeerLostError) -> None:
-        """Raises the error unless it has ended a subscription that worked."""
+    def _renew(self, error: PeerLostError | RefusedError) -> None:
+        self._check_can_renew(error)
+        self._listen()
+
+    def _check_can_renew(self, error: PeerLostError | RefusedError) -> None:
+        """Raises the error unless it has ended a subscription that worked, or one at a server that was replaced."""
         self._wakeups.check()
-        if not (self._subscription.has_ended and self._subscription.has_received):
-            raise error
+        cause = error_of(str(error), self._client.address) if isinstance(error, RefusedError) else error
+        has_worked = self._subscription.has_ended and self._subscription.has_received
+        is_replaced = self._generation != self._client.primary.generation
+        is_final = isinstance(error, RefusedError) and not isinstance(cause, NotServingError)
+        if is_final or not (has_worked or is_replaced):
+            raise cause from error
+        if isinstance(cause, NotServingError):
+            self._client.renew(cause, self._generation)

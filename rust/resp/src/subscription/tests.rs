@@ -1,5 +1,5 @@
 use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::thread;
 
 use super::*;
@@ -12,7 +12,7 @@ const LONG: Duration = Duration::from_secs(30);
 fn pair(timeout: Duration) -> (Subscription, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
-    let mut connection = Connection::connect("127.0.0.1", port, timeout).unwrap();
+    let mut connection = Connection::connect("127.0.0.1", port, timeout, None).unwrap();
     let server = listener.accept().unwrap().0;
     server.set_read_timeout(Some(LONG)).unwrap();
     server.set_nodelay(true).unwrap();

@@ -1,0 +1,292 @@
+//! A socket, with TLS or without it: [`Stream`].
+
+use std::io::{self, IoSlice, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore};
+
+use crate::{Error, Result};
+
+/// Ciphertext that one call of the system reads. rustls by itself reads 4 KiB at a time.
+const CIPHERTEXT_BYTES: usize = 256 << 10;
+
+/// The authorities that are trusted, and the certificate of this client.
+#[derive(Debug, Clone)]
+pub struct Tls(Arc<ClientConfig>);
+
+impl Tls {
+    /// Reads certificates from PEM files.
+    ///
+    /// Without `ca_file` the authorities of the system are trusted. `key_file` is by default `cert_file`.
+    pub fn new(
+        ca_file: Option<&Path>,
+        cert_file: Option<&Path>,
+        key_file: Option<&Path>,
+    ) -> Result<Self> {
+        let mut roots = RootCertStore::empty();
+        let authorities = match ca_file {
+            Some(path) => certificates(path)?,
+            None => rustls_native_certs::load_native_certs().certs,
+        };
+        let (num_trusted, _) = roots.add_parsable_certificates(authorities);
+        if num_trusted == 0 {
+            let place = ca_file.map_or("the system".to_owned(), |path| path.display().to_string());
+            let text = format!("{place} has no certificate of an authority: set ca_file to one");
+            return Err(Error::Config(text));
+        }
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let invalid = |error: rustls::Error| Error::Config(format!("TLS: {error}"));
+        let builder = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .map_err(invalid)?
+            .with_root_certificates(roots);
+        let config = match cert_file {
+            None => builder.with_no_client_auth(),
+            Some(path) => {
+                let key_file = key_file.unwrap_or(path);
+                let key = PrivateKeyDer::from_pem_file(key_file)
+                    .map_err(|error| unreadable(key_file, &error))?;
+                builder
+                    .with_client_auth_cert(certificates(path)?, key)
+                    .map_err(invalid)?
+            }
+        };
+        Ok(Self(Arc::new(config)))
+    }
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
+    CertificateDer::pem_file_iter(path)
+        .and_then(Iterator::collect)
+        .map_err(|error| unreadable(path, &error))
+}
+
+fn unreadable(path: &Path, error: &rustls::pki_types::pem::Error) -> Error {
+    Error::Config(format!("cannot read {}: {error}", path.display()))
+}
+
+/// A socket, or a TLS session over it. One thread may read while another one writes.
+#[derive(Debug)]
+pub(crate) struct Stream {
+    socket: TcpStream,
+    session: Option<Mutex<Session>>,
+}
+
+#[derive(Debug)]
+struct Session {
+    connection: ClientConnection,
+    /// Received, and not handed to `connection` where it lies within `start..end`.
+    ciphertext: Box<[u8]>,
+    start: usize,
+    end: usize,
+}
+
+impl Stream {
+    pub(crate) fn new(socket: TcpStream) -> Self {
+        let session = None;
+        Self { socket, session }
+    }
+
+    /// Makes a TLS session with the server of that name.
+    pub(crate) fn with_tls(
+        socket: TcpStream,
+        tls: &Tls,
+        host: &str,
+        deadline: Instant,
+    ) -> io::Result<Self> {
+        let name = ServerName::try_from(host.to_owned()).map_err(io::Error::other)?;
+        let connection =
+            ClientConnection::new(Arc::clone(&tls.0), name).map_err(io::Error::other)?;
+        let session = Session {
+            connection,
+            ciphertext: vec![0; CIPHERTEXT_BYTES].into_boxed_slice(),
+            start: 0,
+            end: 0,
+        };
+        let session = Some(Mutex::new(session));
+        let stream = Self { socket, session };
+        stream.shake_hands(deadline)?;
+        Ok(stream)
+    }
+
+    fn shake_hands(&self, deadline: Instant) -> io::Result<()> {
+        while let Some(mut session) = self.session() {
+            session.flush(&self.socket, deadline)?;
+            if !session.connection.is_handshaking() {
+                break;
+            }
+            let advanced = session.advance(&self.socket);
+            drop(session);
+            self.ready(advanced, deadline)?;
+        }
+        Ok(())
+    }
+
+    /// Reads some bytes; none at the end.
+    pub(crate) fn read(&self, out: &mut [u8], deadline: Instant) -> io::Result<usize> {
+        loop {
+            let result = if let Some(mut session) = self.session() {
+                session.read(&self.socket, out)
+            } else {
+                self.socket.set_read_timeout(Some(left(deadline)?))?;
+                match (&self.socket).read(out) {
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                    result => return result,
+                }
+            };
+            if let Some(num_bytes) = self.ready(result, deadline)? {
+                return Ok(num_bytes);
+            }
+        }
+    }
+
+    /// Writes some bytes.
+    pub(crate) fn write(&self, slices: &[IoSlice<'_>], deadline: Instant) -> io::Result<usize> {
+        let Some(mut session) = self.session() else {
+            self.socket.set_write_timeout(Some(left(deadline)?))?;
+            return (&self.socket).write_vectored(slices);
+        };
+        let num_bytes = session.connection.writer().write_vectored(slices)?;
+        session.flush(&self.socket, deadline)?;
+        Ok(num_bytes)
+    }
+
+    /// True if the peer has neither ended the connection nor sent bytes that were not read.
+    pub(crate) fn is_quiet(&self) -> bool {
+        if let Some(mut session) = self.session() {
+            let result = session.read(&self.socket, &mut [0; 1]);
+            return result.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
+        }
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        let peeked = rustix::net::recv(&self.socket, &mut [0; 1], flags);
+        matches!(peeked, Err(Errno::AGAIN))
+    }
+
+    /// Waits until there is something to read, also an error or the end; false when `deadline` has passed.
+    pub(crate) fn wait(&self, deadline: Instant) -> rustix::io::Result<bool> {
+        loop {
+            if self
+                .session()
+                .is_some_and(|mut session| session.is_readable(&self.socket))
+            {
+                return Ok(true);
+            }
+            if !readable(&self.socket, Some(deadline))? {
+                return Ok(false);
+            }
+            if self.session.is_none() {
+                return Ok(true);
+            }
+        }
+    }
+
+    pub(crate) fn shutdown(&self) {
+        // An error says that it is shut down already.
+        let _ = self.socket.shutdown(Shutdown::Both);
+    }
+
+    fn session(&self) -> Option<MutexGuard<'_, Session>> {
+        let session = self.session.as_ref()?;
+        Some(session.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Waits for the socket where a result says that there is nothing yet.
+    fn ready<T>(&self, result: io::Result<T>, deadline: Instant) -> io::Result<Option<T>> {
+        match result {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            result => return result.map(Some),
+        }
+        match readable(&self.socket, Some(deadline)) {
+            Ok(true) | Err(Errno::INTR) => Ok(None),
+            Ok(false) => Err(io::ErrorKind::TimedOut.into()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl Session {
+    /// Reads some bytes that have arrived; `WouldBlock` if there are none.
+    fn read(&mut self, socket: &TcpStream, out: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.connection.reader().read(out) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.advance(socket)?,
+                result => return result,
+            }
+        }
+    }
+
+    fn is_readable(&mut self, socket: &TcpStream) -> bool {
+        loop {
+            match self.connection.process_new_packets() {
+                Ok(state) if state.plaintext_bytes_to_read() == 0 && !state.peer_has_closed() => {}
+                _ => return true,
+            }
+            if let Err(error) = self.advance(socket) {
+                return error.kind() != io::ErrorKind::WouldBlock;
+            }
+        }
+    }
+
+    /// Decrypts what has arrived; `WouldBlock` if nothing has.
+    fn advance(&mut self, socket: &TcpStream) -> io::Result<()> {
+        if self.start == self.end {
+            let (num_bytes, _) =
+                rustix::net::recv(socket, &mut self.ciphertext[..], RecvFlags::DONTWAIT)?;
+            if num_bytes == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            (self.start, self.end) = (0, num_bytes);
+        }
+        let mut received = &self.ciphertext[self.start..self.end];
+        let num_bytes = self.connection.read_tls(&mut received)?;
+        if num_bytes == 0 {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        self.start += num_bytes;
+        self.connection
+            .process_new_packets()
+            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+        Ok(())
+    }
+
+    fn flush(&mut self, mut socket: &TcpStream, deadline: Instant) -> io::Result<()> {
+        while self.connection.wants_write() {
+            socket.set_write_timeout(Some(left(deadline)?))?;
+            match self.connection.write_tls(&mut socket) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                result => drop(result?),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn left(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(io::ErrorKind::TimedOut.into());
+    }
+    Ok(left)
+}
+
+/// Waits until a descriptor is readable; false when `deadline` has passed.
+pub(crate) fn readable(fd: impl AsFd, deadline: Option<Instant>) -> rustix::io::Result<bool> {
+    let timeout = deadline.map(|deadline| {
+        let left = deadline.saturating_duration_since(Instant::now());
+        Timespec {
+            tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),
+            tv_nsec: left.subsec_nanos().into(),
+        }
+    });
+    let mut polled = [PollFd::new(&fd, PollFlags::IN)];
+    rustix::event::poll(&mut polled, timeout.as_ref()).map(|num_ready| num_ready > 0)
+}

@@ -1,0 +1,272 @@
+"""ValkeyStore when servers change their role, load their data or refuse the password, and keep their connections."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvpipe.exceptions import AuthenticationError, KVPipeError, PeerLostError, TransferTimeoutError
+from kvpipe.store.valkey import ValkeyStore
+from kvpipe.store.valkey.errors import NotServingError, check_serves
+from tests.store.contract import LONG_S, eventually
+from tests.store.valkey_servers import free_port
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def pair(running, tmp_path, tls_or_none):
+    """Two servers that know nothing of each other."""
+    with (
+        running(tmp_path, "--enable-debug-command", "yes", tls=tls_or_none) as first,
+        running(tmp_path, tls=tls_or_none) as second,
+    ):
+        yield first, second
+
+
+def url_of(servers, query="", login=""):
+    """Of all of them, in this order."""
+    return (
+        servers[0].url(query, login).replace("/0?", "".join(f",127.0.0.1:{each.port}" for each in servers[1:]) + "/0?")
+    )
+
+
+def demote(server):
+    """Makes a replica of a server, which keeps its clients, and its values: its primary is out of reach."""
+    with server.client() as client:
+        client.execute_command("REPLICAOF", "127.0.0.1", free_port())
+
+
+def promote(server):
+    with server.client() as client:
+        client.execute_command("REPLICAOF", "NO", "ONE")
+
+
+def num_clients(server):
+    """Connections of others than this one."""
+    with server.client() as client:
+        return len(client.client_list()) - 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "READONLY You can't write against a read only replica.",
+        "ERR Error running script (call to f_1): @user_script:3: -READONLY You can't write against a replica",
+        "READONLY You can't write against a read only replica. script: 1, on @user_script:3.",
+        "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+        "LOADING Redis is loading the dataset in memory",
+        "CLUSTERDOWN The cluster is down",
+        "NOAUTH Authentication required.",
+    ],
+)
+def test_a_refusal_for_what_the_server_is_now_is_known_by_its_kind(text):
+    with pytest.raises(NotServingError):
+        check_serves([b"OK", text], "host:1")
+    check_serves([b"OK", None, "NOPERM no", "OOM no", "MOVED 1 host:2"], "host:1")
+
+
+CALLS = {
+    "exists": lambda store: store.exists([b"k", b"other"]) == [False, False],
+    "put": lambda store: store.put(b"new", bytes(MIB)),
+    "put of a key that was there": lambda store: store.put(b"k", bytes(MIB)),
+    "select": lambda store: store.select(b"k") is None,
+    "take": lambda store: store.take(b"k") is None,
+    "delete": lambda store: store.delete([b"k"]) == 0,
+    "list": lambda store: list(store.list()) == [],
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_server_that_is_demoted_and_keeps_its_connections_answers_no_call(pair, call):
+    first, second = pair
+    with ValkeyStore.open(url_of(pair)) as store:
+        assert store.put(b"k", bytes(8 * MIB))
+        assert store.select(b"k", timeout=0.01).read() == bytes(8 * MIB)
+        assert store.select(b"missing", timeout=0.01) is None
+        demote(first)
+        assert num_clients(first) > 1
+        assert call(store)
+        eventually(lambda: num_clients(first) == 0)
+        assert store.put(b"after", b"x")
+        with second.client() as client:
+            assert client.exists("kvpipe:v:{after}")
+        assert store.stats().num_lost == 0
+
+
+def test_parts_that_a_demoted_server_refuses_are_written_to_the_next_one_and_their_commit_fails(pair):
+    with ValkeyStore.open(url_of(pair)) as store:
+        reservation = store.reserve(b"k", 8 * MIB)
+        reservation.write(bytes(4 * MIB))
+        demote(pair[0])
+        reservation.write(bytes(4 * MIB))
+        with pytest.raises(TransferTimeoutError):
+            reservation.commit()
+        assert num_clients(pair[0]) == 0
+        assert store.put(b"k", b"again")
+        with pair[1].client() as client:
+            assert client.dbsize() == 2
+
+
+def test_a_call_that_waits_at_a_demoted_server_goes_on_at_the_next_one(pair):
+    with ThreadPoolExecutor(1) as threads, ValkeyStore.open(url_of(pair, "answer_s=0.5")) as store:
+        waiting = threads.submit(store.select, b"k", timeout=LONG_S)
+        with pair[0].client() as first:
+            eventually(lambda: first.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
+        demote(pair[0])
+        with pair[1].client() as second:
+            eventually(lambda: second.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
+        eventually(lambda: num_clients(pair[0]) == 0)
+        with ValkeyStore.open(pair[1].url()) as writer:
+            assert writer.put(b"k", b"abc")
+        with waiting.result(LONG_S) as value:
+            assert value.read() == b"abc"
+
+
+def test_values_that_were_replicated_are_read_at_the_new_primary(running, tmp_path, tls_or_none):
+    tls = ("--tls-replication", "yes") if tls_or_none else ()
+    with (
+        running(tmp_path, *tls, tls=tls_or_none) as first,
+        running(tmp_path, *tls, "--replicaof", "127.0.0.1", str(first.port), tls=tls_or_none) as second,
+        first.client() as primary,
+        second.client() as replica,
+        ValkeyStore.open(url_of((first, second))) as store,
+    ):
+        eventually(lambda: replica.info()["master_link_status"] == "up")
+        assert store.put(b"k", bytes(4 * MIB))
+        value = store.select(b"k")
+        assert value.read() == bytes(4 * MIB)
+        eventually(lambda: primary.info()["master_repl_offset"] == replica.info()["slave_repl_offset"])
+        replica.execute_command("REPLICAOF", "NO", "ONE")
+        primary.execute_command("REPLICAOF", "127.0.0.1", second.port)
+        assert store.exists([b"k"]) == [True]
+        assert value.read() == bytes(4 * MIB)
+        assert store.take(b"k") is None
+        value.close()
+        with store.take(b"k") as lease:
+            assert lease.read() == bytes(4 * MIB)
+            lease.acknowledge()
+        assert store.stats().num_lost == 0
+
+
+def test_role_changes_under_load_cost_each_caller_the_call_that_is_under_way(pair):
+    num_callers, num_changes = 4, 4
+    has_ended = threading.Event()
+    rounds = [0] * num_callers
+    failed = []
+
+    def work(caller):
+        while not has_ended.is_set():
+            key = b"%d-%d" % (caller, rounds[caller])
+            try:
+                if store.put(key, bytes(MIB)) and store.exists([key]) == [True] and (lease := store.take(key)):
+                    with contextlib.suppress(TransferTimeoutError):
+                        lease.acknowledge()
+            except KVPipeError as error:
+                failed.append(error)
+            rounds[caller] += 1
+
+    with ThreadPoolExecutor(num_callers) as threads, ValkeyStore.open(url_of(pair, "part_bytes=262144")) as store:
+        working = [threads.submit(work, caller) for caller in range(num_callers)]
+        try:
+            for change in range(num_changes):
+                before = list(rounds)
+                eventually(lambda before=before: all(now > then + 5 for now, then in zip(rounds, before, strict=True)))
+                promote(pair[(change + 1) % 2])
+                demote(pair[change % 2])
+            before = list(rounds)
+            eventually(lambda: all(now > then + 5 for now, then in zip(rounds, before, strict=True)))
+            assert num_clients(pair[1]) == 0
+        finally:
+            has_ended.set()
+        for each in working:
+            each.result(LONG_S)
+        # Another call begins at a server that serves.
+        assert len(failed) <= num_callers * num_changes, failed
+        assert store.stats().num_committed > 5 * num_callers * num_changes / 2
+
+
+def test_a_server_that_loads_its_data_is_left_for_the_next_host(pair):
+    with (
+        pair[0].client(socket_timeout=LONG_S) as client,
+        pair[0].client() as admin,
+        ThreadPoolExecutor(1) as threads,
+        ValkeyStore.open(url_of(pair)) as store,
+    ):
+        assert store.put(b"k", bytes(MIB))
+        client.config_set("key-load-delay", 10_000)
+        # So often it answers others meanwhile.
+        client.config_set("loading-process-events-interval-bytes", 1024)
+        with client.pipeline() as many:
+            for number in range(1000):
+                many.set(b"filler:%d" % number, os.urandom(4096))
+            many.execute()
+        reload = threads.submit(client.execute_command, "DEBUG", "RELOAD")
+        try:
+            eventually(lambda: admin.info("persistence")["loading"] == 1)
+            assert store.exists([b"k"]) == [False]
+            assert store.put(b"k", b"x")
+            assert store.stats().num_lost == 0
+        finally:
+            admin.config_set("key-load-delay", 0)
+            reload.result(LONG_S)
+
+
+def test_a_single_host_that_becomes_a_primary_again_is_used_again(running, tmp_path, tls_or_none):
+    with running(tmp_path, tls=tls_or_none) as server, ValkeyStore.open(server.url()) as store:
+        assert store.put(b"k", bytes(MIB))
+        demote(server)
+        for number, call in enumerate((lambda: store.exists([b"k"]), lambda: store.put(b"x", b"y")), 1):
+            with pytest.raises(PeerLostError, match="no primary"):
+                call()
+            assert store.stats().num_lost == number
+        promote(server)
+        assert store.exists([b"k"]) == [True]
+        assert store.put(b"x", b"y")
+
+
+def test_every_host_of_the_url_is_tried_whenever_a_connection_is_made_anew(running, tmp_path, tls_or_none):
+    with (
+        running(tmp_path, tls=tls_or_none) as first,
+        running(tmp_path, tls=tls_or_none) as second,
+        ValkeyStore.open(url_of((first, second))) as store,
+    ):
+        assert store.put(b"k", b"x")
+        first.kill()
+        assert_goes_on(store)
+        with running(tmp_path, tls=tls_or_none, port=first.port):
+            second.kill()
+            assert_goes_on(store)
+
+
+def assert_goes_on(store):
+    """The call that is under way may fail."""
+    with contextlib.suppress(PeerLostError):
+        store.exists([b"k"])
+    assert store.exists([b"k"]) == [False]
+    assert store.put(b"k", b"x")
+
+
+def test_a_host_that_refuses_the_password_is_passed_over_and_the_last_one_is_an_authentication_error(running, tmp_path):
+    login = ":secret@"
+    with (
+        running(tmp_path, "--requirepass", "secret") as first,
+        running(tmp_path, "--requirepass", "secret") as second,
+        ValkeyStore.open(url_of((first, second), login=login)) as store,
+    ):
+        assert store.put(b"k", b"x")
+        first.kill()
+        with running(tmp_path, "--requirepass", "changed", port=first.port):
+            assert_goes_on(store)
+            with second.client(password="secret") as client:
+                client.config_set("requirepass", "changed")
+                client.client_kill_filter(_type="normal", skipme=True)
+            with pytest.raises(AuthenticationError):
+                store.exists([b"k"])
+            with second.client(password="changed") as client:
+                client.config_set("requirepass", "secret")
+            assert store.exists([b"k"]) == [True]
