@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from kvpipe.launch.deployment import Instance
 from kvpipe.store import KVStore, open_store
 from kvpipe.transfer_params import resume
-from tests.e2e.client import COMPLETIONS, TOKEN, Servers, completion, get, new_handoff, prompt, until
+from tests.e2e.client import COMPLETIONS, TOKEN, Servers, completion, get, new_handoff, post, prompt, until
 from tests.e2e.groups import REPOSITORY, Groups
 from tests.e2e.groups import STORE_CHUNK as CHUNK
 from tests.e2e.identity import BY_ID, Said, ask, differences
@@ -76,6 +77,28 @@ def test_another_prefill_loads_what_the_first_has_stored_and_adds_what_is_new(sh
     assert is_right(sharing, sharing.decode, longer)
     until(lambda: len({path.name for path in folder.iterdir() if "." not in path.name} - before) == 2)
     assert is_right(sharing, sharing.prefill, longer)
+
+
+def asked(instance: Instance, path: str) -> None:
+    """Posts a request of an operator."""
+    with post(instance.url, path, {}) as answer:
+        assert answer.status == HTTPStatus.OK, answer.read()
+
+
+@pytest.mark.parametrize("paths", [["/pause", "/resume"], ["/reset_prefix_cache?reset_external=true"]], ids=" ".join)
+def test_instances_that_were_reset_go_on_sharing_what_they_stored_before_and_after(
+    sharing: Servers, folder: Path, paths: list[str]
+) -> None:
+    before, after = (completion(prompt(NUM_TOKENS, seed=340 + len(paths) + more)) for more in (0, 2))
+    stored(sharing.prefill, folder, before)
+    for path in paths:
+        for instance in (sharing.prefill, sharing.decode):
+            asked(instance, path)
+    stored(sharing.prefill, folder, after)
+    for body in (before, after):
+        num_loaded = chunks(sharing.decode, "loaded")
+        assert is_right(sharing, sharing.decode, body)
+        until(lambda num_loaded=num_loaded: chunks(sharing.decode, "loaded") == num_loaded + NUM_TOKENS // CHUNK)
 
 
 def flip(path: Path) -> None:
