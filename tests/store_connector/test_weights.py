@@ -221,9 +221,11 @@ def test_packed_weights_are_compared_by_what_they_do() -> None:
     assert weights_of_another.identify() == found
 
 
-@pytest.mark.parametrize("case", ["quantization", "packed elsewhere", "no model"])
+@pytest.mark.parametrize("case", ["quantization", "packed elsewhere", "packed for others", "no model"])
 def test_weights_that_cannot_be_read_are_others_each_time(case: str) -> None:
-    model = Model()
+    model = Packed() if case == "packed for others" else Model()
+    if case == "packed for others":
+        model.linear.input_size_per_partition = 9
     if case == "packed elsewhere":
         model.linear.weight = torch.nn.Parameter(torch.empty(0))
     weights = Weights([] if case == "no model" else [model.attention], "fp8" if case == "quantization" else None)

@@ -87,13 +87,17 @@ def _effect(module: torch.nn.Module, dtype: torch.dtype, fact: str) -> torch.Ten
     On CPUs vLLM packs its weight for oneDNN, and keeps the packed form alone (0.32, `dispatch_cpu_unquantized_gemm`).
 
     Raises:
-        _UnreadableError: The layer has no such form.
+        _UnreadableError: The layer has no such form, or refuses these inputs.
     """
     linear, size = getattr(module, "cpu_linear", None), getattr(module, "input_size_per_partition", 0)
     if linear is None or not size:
         message = f"{fact} is kept elsewhere"
         raise _UnreadableError(message)
     inputs = torch.randn(_NUM_PROBES, size, generator=torch.Generator().manual_seed(0)).to(dtype)
-    with torch.inference_mode():
-        outputs: torch.Tensor = linear(inputs, module.weight, None)
+    try:
+        with torch.inference_mode():
+            outputs: torch.Tensor = linear(inputs, module.weight, None)
+    except RuntimeError as error:  # of torch's operators
+        message = f"{fact} cannot be used alone: {error}"
+        raise _UnreadableError(message) from error
     return outputs
