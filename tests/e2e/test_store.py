@@ -1,19 +1,22 @@
 """Instances that share a store: P and D that have never heard of each other, and both beside a handoff."""
 
 import itertools
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kvpipe.launch.deployment import Instance
 from kvpipe.store import KVStore, open_store
 from kvpipe.transfer_params import resume
-from tests.e2e.client import COMPLETIONS, TOKEN, Servers, completion, get, new_handoff, prompt, until
-from tests.e2e.groups import REPOSITORY, Groups
+from tests.e2e.client import COMPLETIONS, TOKEN, Servers, completion, get, new_handoff, post, prompt, until
+from tests.e2e.groups import REPOSITORY, Groups, tiny_model
 from tests.e2e.groups import STORE_CHUNK as CHUNK
 from tests.e2e.identity import BY_ID, Said, ask, differences
 
@@ -76,6 +79,61 @@ def test_another_prefill_loads_what_the_first_has_stored_and_adds_what_is_new(sh
     assert is_right(sharing, sharing.decode, longer)
     until(lambda: len({path.name for path in folder.iterdir() if "." not in path.name} - before) == 2)
     assert is_right(sharing, sharing.prefill, longer)
+
+
+def asked(instance: Instance, path: str) -> None:
+    """Posts a request of an operator."""
+    with post(instance.url, path, {}) as answer:
+        assert answer.status == HTTPStatus.OK, answer.read()
+
+
+@pytest.mark.parametrize("paths", [["/pause", "/resume"], ["/reset_prefix_cache?reset_external=true"]], ids=" ".join)
+def test_instances_that_were_reset_go_on_sharing_what_they_stored_before_and_after(
+    sharing: Servers, folder: Path, paths: list[str]
+) -> None:
+    before, after = (completion(prompt(NUM_TOKENS, seed=340 + len(paths) + more)) for more in (0, 2))
+    stored(sharing.prefill, folder, before)
+    for path in paths:
+        for instance in (sharing.prefill, sharing.decode):
+            asked(instance, path)
+    stored(sharing.prefill, folder, after)
+    for body in (before, after):
+        num_loaded = chunks(sharing.decode, "loaded")
+        assert is_right(sharing, sharing.decode, body)
+        until(lambda num_loaded=num_loaded: chunks(sharing.decode, "loaded") == num_loaded + NUM_TOKENS // CHUNK)
+
+
+def reloaded(instance: Instance, model: Path) -> None:
+    """Updates the weights of a running instance, as an operator does."""
+    asked(instance, "/pause")
+    order = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
+    with post(instance.url, "/collective_rpc", order) as answer:
+        assert answer.status == HTTPStatus.OK, answer.read()
+    asked(instance, "/resume")
+
+
+def test_instances_whose_weights_were_updated_alike_share_again_and_before_that_nothing(
+    sharing: Servers, folder: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
+    [weights] = other.glob("*.safetensors")
+    # vLLM on CPU keeps this one in oneDNN's form only.
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(weights)
+    save_file(tensors | {name: tensors[name] + 0.01}, weights, {"format": "pt"})
+    body = completion(prompt(NUM_TOKENS, seed=350))
+    try:
+        reloaded(sharing.prefill, other)
+        stored(sharing.prefill, folder, body)
+        num_loaded = chunks(sharing.decode, "loaded")
+        assert is_right(sharing, sharing.decode, body)
+        assert chunks(sharing.decode, "loaded") == num_loaded
+        reloaded(sharing.decode, other)
+        assert not differences([said(sharing.prefill.url, body)], [said(sharing.decode.url, body)])
+        until(lambda: chunks(sharing.decode, "loaded") == num_loaded + NUM_TOKENS // CHUNK)
+    finally:
+        for instance in (sharing.prefill, sharing.decode):
+            reloaded(instance, Path(tiny_model()))
 
 
 def flip(path: Path) -> None:

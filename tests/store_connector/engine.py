@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -49,6 +50,37 @@ def store_config(model: str, store: str, role: str = "kv_both", **extra: Any) ->
     return engine_config(model, transfer=transfer)
 
 
+class Attention(torch.nn.Module, AttentionLayerBase):
+    """A layer by which a worker finds its model."""
+
+    def get_attn_backend(self) -> type[Backend]:
+        return Backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> None:
+        return None
+
+
+class Backend:
+    """An attention backend."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "TEST"
+
+
+class Model(torch.nn.Module):
+    """Weights that vLLM has loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Parameter(torch.arange(64.0).reshape(8, 8))
+        self.linear = torch.nn.Linear(8, 4)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.arange(32.0).reshape(4, 8))
+            self.linear.bias.zero_()
+        self.attention = Attention()
+
+
 def following(value: int, token: int) -> int:
     """The value of a slot, from the slot before it."""
     return (value * 6364136223846793005 + token * 1442695040888963407 + 1) % (1 << 61)
@@ -71,10 +103,13 @@ class Engine:
         num_ranks: int = 1,
         role: str = "kv_both",
         is_checked: bool = True,
+        weights: torch.nn.Module | None = None,
         **extra: Any,
     ) -> None:
         self.is_checked = is_checked
         config = store_config(model, store, role, **extra)
+        self.weights = weights or Model()
+        config.compilation_config.static_forward_context["layer"] = self.weights.attention
         config.parallel_config.world_size = num_ranks
         config.cache_config.num_gpu_blocks = num_blocks
         self._engine_id = str(config.kv_transfer_config.engine_id)
@@ -140,16 +175,20 @@ class Engine:
 
     def step(self) -> SchedulerOutput:
         """One step: schedules, loads, computes, saves, reports."""
+        output, result = self.begin_step()
+        self._update(self.scheduler.update_from_output(output, result))
+        if not output.num_scheduled_tokens:
+            time.sleep(0.001)  # as vLLM does
+        return output
+
+    def begin_step(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """The part of a step before the scheduler gets its result."""
         output = self.scheduler.schedule()
         for worker in self.workers:
             worker.bind_connector_metadata(output.kv_connector_metadata)
         self._update_rows(output)
         sampled = self._compute(output)
-        result = self._aggregator.aggregate([self._result(worker, output, sampled) for worker in self.workers])
-        self._update(self.scheduler.update_from_output(output, result))
-        if not output.num_scheduled_tokens:
-            time.sleep(0.001)  # as vLLM does
-        return output
+        return output, self._aggregator.aggregate([self._result(worker, output, sampled) for worker in self.workers])
 
     def _result(
         self, worker: KVStoreConnector, output: SchedulerOutput, sampled: dict[str, list[int]]
@@ -184,7 +223,8 @@ class Engine:
         for counter, values in data.items():
             counted = self.stats.setdefault(counter, {})
             for label, amount in values.items():
-                counted[label] = counted.get(label, 0) + amount if counter != "breakers" else amount
+                is_state = counter in ("breakers", "forcing", "namespaces")
+                counted[label] = amount if is_state else counted.get(label, 0) + amount
 
     def count(self, counter: str, label: str = "none") -> float:
         """A counter of the connector's."""

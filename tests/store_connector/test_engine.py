@@ -286,15 +286,6 @@ def test_a_request_with_a_handoff_is_left_to_the_pipe(new_engine: Any, store: An
     assert engine.count("loaded") == 0
 
 
-def test_after_a_reset_nothing_of_before_is_loaded(new_engine: Any, store: Any) -> None:
-    tokens = prompt(3 * CHUNK)
-    stored(new_engine(), tokens)
-    engine = new_engine()
-    engine.scheduler.connector.reset_cache()
-    assert engine.answer(tokens) == answered(tokens)
-    assert engine.count("loaded") == 0
-
-
 def test_preempted_requests_are_answered_right(new_engine: Any, store: Any) -> None:
     tokens = [prompt(2 * CHUNK, seed) for seed in range(4)]
     for each in tokens[:2]:
@@ -338,14 +329,17 @@ def adapter(folder: Path, content: str) -> LoRARequest:
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(content)
     save_file({"a": torch.zeros(2)}, folder / "adapter_model.safetensors")
-    return LoRARequest("style", 1, str(folder))
+    return LoRARequest(folder.name, 1, str(folder))
 
 
 def test_the_chunks_of_an_adapter_are_its_contents_own(new_engine: Any, store: Any, tmp_path: Path) -> None:
-    # vLLM's hashes name the adapter and its path, not its content.
+    # vLLM's hashes have an adapter's name and path, not its content.
     tokens = prompt(3 * CHUNK)
-    for content, num_loaded in (("{}", 0), ("{}", 3), ('{"r": 8}', 0), (None, 0)):
-        used = None if content is None else adapter(tmp_path / "style", content)
+    for folder, content, num_loaded in (
+        *(("style", "{}", 0), ("style", "{}", 3), ("moved", "{}", 3)),
+        *(("style", '{"r": 8}', 0), ("style", None, 0)),
+    ):
+        used = None if content is None else adapter(tmp_path / folder, content)
         engine = new_engine()
         assert engine.answer(tokens, lora_request=used) == answered(tokens)
         assert engine.count("loaded") == num_loaded
@@ -353,8 +347,12 @@ def test_the_chunks_of_an_adapter_are_its_contents_own(new_engine: Any, store: A
     assert len(store.keys) == 9
 
 
-def test_an_adapter_whose_files_cannot_be_compared_does_not_use_the_store(engine: Engine, store: Any) -> None:
-    tokens = prompt(3 * CHUNK)
-    assert engine.answer(tokens, lora_request=LoRARequest("style", 1, "/no/such/adapter")) == answered(tokens)
-    assert engine.count("decisions", "adapter") == 1
+def test_an_adapter_whose_files_cannot_be_compared_does_not_use_the_store_and_is_named_once(
+    engine: Engine, store: Any, log: pytest.LogCaptureFixture
+) -> None:
+    lost = LoRARequest("lost style", 1, "/no/such/adapter")
+    for seed in range(2):
+        assert engine.answer(prompt(3 * CHUNK, seed), lora_request=lost) == answered(prompt(3 * CHUNK, seed))
+    assert engine.count("decisions", "adapter") == 2
     assert (store.num_puts, store.lookups) == (0, [])
+    assert log.text.count("store.unnamed requests with the LoRA adapter lost style share no KV") == 1

@@ -1,22 +1,42 @@
 """Names of chunks: what differs in KV differs in name. And what a chunk says of itself."""
 
 import mmap
+import os
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.config import MultiModalConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 
 from kvpipe.exceptions import ConfigError
 from kvpipe.store import RemoteStore, StoreServer
 from kvpipe.store_connector.chunk import HEADER_BYTES, fault, seal
-from kvpipe.store_connector.keys import CHUNK_ID_BYTES, KEY_BYTES, chunk_ids, engine_namespace, rank_namespace
+from kvpipe.store_connector.config import StoreConnectorConfig
+from kvpipe.store_connector.keys import (
+    CHUNK_ID_BYTES,
+    KEY_BYTES,
+    Feature,
+    chunk_ids,
+    engine_namespace,
+    entry_id,
+    rank_namespace,
+)
 from kvpipe.store_connector.layout import CacheBytes
-from tests.store_connector.engine import CHUNK, Engine, answered
+from kvpipe.store_connector.scheduler import SchedulerRole
+from tests.connector.conftest import REPOSITORY
+from tests.connector.engine import BLOCK
+from tests.store_connector.engine import CHUNK, Engine, answered, store_config
 from tests.store_connector.test_engine import prompt, stored
 
 pytestmark = pytest.mark.vllm
@@ -50,15 +70,127 @@ def test_ranks_of_an_engine_have_one_quota_in_a_store_server() -> None:
         assert store.exists(keys) == [False, True, False, True]
 
 
-def test_a_chunk_is_named_by_its_last_block_hash_the_adapter_and_the_epoch() -> None:
-    hashes = [bytes([number]) * 32 for number in range(5)]
-    facts: dict[str, Any] = {"num_chunks": 2, "hashes_in_chunk": 2, "adapter": "", "epoch": b""}
-    plain = chunk_ids(hashes, **facts)
-    assert len(set(plain)) == 2
-    assert chunk_ids(hashes[:1] + hashes[1:4], **facts) == plain
-    assert chunk_ids([hashes[0], hashes[4], *hashes[2:4]], **facts)[0] != plain[0]
-    assert not set(chunk_ids(hashes, **facts | {"adapter": "lora (1234)"})) & set(plain)
-    assert not set(chunk_ids(hashes, **facts | {"epoch": b"after a reset"})) & set(plain)
+TOKENS = [1, 2, 3, 70_000]
+IMAGE = Feature("a1b2", 1, 3)
+
+
+def ids(token_ids: list[int] | None = None, **facts: Any) -> list[bytes]:
+    return chunk_ids(token_ids or TOKENS, **{"num_chunks": 2, "chunk_size": 2} | facts)
+
+
+def test_keys_stay_what_they_are() -> None:
+    # What a store has is not found under other ones, nor by instances that have not been updated yet.
+    engine = engine_namespace(PROPERTIES, **FACTS)
+    assert rank_namespace(engine, 1).hex() == "aecac0809d282e993e87704d275c0100"
+    assert [each.hex() for each in ids()] == [
+        "94d43dbc713f94ec90eadfbfc862ab9393705abb1a48ce6e6a06325d87c5d323",
+        "ebec0b8100bcc4c55276990177d1571e74eeb0728bb211b665a284b831eb70ff",
+    ]
+    assert [each.hex() for each in ids(adapter="adapter", salt="salt", features=[IMAGE])] == [
+        "db3e6eee866c44b9478538513c708dfb841a763696efe8861727817f675fa10a",
+        "23182f578cb30260f2577c9627da002fd02eafc999f9f9ee3f5ed80d8978869e",
+    ]
+    assert entry_id(bytes(16)).hex() == "c447f99ec7eb688cad84459bc9d4d8da4482ea5330cac794a7f12ff139389261"
+
+
+def test_a_chunk_is_named_by_all_tokens_up_to_its_end() -> None:
+    first, second = ids()
+    assert ids([1, 2, 4, 4])[0] == first
+    others = [*ids([2, 1, 3, 70_000]), *ids([1, 2, 70_000, 3])[1:], *ids([1, 2, 3, 4])[1:], *ids(chunk_size=1)]
+    assert not {first, second} & set(others)
+    assert ids(num_chunks=1) == [first]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"adapter": "0123"},
+        {"salt": "0123"},
+        {"features": [IMAGE]},
+        {"embeddings": lambda first, end: b"%d %d" % (first, end)},
+    ],
+    ids=lambda facts: next(iter(facts)),
+)
+def test_a_chunk_is_named_by_what_else_decides_its_kv(facts: dict[str, Any]) -> None:
+    assert not set(ids(**facts)) & set(ids())
+
+
+def test_an_image_is_named_by_its_content_and_its_place_from_its_first_chunk_on() -> None:
+    plain = ids()
+    names = [ids(features=[each]) for each in (IMAGE, Feature("c3d4", 1, 3), Feature("a1b2", 0, 3))]
+    assert len({tuple(each) for each in names}) == 3
+    [first, second] = ids(features=[Feature("a1b2", 2, 4)])
+    assert first == plain[0]
+    assert second != plain[1]
+
+
+def test_an_adapter_and_a_salt_are_not_mixed_up() -> None:
+    assert ids(adapter="a", salt="b") != ids(adapter="ab") != ids(adapter="b", salt="a")
+
+
+def test_the_embeddings_of_a_prompt_and_their_places_are_part_of_its_names(engine: Engine) -> None:
+    def named(values: list[float], is_token: list[bool] | None = None) -> bytes:
+        request = SimpleNamespace(
+            prompt_token_ids=[0] * CHUNK,
+            mm_features=[],
+            cache_salt=None,
+            prompt_embeds=torch.tensor(values * CHUNK, dtype=torch.bfloat16).reshape(CHUNK, -1),
+            prompt_is_token_ids=is_token,
+        )
+        return engine.role._names.chunk_ids(request, 1, "")[0]
+
+    mask = [True] + [False] * (CHUNK - 1)
+    assert len({named([1, 2]), named([1, 3]), named([1, 2], mask), named([1, 2], mask[::-1])}) == 4
+    assert named([1, 2]) == named([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("cache_gb", "has_prefix_caching", "is_named"), [(0, False, False), (0, True, True), (4, False, True)]
+)
+def test_images_that_vllm_numbers_have_no_names_which_is_said_at_the_start(
+    tiny_model: str, log: pytest.LogCaptureFixture, *, cache_gb: float, has_prefix_caching: bool, is_named: bool
+) -> None:
+    config = store_config(tiny_model, "images")
+    config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=cache_gb)
+    config.cache_config.enable_prefix_caching = has_prefix_caching
+    settings = StoreConnectorConfig.parse(config.kv_transfer_config.kv_connector_extra_config, BLOCK)
+    role = SchedulerRole(config, settings)
+    assert ("store.unnamed requests with images" in log.text) is not is_named
+    image = MultiModalFeatureSpec(None, "image", "renderer0-mm-1-image-0", PlaceholderRange(offset=1, length=4))
+    sampling = SamplingParams(max_tokens=1)
+    for features in ([], [image]):
+        role.on_new_request(Request(f"{len(features)}", prompt(3 * CHUNK), sampling, None, mm_features=features))
+    assert list(role._prompts) == (["0", "1"] if is_named else ["0"])
+    stats = role.take_stats()
+    assert (stats.data if stats else {}).get("decisions") == (None if is_named else {"multimodal": 1})
+    role.close()
+
+
+PROCESS = """
+import sys
+from tests.store_connector.engine import CHUNK, Engine, answered
+from tests.store_connector.test_engine import prompt
+
+engine, tokens = Engine(sys.argv[1], sys.argv[2], lookup_timeout_s=20), prompt(3 * CHUNK)
+assert engine.answer(tokens) == answered(tokens)
+engine.saved()
+print(engine.count("loaded"), engine.count("saved"))
+engine.close()
+"""
+
+
+@pytest.mark.slow
+def test_processes_with_other_hash_seeds_share(tiny_model: str) -> None:
+    with StoreServer(token="t") as server:
+        counts = []
+        for seed in ({}, {"PYTHONHASHSEED": "7"}, {"PYTHONHASHSEED": "8"}):
+            env = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
+            command = [sys.executable, "-W", "ignore", "-c", PROCESS, tiny_model, server.url]
+            told = subprocess.run(
+                command, env=env | {"KVPIPE_TOKEN": "t"} | seed, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE
+            )
+            counts.append(told.stdout.decode().splitlines()[-1].split())
+    assert counts == [["0", "3"], ["3", "0"], ["3", "0"]]
 
 
 def test_two_models_in_one_store_never_mix(tiny_model: str, store: Any, tmp_path: Path) -> None:

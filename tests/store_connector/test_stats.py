@@ -52,6 +52,9 @@ def test_what_engines_count_is_shown(prom: Any, new_engine: Any) -> None:
     assert value("bytes_total", operation="load") == 3 * CHUNK * 16
     assert value("bytes_total", operation="save") > value("bytes_total", operation="load")
     assert value("operations_total", operation="lookup") == 2
+    [namespace] = second.stats["namespaces"]
+    assert list(first.stats["namespaces"]) == [namespace]
+    assert value("is_shared", namespace=namespace) == 1
     assert value("seconds_total", operation="load") > 0
 
 

@@ -44,6 +44,11 @@ class Adapters:
         adapter = request.lora_request
         return "" if adapter is None else f"{adapter.lora_name} ({self._content(adapter)})"
 
+    def content(self, request: Request) -> str:
+        """Returns the content hash of the adapter that a request uses, whatever its name; empty without one."""
+        adapter = request.lora_request
+        return "" if adapter is None else self._content(adapter)
+
     def _content(self, adapter: LoRARequest) -> str:
         try:
             return self._compared(adapter.lora_path)

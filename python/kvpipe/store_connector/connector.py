@@ -49,8 +49,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             from kvpipe.store_connector.scheduler import SchedulerRole  # noqa: PLC0415 - only where the role is
 
-            hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or block_size
-            self._scheduler = SchedulerRole(vllm_config, config, hash_block_size)
+            self._scheduler = SchedulerRole(vllm_config, config)
         else:
             from kvpipe.store_connector.worker import WorkerRole  # noqa: PLC0415 - only where the role is
 
@@ -151,7 +150,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         return False, self._of_scheduler().finished(request)
 
     def reset_cache(self) -> bool:
-        """Separates this engine from what is stored: vLLM's weights change, it sleeps, or an operator resets it."""
+        """Has the workers say which weights they have: vLLM's change, it sleeps, or an operator resets it."""
         self._of_scheduler().reset()
         return True
 

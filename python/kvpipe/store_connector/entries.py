@@ -147,8 +147,7 @@ class Entries:
         if not isinstance(params, SaveParams | LoadParams | ConsumeParams):
             return None
         given = _given_tokens(params)
-        # After a reset an engine has no names in common with others.
-        if self._names.epoch and not given:
+        if self._names.private_reason and not given:
             return None
         if request.prompt_token_ids is None:
             message = "a prompt of embeddings has no token ids, which both engines compare"
@@ -167,7 +166,7 @@ class Entries:
             self._loaded.add(params.handoff)
         # A request that another engine has begun is no handoff through the store, which has no entry of it.
         is_resumed = isinstance(params, ConsumeParams)
-        is_asked = is_resumed or bool(self._names.epoch)
+        is_asked = is_resumed or bool(self._names.private_reason)
         return Entry(params.handoff, isinstance(params, SaveParams), given, is_asked=is_asked, is_reported=is_resumed)
 
     def remove(self, request: Request, entry: Entry | None) -> None:
@@ -251,8 +250,12 @@ class Entries:
             self._lookups.delete(self._names.entry_keys(entry.handoff))
 
     def forget(self, prompt: Prompt) -> None:
-        """Forgets what may be forced from other engines: the weights may be others now."""
-        if prompt.entry is not None:
+        """Forgets what other engines have sampled, and what is copied for them: the weights may be others now."""
+        if prompt.entry is not None and prompt.entry.is_saved:
+            if prompt.entry.is_copied:
+                self._out.step.entries.append(EntrySave(prompt.request.request_id))
+            prompt.entry = None
+        elif prompt.entry is not None:
             self.release(prompt)
             prompt.entry.first_token = None
             # An entry of another request stays one.
@@ -326,7 +329,7 @@ class Entries:
     def _save(self, prompt: Prompt, entry: Entry) -> dict[str, Any] | None:
         """Has the workers save the entry of a finished request. Returns parameters for its response."""
         request, finish_reason = prompt.request, _FINISH_REASONS.get(prompt.request.status)
-        if finish_reason is None or not request.num_output_tokens or self._names.epoch:
+        if finish_reason is None or not request.num_output_tokens or not self._names.is_shared:
             self._out.step.entries.append(EntrySave(request.request_id))
             return None
         state = SequenceState(

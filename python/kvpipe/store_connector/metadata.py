@@ -83,6 +83,8 @@ class StoreStepMetadata(KVConnectorMetadata):
 
     Attributes:
         namespace: What the namespaces of the ranks have in common; empty before the workers have reported.
+        identification: Has the workers report anew what they add to the fingerprint, unless it is 0. A number for each
+            reset.
         loads: Loads to begin.
         cancels: Requests whose loads nobody needs any more.
         saves: Chunks to save after the forward pass.
@@ -95,6 +97,7 @@ class StoreStepMetadata(KVConnectorMetadata):
     """
 
     namespace: bytes = b""
+    identification: int = 0
     loads: list[Load] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
@@ -127,7 +130,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Worker role to scheduler role, for one step.
 
     Attributes:
-        properties: By rank, what the rank adds to the engine's fingerprint; only in a rank's first report.
+        properties: By rank, what the rank adds to the engine's fingerprint; in a rank's first report, and when asked.
+        identification: The step's that the properties answer; 0 at the start.
         unforced: Ranks whose sampler cannot apply `StoreStepMetadata.first_tokens`; as `properties`.
         outcomes: Loads that ended, by request id.
     """
@@ -135,6 +139,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     properties: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
     outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
     unforced: list[int] = field(default_factory=list)
+    identification: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Merges the reports of two ranks."""
@@ -146,4 +151,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             {**self.properties, **getattr(other, "properties", {})},
             outcomes,
             [*self.unforced, *getattr(other, "unforced", ())],
+            max(self.identification, getattr(other, "identification", 0)),
         )

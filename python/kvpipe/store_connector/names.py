@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
 
 from kvpipe.connector.fingerprint import fingerprint, merge_ranks
 from kvpipe.connector.model_files import NOT_COMPARED
 from kvpipe.exceptions import ConfigError
 from kvpipe.store.serde import Serde
-from kvpipe.store_connector.keys import chunk_ids, engine_namespace, entry_id, rank_namespace
+from kvpipe.store_connector.keys import Feature, chunk_ids, engine_namespace, entry_id, rank_namespace
+from kvpipe.store_connector.weights import PROPERTY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -20,38 +24,48 @@ if TYPE_CHECKING:
     from kvpipe.store_connector.config import StoreConnectorConfig
 
 
+logger = init_logger("vllm.kvpipe.store")
+
+
 class Names:
     """Names chunks and entries of one engine.
 
     Args:
         vllm_config: vLLM's configuration.
         config: Settings of the connector.
-        hash_block_size: Tokens of each of a request's block hashes.
 
     Attributes:
         num_ranks: Workers of the engine.
         namespace: What the namespaces of the ranks have in common; empty before all workers have reported.
-        epoch: Separates an engine whose weights may have changed from what is stored; empty before that.
+        private_reason: Why no other engine can have this namespace; empty if others can.
+        are_features_named: Whether images and the like have identifiers that are hashes of their content.
 
     Raises:
         ConfigError: The files of the model cannot be compared, or vLLM's block hashes can collide.
     """
 
-    def __init__(self, vllm_config: VllmConfig, config: StoreConnectorConfig, hash_block_size: int) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: StoreConnectorConfig) -> None:
         self.num_ranks = int(vllm_config.parallel_config.world_size)
-        self.namespace = self.epoch = b""
+        self.namespace, self.private_reason = b"", ""
+        self.are_features_named = _are_features_named(vllm_config)
         self._config = config
-        self._hashes_in_chunk = config.chunk_size // hash_block_size
         self._fingerprint = fingerprint(vllm_config)
         self._ranks: dict[int, list[tuple[str, str]]] = {}
         _check_identity(self._fingerprint, config.namespace, vllm_config.cache_config.prefix_caching_hash_algo)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the namespace is known, and others can have it."""
+        return bool(self.namespace) and not self.private_reason
 
     def introduce(self, properties: Mapping[int, list[tuple[str, str]]]) -> bool:
         """Notes what workers add to the fingerprint. Returns whether the namespace is known now, and was not before."""
         self._ranks.update(properties)
         if self.namespace or len(self._ranks) < self.num_ranks:
             return False
-        facts = [*self._fingerprint, *merge_ranks([self._ranks[rank] for rank in sorted(self._ranks)])]
+        ranks = merge_ranks([self._ranks[rank] for rank in sorted(self._ranks)])
+        self.private_reason = next((what for name, what in ranks if name == PROPERTY and NOT_COMPARED in what), "")
+        facts = [*self._fingerprint, *ranks]
         self.namespace = engine_namespace(
             facts,
             num_ranks=self.num_ranks,
@@ -62,13 +76,22 @@ class Names:
         return True
 
     def chunk_ids(self, request: Request, num_chunks: int, adapter: str) -> list[bytes]:
-        """Returns the ids of the first chunks of a request's prompt."""
+        """Returns the ids of the first chunks of a request's prompt.
+
+        Args:
+            request: vLLM's request.
+            num_chunks: How many ids.
+            adapter: Content of its LoRA adapter; empty without one.
+        """
+        positions = [(each.identifier, each.mm_position) for each in request.mm_features or ()]
         return chunk_ids(
-            request.block_hashes,
+            request.all_token_ids if request.prompt_token_ids is None else request.prompt_token_ids,
             num_chunks=num_chunks,
-            hashes_in_chunk=self._hashes_in_chunk,
+            chunk_size=self._config.chunk_size,
             adapter=adapter,
-            epoch=self.epoch,
+            salt=request.cache_salt or "",
+            features=[Feature(name, place.offset, place.offset + place.length) for name, place in positions],
+            embeddings=None if request.prompt_embeds is None else lambda first, end: _embeddings(request, first, end),
         )
 
     def entry_keys(self, handoff: bytes) -> list[bytes]:
@@ -81,8 +104,32 @@ class Names:
         return [namespace + each for namespace in namespaces for each in ids]
 
     def reset(self) -> None:
-        """Changes all names: the weights may have changed, and nobody knows into which."""
-        self.epoch = secrets.token_bytes(16)
+        """Forgets the namespace until all workers have reported again: the weights may have changed."""
+        self.namespace, self.private_reason = b"", ""
+        self._ranks.clear()
+
+
+def _are_features_named(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM hashes the content of images; without its caches it numbers them (0.32, `renderers/base.py`)."""
+    settings = vllm_config.model_config.multimodal_config
+    is_numbered = (
+        settings is not None
+        and settings.mm_processor_cache_gb == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    )
+    if is_numbered:
+        logger.warning(
+            "store.unnamed requests with images, audio or video share no KV: mm_processor_cache_gb=0 without prefix "
+            "caching; start this instance with --enable-prefix-caching or another --mm-processor-cache-gb"
+        )
+    return not is_numbered
+
+
+def _embeddings(request: Request, first: int, end: int) -> bytes:
+    """Returns what identifies the embeddings of some tokens, and which of them are tokens all the same."""
+    content = request.prompt_embeds[first:end].contiguous().view(torch.uint8)
+    is_token = request.prompt_is_token_ids
+    return hashlib.sha256(content.numpy()).digest() + bytes(is_token[first:end] if is_token else ())
 
 
 def _check_identity(properties: list[tuple[str, str]], namespace: str, hash_algorithm: str) -> None:

@@ -22,8 +22,8 @@ class Prompt:
 
     Attributes:
         request: vLLM's request.
-        num_chunks: Full chunks of the prompt.
-        adapter: Name and content of its LoRA adapter; empty without one.
+        chunk_ids: Ids of the prompt's full chunks.
+        adapter: Content of its LoRA adapter; empty without one.
         is_loadable: Whether its KV may be loaded from the store.
         entry: Its entry; `None` without a handoff through the store.
         asked_s: When the store was asked, or was to be.
@@ -41,7 +41,7 @@ class Prompt:
     """
 
     request: Request
-    num_chunks: int
+    chunk_ids: list[bytes]
     adapter: str
     is_loadable: bool
     asked_s: float = 0.0
@@ -60,6 +60,11 @@ class Prompt:
 
     def __post_init__(self) -> None:
         self.is_stored = [False] * self.num_chunks
+
+    @property
+    def num_chunks(self) -> int:
+        """Full chunks of the prompt."""
+        return len(self.chunk_ids)
 
     @property
     def num_matched(self) -> int:

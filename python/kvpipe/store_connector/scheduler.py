@@ -52,20 +52,21 @@ class SchedulerRole:
     Args:
         vllm_config: vLLM's configuration.
         config: Settings of the connector.
-        hash_block_size: Tokens of each of a request's block hashes.
 
     Raises:
         ConfigError: The files of the model cannot be compared, or vLLM's block hashes can collide.
     """
 
-    def __init__(self, vllm_config: VllmConfig, config: StoreConnectorConfig, hash_block_size: int) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: StoreConnectorConfig) -> None:
         self._config = config
         self._block_size = int(vllm_config.cache_config.block_size)
         self._chunk_blocks = config.chunk_size // self._block_size
         self._role = str(vllm_config.kv_transfer_config.kv_role)
-        self._names = Names(vllm_config, config, hash_block_size)
+        self._names = Names(vllm_config, config)
         self._is_speculative = vllm_config.speculative_config is not None
         self._are_forcing = True
+        # Number of the latest reset, and whether the workers are to be asked which weights they have since.
+        self._num_resets, self._is_reset = 0, False
         self._adapters = Adapters()
         self._client = StoreClient(config.store, config.lookup_timeout_s)
         self._lookups = Lookups(self._client)
@@ -101,22 +102,35 @@ class SchedulerRole:
             self._add_without_kv(request, entry)
             return
         self._adapters.note(request)
-        adapter = self._adapters.describe(request)
-        if NOT_COMPARED in adapter:
-            self._out.stats.add("decisions", "adapter")
+        adapter = self._adapters.content(request)
+        if reason := self._unnamed(request, adapter):
+            self._out.stats.add("decisions", reason)
             self._add_without_kv(request, entry)
             return
         now_s = time.monotonic()
-        prompt = Prompt(request, num_chunks, adapter, is_loadable, now_s, entry)
+        chunk_ids = self._names.chunk_ids(request, num_chunks, adapter)
+        prompt = Prompt(request, chunk_ids, adapter, is_loadable, now_s, entry)
         self._prompts[request.request_id] = prompt
         self._ask(prompt, now_s)
+
+    def _unnamed(self, request: Request, adapter: str) -> str:
+        """Returns why a prompt's KV has no name that others know, for metrics; empty if it has one."""
+        if NOT_COMPARED in adapter:
+            used = request.lora_request
+            logger.warning_once(
+                "store.unnamed requests with the LoRA adapter %s share no KV: %s; have its files on this disk, under "
+                "another path for each version",
+                *(used.lora_name, adapter),
+            )
+            return "adapter"
+        return "multimodal" if request.mm_features and not self._names.are_features_named else ""
 
     def _add_without_kv(self, request: Request, entry: Entry | None) -> None:
         """Adds a request whose KV is neither loaded nor saved. Only tokens that it brings are of use."""
         if entry is None or not entry.given_tokens:
             self._entries.remove(request, entry)
         else:
-            self._prompts[request.request_id] = Prompt(request, 0, "", is_loadable=False, entry=entry, phase="done")
+            self._prompts[request.request_id] = Prompt(request, [], "", is_loadable=False, entry=entry, phase="done")
 
     @property
     def _is_saving(self) -> bool:
@@ -133,12 +147,9 @@ class SchedulerRole:
             self._compute(prompt, "breaker")
         else:
             prompt.phase = "asked"
-            keys = self._names.keys(self._chunk_ids(prompt))
+            keys = self._names.keys(prompt.chunk_ids)
             entry_keys, until_s = self._entries.question(prompt, self._config.lookup_timeout_s, now_s)
             self._lookups.ask(Question(prompt.request.request_id, prompt.attempt, keys, entry_keys, until_s))
-
-    def _chunk_ids(self, prompt: Prompt) -> list[bytes]:
-        return self._names.chunk_ids(prompt.request, prompt.num_chunks, prompt.adapter)
 
     def _compute(self, prompt: Prompt, reason: str) -> None:
         """Leaves a prompt to this engine."""
@@ -174,6 +185,9 @@ class SchedulerRole:
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """Returns how many tokens the store provides beyond those here: `(None, False)` before it has answered."""
+        # vLLM asks while it is not paused: an update of the weights, for which it was reset, is over.
+        if self._is_reset:
+            self._is_reset, self._out.step.identification = False, self._num_resets
         prompt = self._prompts.get(request.request_id)
         if prompt is None or not prompt.is_loadable:
             return 0, False
@@ -239,7 +253,7 @@ class SchedulerRole:
         entry = prompt.entry if prompt.is_stored_to_end else None
         load = Load(
             request_id=request.request_id,
-            chunk_ids=self._chunk_ids(prompt)[first_chunk : prompt.num_matched],
+            chunk_ids=prompt.chunk_ids[first_chunk : prompt.num_matched],
             first=first - first_chunk * self._chunk_blocks,
             block_ids=block_ids,
             limit_s=prompt.decision.limit_s if prompt.decision else self._config.load_timeout_s,
@@ -295,11 +309,12 @@ class SchedulerRole:
         chunks = prompt.complete_chunks(num_tokens, self._config.chunk_size)
         if not chunks:
             return
-        ids = self._chunk_ids(prompt)
         block_ids = self._manager.get_block_ids(prompt.request.request_id)[0]
         for index in chunks:
             first = index * self._chunk_blocks
-            self._out.step.saves.append(Save(ids[index], list(block_ids[first : first + self._chunk_blocks])))
+            self._out.step.saves.append(
+                Save(prompt.chunk_ids[index], list(block_ids[first : first + self._chunk_blocks]))
+            )
 
     def update(self, output: KVConnectorOutput) -> None:
         """Processes the worker role's report on the step that has ended."""
@@ -319,8 +334,18 @@ class SchedulerRole:
     def _introduced(self, report: WorkerReport, now_s: float) -> None:
         """Asks for the prompts that have waited, once all workers have reported what they add to the fingerprint."""
         self._are_forcing = self._are_forcing and not report.unforced
-        if not self._names.introduce(report.properties):
+        # What was said before the latest reset is not true any more.
+        if report.identification != self._num_resets or not self._names.introduce(report.properties):
             return
+        self._out.stats.set_namespace(self._names.namespace, is_shared=self._names.is_shared)
+        if self._names.is_shared:
+            logger.info("store.namespace namespace=%s", self._names.namespace.hex())
+        else:
+            logger.warning(
+                "store.private this instance was reset, and shares no KV: its weights may have changed, and are %s; "
+                "restart it to share again",
+                self._names.private_reason,
+            )
         self._entries.support.are_workers_ready = self._are_forcing
         self._out.stats.set_forcing(is_forcing=self._entries.support.is_supported())
         for prompt in self._prompts.values():
@@ -365,12 +390,18 @@ class SchedulerRole:
         return self._out.take_stats()
 
     def reset(self) -> None:
-        """Separates this engine from what is stored: its weights may have changed, and nobody knows into which."""
+        """Uses nothing that is stored before the workers have said which weights they have now: they may be others."""
+        for prompt in self._prompts.values():
+            self._entries.forget(prompt)
+        if self._names.namespace:
+            self._out.stats.set_namespace(self._names.namespace, is_shared=False)
         self._names.reset()
+        self._num_resets, self._is_reset = self._num_resets + 1, True
         now_s = time.monotonic()
         for prompt in self._prompts.values():
             prompt.is_stored = [False] * prompt.num_chunks
-            self._entries.forget(prompt)
+            # What was computed with other weights before is not saved, nor what follows it.
+            prompt.next_chunk = prompt.num_chunks if prompt.request.num_computed_tokens else 0
             if prompt.phase in ("asked", "answered"):
                 self._ask(prompt, now_s)
 

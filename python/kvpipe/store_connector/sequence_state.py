@@ -27,7 +27,7 @@ class SequenceState:
         finish_reason: How the producer's request ended with it: `length` or `stop`.
         num_prompt_tokens: Length of the prompt.
         prompt_hash: Hash of all of its tokens, see `prompt_hash`.
-        adapter_hash: Hash of name and content of its LoRA adapter, see `adapter_hash`.
+        adapter_hash: Hash of the content of its LoRA adapter, see `adapter_hash`.
         sampling_hash: Hash of what the token depends on besides the prompt, see `Sampling`.
     """
 
@@ -69,7 +69,7 @@ class SequenceState:
 
 
 def adapter_hash(adapter: str) -> bytes:
-    """Hashes name and content of a LoRA adapter; empty without one."""
+    """Hashes the content of a LoRA adapter, which is empty without one."""
     return hashlib.sha256(adapter.encode()).digest()
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 # Of `data`: counters, each with a number for each label value, which add up; and states, of which the latest counts.
-_STATES = ("breakers", "forcing")
+_STATES = ("breakers", "forcing", "namespaces")
 _COUNTERS = ("loaded", "missed", "saved", "skipped", "decisions", "first_tokens", "bytes", "seconds", "operations")
 
 
@@ -35,6 +35,10 @@ class KVStoreStats(KVConnectorStats):
     def set_forcing(self, *, is_forcing: bool) -> None:
         """Sets whether the engine forces first tokens."""
         self.data["forcing"] = {"engine": int(is_forcing)}
+
+    def set_namespace(self, namespace: bytes, *, is_shared: bool) -> None:
+        """Sets whether the engine has KV in common with all others that have this namespace."""
+        self.data.setdefault("namespaces", {})[namespace.hex()] = int(is_shared)
 
     def reset(self) -> None:
         """Forgets everything."""
@@ -120,6 +124,12 @@ class KVStorePromMetrics(KVConnectorPromMetrics):
             labelnames=[*labelnames, "breaker"],
         )
 
+        self._namespaces = self._gauge_cls(
+            name="vllm:kvpipe_store_is_shared",
+            documentation="Whether the engine has KV in common with others of this namespace.",
+            multiprocess_mode="mostrecent",
+            labelnames=[*labelnames, "namespace"],
+        )
         # The proxy reads this one, see `kvpipe.proxy.descriptions.StoreDescriber`.
         self._reasoning_parser = str(vllm_config.structured_outputs_config.reasoning_parser or "")
         self._forcing = self._gauge_cls(
@@ -146,5 +156,7 @@ class KVStorePromMetrics(KVConnectorPromMetrics):
         for breaker, state in transfer_stats_data.get("breakers", {}).items():
             level = {"closed": 0, "half-open": 0.5}.get(state, 1)
             self._breakers.labels(*labels, breaker).set(level)
+        for namespace, is_shared in transfer_stats_data.get("namespaces", {}).items():
+            self._namespaces.labels(*labels, namespace).set(is_shared)
         for is_forcing in transfer_stats_data.get("forcing", {}).values():
             self._forcing.labels(*labels, self._reasoning_parser).set(is_forcing)

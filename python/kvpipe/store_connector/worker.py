@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvpipe.connector.amx import permit_tiles
 from kvpipe.connector.fingerprint import attention_properties, instruction_set
@@ -23,6 +25,7 @@ from kvpipe.store_connector.metadata import StoreStepMetadata, WorkerReport
 from kvpipe.store_connector.saving import Saver
 from kvpipe.store_connector.stats import KVStoreStats
 from kvpipe.store_connector.values import ChunkValues, layout_of
+from kvpipe.store_connector.weights import AS_LOADED, PROPERTY, Weights
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +56,11 @@ class WorkerRole:
         self._kept = KeptBlocks()
         self._step = StoreStepMetadata()
         self._namespace = b""
+        self._weights: Weights | None = None
+        self._layout = ""
         self._properties: list[tuple[str, str]] = []
         self._is_introduced = False
+        self._identification = 0
         self._invalid_block_ids: set[int] = set()
         self._outcomes: dict[str, LoadOutcome] = {}
         self._stats = KVStoreStats()
@@ -70,13 +76,20 @@ class WorkerRole:
         permit_tiles()
         config, cache = self._config, CacheBytes(kv_caches)
         chunk_blocks = config.chunk_size // self._vllm_config.cache_config.block_size
-        self._properties = [*attention_properties(self._vllm_config), ("layout", cache.digest.hex())]
+        layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase)
+        self._weights = Weights(list(layers.values()), self._vllm_config.model_config.quantization)
+        self._layout = cache.digest.hex()
+        self._properties = self._identified(AS_LOADED)
         values = self._chunk_values(kv_caches, chunk_blocks, cache)
         self._loader = Loader(self._client, cache, values, chunk_blocks, config.num_io_threads)
         if self._is_saving:
             num_threads = max(1, config.num_io_threads // 2)
             self._saver = Saver(self._client, cache, values, config.staging_bytes, num_threads)
         self._kept = KeptBlocks(kv_caches.values())
+
+    def _identified(self, weights: str) -> list[tuple[str, str]]:
+        """Returns what this rank adds to the fingerprint."""
+        return [*attention_properties(self._vllm_config), ("layout", self._layout), (PROPERTY, weights)]
 
     def _chunk_values(self, kv_caches: dict[str, torch.Tensor], chunk_blocks: int, cache: CacheBytes) -> ChunkValues:
         serde, layout = Serde.parse(self._config.serde), None
@@ -89,9 +102,12 @@ class WorkerRole:
         self._step = step
         self._kept.keep(step.restores)
         PENDING_FIRST_TOKENS.set(self._engine_id, "KVStoreConnector", step.first_tokens)
-        if self._loader is None or not step.namespace:
+        if self._loader is None:
             return
-        self._namespace = rank_namespace(step.namespace, self._rank)
+        if step.identification and self._weights is not None:
+            self._identification, self._is_introduced = step.identification, False
+            self._properties = self._identified(self._weights.identify())
+        self._namespace = rank_namespace(step.namespace, self._rank) if step.namespace else b""
         now_s = time.monotonic()
         for load in step.loads:
             self._loader.begin(load, self._namespace, now_s)
@@ -113,10 +129,12 @@ class WorkerRole:
         """Restores blocks, and copies what is complete with the forward pass, after it."""
         self._kept.put_back()
         step, self._step = self._step, StoreStepMetadata()
-        if self._saver is None or not self._namespace:
+        if self._saver is None:
             return
         now_s = time.monotonic()
         self._count_saved(self._saver, now_s)
+        if not self._namespace:
+            return
         for save in step.saves:
             if reason := self._saver.save(self._namespace + save.chunk_id, save.block_ids, now_s):
                 self._stats.add("skipped", reason)
@@ -163,7 +181,7 @@ class WorkerRole:
         if not (properties or outcomes):
             return None
         self._is_introduced = True
-        return WorkerReport(properties, outcomes, unforced)
+        return WorkerReport(properties, outcomes, unforced, self._identification)
 
     def take_stats(self) -> KVStoreStats | None:
         """Returns what has been counted since the last call; `None` if nothing was."""
