@@ -243,14 +243,63 @@ def test_metrics_have_the_requests_that_wait_before_the_engine_does(core: Core, 
     core.abort(second)
 
 
-def test_steps_go_on_while_a_request_waits_for_blocks(core: Core, waiting: Waiting) -> None:
-    lease, _ = leased(core)
+class BesideAnother:
+    """Stands for MultiConnector: another connector beside kvpipe's looks for one request's KV, without end.
+
+    Attributes:
+        length: Tokens of that request's prompt.
+    """
+
+    length = 77
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Asks both."""
+        if request.num_prompt_tokens == self.length:
+            return None, False
+        return self._own.get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+def lacking_blocks(core: Core) -> tuple[Request, list[Any]]:
+    """A request that lacks blocks, and the blocks that it lacks."""
     pool = core.scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
-    new = core.receive(length=200)
+    return core.receive(length=200), taken
+
+
+def test_an_engine_whose_blocks_are_leased_makes_no_step_until_a_lease_ends(core: Core, client: ControlClient) -> None:
+    _, handoff = leased(core)
+    new, taken = lacking_blocks(core)
+    until(lambda: new.request_id in core.scheduler.requests and core.stands_by())
+    num_steps = core.num_steps
+    core.scheduler.kv_cache_manager.block_pool.free_blocks(taken)
+    assert client.release(core.address, handoff).wait(20)
+    until(new.is_finished)
+    assert core.num_steps - num_steps <= FEW_STEPS
+
+
+def test_steps_go_on_where_an_engine_that_lacks_blocks_may_have_to_give_way(core: Core, waiting: Waiting) -> None:
+    lease, _ = leased(core)
+    new, taken = lacking_blocks(core)
     num_steps = core.num_steps
     until(lambda: core.num_steps > num_steps + FEW_STEPS)
     core.abort(new)
     until(lambda: new.is_finished() and core.stands_by())
-    pool.free_blocks(taken)
-    assert lease.request_id in core.scheduler.requests
+    core.scheduler.kv_cache_manager.block_pool.free_blocks(taken)
+    assert {lease.request_id, waiting.request.request_id} == core.scheduler.requests.keys()
+
+
+def test_steps_go_on_while_a_request_waits_for_another_connector_of_the_engine(core: Core) -> None:
+    leased(core)
+    own, beside = core.scheduler.connector, BesideAnother(core.scheduler.connector)
+    core.scheduler.connector = beside
+    core.receive(length=beside.length)
+    num_steps = core.num_steps
+    until(lambda: core.num_steps > num_steps + FEW_STEPS)
+    core.scheduler.connector = own
+    until(lambda: len(core.scheduler.requests) == 1 and core.stands_by())

@@ -188,7 +188,7 @@ class KVPipeConnector(KVConnectorBase_V1):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Returns no event. vLLM calls it at the end of each step: this is where an engine without work waits."""
-        self._of_scheduler().stand_by()
+        self._of_scheduler().stand_by(self)
         return ()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

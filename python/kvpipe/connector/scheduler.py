@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -255,10 +256,18 @@ class SchedulerRole:
         self._standby.scheduled(is_idle=not has_work and step.is_empty())
         return step
 
-    def stand_by(self) -> None:
-        """Waits at the end of a step without work if all requests wait for other engines."""
+    def stand_by(self, connector: KVConnectorBase_V1) -> None:
+        """Waits at the end of a step without work if no request can go on before another engine does something.
+
+        Args:
+            connector: The connector of this role.
+        """
         is_due = self._standby.is_due() and self._out.step.is_empty() and self._out.stats.is_empty()
-        if is_due and self._standby.has_only(self._waiting | self._producing.leased_requests()):
+        if not is_due:
+            return
+        # Where requests wait for blocks that are leased, an engine that consumes gives way after a time.
+        may_lack_blocks = connector if self._consuming.is_idle() else None
+        if self._standby.has_only(self._waiting | self._producing.leased_requests(), may_lack_blocks):
             self._standby.wait()
 
     def _give_way(self, output: SchedulerOutput, now_s: float) -> None:

@@ -12,11 +12,17 @@ import threading
 from typing import TYPE_CHECKING
 
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
     from kvpipe import _kvpipe
+
+# A step that leaves such a request out does so because of what the engine's other requests hold, or its connector says.
+_SCHEDULABLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 def engine_core() -> EngineCoreProc | None:
@@ -68,13 +74,22 @@ class Standby:
         """
         return self._core is not None and self._num_idle_steps >= 2 + len(self._core.batch_queue or ())
 
-    def has_only(self, waiting: AbstractSet[str]) -> bool:
-        """Returns whether all requests of the engine are among these."""
+    def has_only(self, waiting: AbstractSet[str], connector: KVConnectorBase_V1 | None) -> bool:
+        """Returns whether the requests of the engine wait for what it receives, or for events of the control plane.
+
+        Args:
+            waiting: Requests that wait for the control plane.
+            connector: This engine's connector, if requests may also wait for blocks, which are leased. If vLLM has
+                another one, which has this one beside others, such a request may wait for the others.
+        """
         if self._core is None:
             return False
         scheduler = self._core.scheduler
+        others = scheduler.requests.keys() - waiting
+        if others and scheduler.connector is not connector:
+            return False
         return (
-            scheduler.requests.keys() <= waiting
+            all(scheduler.requests[request_id].status in _SCHEDULABLE for request_id in others)
             and not scheduler.finished_req_ids
             # Connectors beside this one.
             and not scheduler.connector.has_pending_push_work()
