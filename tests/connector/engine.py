@@ -96,8 +96,10 @@ class Engine:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
 
-    def add(self, prompt: list[int], max_tokens: int = 4, params: dict[str, Any] | None = None, **more: Any) -> Request:
-        """Adds a request with a router's transfer parameters."""
+    def new_request(
+        self, prompt: list[int], max_tokens: int = 4, params: dict[str, Any] | None = None, **more: Any
+    ) -> Request:
+        """Makes a request with a router's transfer parameters."""
         extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(max_tokens=max_tokens, extra_args=extra, ignore_eos=True)
         more = {"sampling_params": sampling} | more
@@ -109,6 +111,11 @@ class Engine:
             **more,
         )
         request.sampling_params.update_from_generation_config({}, 2)
+        return request
+
+    def add(self, *arguments: Any, **more: Any) -> Request:
+        """Adds a request, see `new_request`."""
+        request = self.new_request(*arguments, **more)
         self.scheduler.add_request(request)
         return request
 
@@ -120,15 +127,18 @@ class Engine:
 
     def end(self, output: SchedulerOutput, **worker: Any) -> None:
         """The second half of a step."""
+        self.deliver(self.scheduler.update_from_output(output, self.run(output, **worker)))
+
+    def run(self, output: SchedulerOutput, **worker: Any) -> ModelRunnerOutput:
+        """What the workers answer to a step."""
         sampled = [self._sample(request_id) for request_id in output.num_scheduled_tokens]
         words = KVConnectorOutput(**worker)
-        result = ModelRunnerOutput(
+        return ModelRunnerOutput(
             req_ids=list(output.num_scheduled_tokens),
             req_id_to_index={request_id: index for index, request_id in enumerate(output.num_scheduled_tokens)},
             sampled_token_ids=sampled,
             kv_connector_output=None if is_unreported(output, words) else words,
         )
-        self.deliver(self.scheduler.update_from_output(output, result))
 
     def deliver(self, by_client: Mapping[int, EngineCoreOutputs]) -> None:
         """Notes what a step sends to clients."""

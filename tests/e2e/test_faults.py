@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvpipe.bench.instances.servers import clock_s
 from kvpipe.control import ControlClient
+from kvpipe.launch.watchdog import group_members
 from tests.e2e.client import (
     COMPLETIONS,
     LEASE_S,
@@ -70,6 +72,15 @@ def test_kv_that_nobody_fetches_is_freed_when_its_lease_ends(servers: Servers) -
         response.read()
     assert not servers.holds_no_block(servers.prefill)
     stays_whole(servers)
+
+
+def test_prefill_sleeps_while_it_has_nothing_but_a_lease(servers: Servers) -> None:
+    with post(servers.prefill.url, COMPLETIONS, completion(prompt(300, seed=20)) | produce(new_handoff())) as response:
+        response.read()
+    before_s = {pid: clock_s(pid) for pid in group_members(servers.prefill.child.pid)}
+    until(lambda: servers.holds_no_block(servers.prefill))
+    # vLLM's worker spins for a second after each step.
+    assert max(clock_s(pid) - used_s for pid, used_s in before_s.items()) < LEASE_S / 2
 
 
 @pytest.mark.smoke

@@ -26,8 +26,11 @@ from kvpipe.connector.policy import check_parent, load_failure_policy
 from kvpipe.connector.stats import KVPipePromMetrics, KVPipeStats
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -182,6 +185,11 @@ class KVPipeConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Processes the worker role's reports on loads."""
         self._of_scheduler().update(connector_output)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Returns no event. vLLM calls it at the end of each step: this is where an engine without work waits."""
+        self._of_scheduler().stand_by(self)
+        return ()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether the blocks are leased to a consumer, and the parameters of the response."""

@@ -160,6 +160,11 @@ class Producing:
         if produced is not None:
             self._count_leased(-produced.num_leased_blocks)
 
+    def leased_requests(self) -> set[str]:
+        """Returns ids of finished requests whose blocks a consumer may read."""
+        produced = self._produced.values()
+        return {it.request.request_id for it in produced if it.is_leased and not it.is_withdrawn}
+
     def _count_leased(self, num_more: int) -> None:
         self.num_leased_blocks += num_more
         self._out.stats.set_leased_blocks(self.num_leased_blocks)

@@ -26,6 +26,7 @@ from kvpipe.connector.outbox import Outbox
 from kvpipe.connector.producing import Producing
 from kvpipe.connector.requests import Consumed, Produced, read_params
 from kvpipe.connector.sampling import Sampling
+from kvpipe.connector.standby import Standby, engine_core
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import ProduceParams, parse
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -66,6 +68,10 @@ class SchedulerRole:
         self._is_listening = False
         # Whether vLLM has matched a request and has not allocated blocks for it since.
         self._lacks_blocks = False
+        # Requests that waited for their producer when vLLM matched them for the last step, and for the next one.
+        self._waiting: set[str] = set()
+        self._matched_waiting: set[str] = set()
+        self._standby = Standby(engine_core())
         self._allowed_producers = AllowedProducers(config.allowed_producers)
         self._out = Outbox(_kvpipe.Trace(config.trace, f"{self._role} scheduler {self._engine_id}"))
         block_size = vllm_config.cache_config.block_size
@@ -112,6 +118,7 @@ class SchedulerRole:
             control.allow_checks(*self._allowed_producers.hosts())
         bound = control.address or ""
         self._out.control, self._is_listening = control, True
+        self._standby.watch(control)
         self._out.address = addresses.advertised_control(bound, index)
         self._out.local_address = addresses.local(bound)
         logger.info(
@@ -217,6 +224,8 @@ class SchedulerRole:
             self._drain_events()
         num_tokens, is_async = self._consuming.match(request, num_local_tokens)
         self._lacks_blocks = num_tokens is not None
+        if num_tokens is None:
+            self._matched_waiting.add(request.request_id)
         return num_tokens, is_async
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -241,7 +250,25 @@ class SchedulerRole:
         self._producing.scheduled(output, now_s)
         self._consuming.scheduled(output, now_s)
         self._give_way(output, now_s)
-        return self._out.take_step()
+        step = self._out.take_step()
+        self._waiting, self._matched_waiting = self._matched_waiting, set()
+        has_work = output.total_num_scheduled_tokens or output.finished_req_ids or output.preempted_req_ids
+        self._standby.scheduled(is_idle=not has_work and step.is_empty())
+        return step
+
+    def stand_by(self, connector: KVConnectorBase_V1) -> None:
+        """Waits at the end of a step without work if no request can go on before another engine does something.
+
+        Args:
+            connector: The connector of this role.
+        """
+        is_due = self._standby.is_due() and self._out.step.is_empty() and self._out.stats.is_empty()
+        if not is_due:
+            return
+        # Where requests wait for blocks that are leased, an engine that consumes gives way after a time.
+        may_lack_blocks = connector if self._consuming.is_idle() else None
+        if self._standby.has_only(self._waiting | self._producing.leased_requests(), may_lack_blocks):
+            self._standby.wait()
 
     def _give_way(self, output: SchedulerOutput, now_s: float) -> None:
         is_stuck = self._lacks_blocks and not output.total_num_scheduled_tokens

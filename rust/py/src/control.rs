@@ -204,6 +204,10 @@ impl Control {
             .collect()
     }
 
+    fn wait(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.0.wait())
+    }
+
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.0.close());
     }

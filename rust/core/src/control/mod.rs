@@ -305,8 +305,15 @@ impl Control {
         self.events.drain()
     }
 
+    /// Blocks until there have been events since the last call; false once the control plane is closed. Some may be drained by
+    /// then.
+    pub fn wait(&self) -> bool {
+        self.events.wait()
+    }
+
     /// Closes the control port and its sessions.
     pub fn close(&self) {
         self.reactor.stop();
+        self.events.close();
     }
 }
