@@ -17,6 +17,7 @@ from tests.amqp.harness import (
     run,
     stage,
     text_of,
+    until,
     until_healthy,
     until_letters,
     until_state,
@@ -185,6 +186,24 @@ def test_an_answer_of_more_tokens_than_another_worker_can_be_told_fails_alone(br
 
     with broker.limited(LIMIT_BYTES):
         run(scene)
+
+
+def test_a_large_event_may_take_longer_than_the_limit_on_silence(broker):
+    async def scene():
+        async with stage(broker.url) as s:
+            front = await s.front(silence_s=2.0)
+            client = Client(front, body(), {})
+            await until(lambda: front._pending)
+            [request] = front._pending
+            front._receive_reply(Reply("head", request, "delivery", "worker", is_stream=True))
+            for number in range(1, 9):
+                await asyncio.sleep(0.4)
+                front._receive_reply(Reply("part", request, "delivery", "worker", number, b"da"))
+            front._receive_reply(Reply("piece", request, "delivery", "worker", 9, b"end"))
+            front._receive_reply(Reply("end", request, "delivery", "worker", 10))
+            assert await client.answering == (200, b"da" * 8 + b"end")
+
+    run(scene)
 
 
 def test_a_limit_that_is_too_low_is_refused():

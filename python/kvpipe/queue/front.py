@@ -280,6 +280,8 @@ class DecodeQueue:
         outcome = pending.assembly.receive(reply)
         if outcome.control is not None:
             self._send(outcome.control, reply.worker)
+        if reply.kind == "part":
+            pending.advanced()
         if outcome.decode_control:
             pending.begun(outcome.decode_control)
         if outcome.part is None:

@@ -43,7 +43,7 @@ class Pending:
         self.returned_by: set[str] = set()
         self.interrupted: set[str] = set()
         self.assembly = Assembly(request.id, has_one_sequence=has_one_sequence)
-        self._parts: asyncio.Queue[Reply | InstanceError] = asyncio.Queue()
+        self._parts: asyncio.Queue[Reply | InstanceError | None] = asyncio.Queue()
         self._silence_timeout_s = silence_timeout_s
         self._when_begun = when_begun
 
@@ -51,6 +51,10 @@ class Pending:
         """A D has begun with the answer."""
         if self._when_begun is not None:
             self._when_begun(decode_control)
+
+    def advanced(self) -> None:
+        """More of a part that is not complete has come: the silence has ended."""
+        self._parts.put_nowait(None)
 
     def put(self, part: Reply | InstanceError) -> None:
         """Adds a part, or why none comes any more."""
@@ -63,7 +67,8 @@ class Pending:
             InstanceError: The request has failed, or nothing came for the silence timeout.
         """
         try:
-            part = await called(self._parts.get(), self._silence_timeout_s)
+            while (part := await called(self._parts.get(), self._silence_timeout_s)) is None:
+                pass
         except TimeoutError:
             raise queue_error(silent_for(self._silence_timeout_s), "timeout") from None
         if isinstance(part, InstanceError):
