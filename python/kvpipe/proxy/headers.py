@@ -56,7 +56,7 @@ def response_headers(instance: Mapping[str, str]) -> CIMultiDict[str]:
 
 
 def has_control_character(headers: Mapping[str, str]) -> bool:
-    """Whether a value has a character that no header may have."""
+    """True if a value has a character that no header may have."""
     return any(map(_CONTROL_CHARACTER.search, headers.values()))
 
 

@@ -130,7 +130,7 @@ def is_contradictory(body: dict[str, Any], path: str) -> bool:
 
 
 def exceeds(body: dict[str, Any], num_bytes: int, num_output: int, max_model_len: int) -> bool | None:
-    """Whether prompt and output are longer than a model's context; None if only its tokenizer can say.
+    """True if prompt and output are longer than a model's context; None if only its tokenizer can say.
 
     A token stands for at least one byte. Images and audio are not counted.
     """
