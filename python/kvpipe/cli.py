@@ -195,6 +195,12 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="whether a plain stream begins with prefill's token before decode has answered (default), or waits",
     )
+    parser.add_argument(
+        "--frozen-after",
+        type=float,
+        metavar="SECONDS",
+        help="silence, on HTTP and on its control port, after which requests leave an instance; default 5",
+    )
 
 
 def _add_endpoint(parser: argparse.ArgumentParser) -> None:
@@ -282,6 +288,7 @@ def _proxy(args: argparse.Namespace) -> int:
         early_token=args.early_token == "on",  # noqa: S105 - not a secret
         token=args.token or os.environ.get("KVPIPE_TOKEN"),
         **({} if args.split_from is None else {"split_from": args.split_from}),
+        **({} if args.frozen_after is None else {"frozen_after_s": args.frozen_after}),
     )
     try:
         if dispatch == "amqp":

@@ -15,6 +15,7 @@ DEFAULT_SPLIT_FROM = 0
 _MAX_PORT = 65535
 _TIMES = (
     "connect_timeout_s",
+    "frozen_after_s",
     "silence_timeout_s",
     "client_timeout_s",
     "control_timeout_s",
@@ -44,6 +45,8 @@ class ProxyConfig:
         token: shared secret for the control ports; None leaves the choice to the control client.
         max_body_bytes: largest accepted request body; a request in progress takes about three times its size in memory.
         connect_timeout_s: limit for name lookup, TCP and TLS of a connection to an instance, and for a health probe.
+        frozen_after_s: silence of an instance that owes an answer, on HTTP and on its control port, after which it is
+            frozen: it gets nothing, and its requests go to another one. Without a control port six times as long.
         silence_timeout_s: limit for an instance without output, then the request fails: P until its answer, D until its
             first byte and between bytes. An answer that is not streamed counts as silence until it is complete. The
             default is that of OpenAI's clients.
@@ -64,6 +67,7 @@ class ProxyConfig:
     token: str | None = field(default=None, repr=False)
     max_body_bytes: int = 64 << 20
     connect_timeout_s: float = 5.0
+    frozen_after_s: float = 5.0
     silence_timeout_s: float = 600.0
     client_timeout_s: float = 60.0
     control_timeout_s: float = 5.0
