@@ -216,6 +216,12 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="whether a plain stream begins with prefill's token before decode has answered (default), or waits",
     )
+    parser.add_argument(
+        "--frozen-after",
+        type=float,
+        metavar="SECONDS",
+        help="silence, on HTTP and on its control port, after which requests leave an instance; default 5",
+    )
 
 
 def _add_limits(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
@@ -358,6 +364,7 @@ def _proxy(args: argparse.Namespace) -> int:
         allowed_headers=args.allowed_headers,
         allow_credentials=args.allow_credentials,
         **({} if args.split_from is None else {"split_from": args.split_from}),
+        **({} if args.frozen_after is None else {"frozen_after_s": args.frozen_after}),
         **_limits(args),
     )
     try:

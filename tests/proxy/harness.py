@@ -34,11 +34,11 @@ EVENTS = [b'data: {"text":"a"}\n\n', b'data: {"text":"b"}\n\n', b"data: [DONE]\n
 Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def run(scene):
+def run(scene, limit_s=LIMIT_S):
     """Run one scene to its end; a test that would hang fails instead."""
 
     async def bounded():
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(limit_s):
             await scene()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the proxy runs
@@ -232,7 +232,7 @@ class Stage:
 async def stage(
     prefill=None, decode=None, control=None, ports=("", ""), *, has_control=True, **settings
 ) -> AsyncIterator[Stage]:
-    """A proxy before instances with these behaviours; `DEAD` is one that nobody listens at.
+    """A proxy before instances with these behaviours; `DEAD` is one that nobody listens at. One with a URL runs.
 
     `control` is a real client and `ports` are the addresses of all P's and of all D's, where there are real ones.
     """
@@ -259,6 +259,9 @@ async def stage(
 async def _pool(stack, role, behaviours, port):
     pool = []
     for index, behaviour in enumerate(behaviours):
+        if hasattr(behaviour, "url"):
+            pool.append(behaviour)
+            continue
         instance = StandIn(f"{role}{index}", behaviour, port=port)
         if behaviour is DEAD:
             instance.url = f"http://127.0.0.1:{stack.enter_context(dead_port())}"

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.just_in_time import JustInTime
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.prefill_answer import PrefillAnswer
+from kvpipe.proxy.request import Available
 from kvpipe.proxy.results import RecentHandoffs, ResultRecorder
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Answer, InstanceError, Role, failed
@@ -29,6 +31,7 @@ class Services:
     exchanges: Exchanges
     control: Control
     control_timeout_s: float
+    silence_timeout_s: float
     describe: Describe
     failures: FailureLog
     metrics: Metrics
@@ -46,6 +49,7 @@ class Attempt(ABC):
     Args:
         services: what all attempts share.
         call: the client's request.
+        may_leave: whether another instance can be asked instead of one that is frozen.
 
     Attributes:
         handoff: id of the handoff; empty where one instance works alone.
@@ -55,9 +59,10 @@ class Attempt(ABC):
     handoff: str = ""
     early_token: EarlyToken | None = None
 
-    def __init__(self, services: Services, call: Call) -> None:
+    def __init__(self, services: Services, call: Call, may_leave: Available) -> None:
         self.services = services
         self.call = call
+        self.may_leave = may_leave
 
     @abstractmethod
     async def ask(self) -> Answer:
@@ -78,6 +83,18 @@ class Attempt(ABC):
     def settle(self, *, is_delivered: bool) -> None:  # noqa: B027 - an attempt at one instance keeps nothing
         """End the attempt, once: abort what still runs, release what P keeps."""
 
+    async def _post(self, role: Role, instance: Instance, body: bytes, *, awaits_first_byte: bool = True) -> Answer:
+        """Ask an instance; errors as those of `Exchanges.post`."""
+        return await self.services.exchanges.post(
+            role,
+            instance,
+            self.call,
+            body,
+            may_leave=partial(self.may_leave, role, instance),
+            awaits_first_byte=awaits_first_byte,
+            when_begun=self._decode_begun,
+        )
+
     def _decode_begun(self, control: str) -> None:  # noqa: B027
         """Note the control port of the D that has begun, where a broker chooses it."""
 
@@ -85,8 +102,8 @@ class Attempt(ABC):
 class AloneAttempt(Attempt):
     """One instance answers without another one: D, or P where its one token is all that the client wants."""
 
-    def __init__(self, services: Services, call: Call, role: Role, instance: Instance) -> None:
-        super().__init__(services, call)
+    def __init__(self, services: Services, call: Call, may_leave: Available, role: Role, instance: Instance) -> None:
+        super().__init__(services, call, may_leave)
         self._role: Role = role
         self._instance = instance
 
@@ -95,7 +112,7 @@ class AloneAttempt(Attempt):
         urls = (self._instance.url, "") if self._role == "prefill" else ("", self._instance.url)
         self.call.record.begin_attempt("", *urls)
         body = plain_body(self.call.body)
-        return await self.services.exchanges.post(self._role, self._instance, self.call, body)
+        return await self._post(self._role, self._instance, body)
 
 
 class ResumedAttempt(Attempt):
@@ -105,7 +122,7 @@ class ResumedAttempt(Attempt):
     """
 
     def __init__(self, before: Attempt, decode: Instance) -> None:
-        super().__init__(before.services, before.call)
+        super().__init__(before.services, before.call, before.may_leave)
         self.handoff = secrets.token_hex(16)
         self.decode = decode
         self.early_token = before.early_token
@@ -116,9 +133,7 @@ class ResumedAttempt(Attempt):
         self._remember()
         tokens = [] if self.early_token is None else [self.early_token.token]
         body = resumed_body(self.call.body, self.handoff, tokens)
-        answer = await self.services.exchanges.post(
-            "decode", self.decode, self.call, body, when_begun=self._decode_begun
-        )
+        answer = await self._post("decode", self.decode, body)
         if answer.is_complete:
             raise failed(answer)
         return answer
@@ -133,12 +148,15 @@ class SplitAttempt(Attempt):
     Args:
         services: what all attempts share.
         call: the client's request.
+        may_leave: whether another instance can be asked instead of one that is frozen.
         prefill: P.
         decode: D; another one replaces it where it did not answer.
     """
 
-    def __init__(self, services: Services, call: Call, prefill: Instance, decode: Instance) -> None:
-        super().__init__(services, call)
+    def __init__(
+        self, services: Services, call: Call, may_leave: Available, prefill: Instance, decode: Instance
+    ) -> None:
+        super().__init__(services, call, may_leave)
         self.handoff = secrets.token_hex(16)
         self.prefill = prefill
         self.decode = decode
@@ -201,7 +219,7 @@ class SplitAttempt(Attempt):
         """
         call = self.call
         body = prefill_body(call.body, call.path, self._prefill_params())
-        answer = await self.services.exchanges.post("prefill", self.prefill, call, body)
+        answer = await self._post("prefill", self.prefill, body)
         if not answer.is_complete:
             answer.close()
             raise InstanceError("prefill", self.prefill, "answered a stream, which was not asked for", "broken")
@@ -235,14 +253,14 @@ class SplitAttempt(Attempt):
             raise
 
     async def _post_decode(self) -> Answer:
-        services, call = self.services, self.call
         is_early = self._may_come_early()
         body = self._decode_body(self.early_token if is_early else None)
-        answer = await services.exchanges.post(
-            "decode", self.decode, call, body, awaits_first_byte=not is_early, when_begun=self._decode_begun
-        )
+        answer = await self._post("decode", self.decode, body, awaits_first_byte=not is_early)
         if is_early and not answer.is_complete:
-            answer.first_bytes = services.tasks.spawn(services.exchanges.logged(answer.begin()))
+            first_bytes = self.services.exchanges.first_bytes(
+                answer, partial(self.may_leave, "decode", answer.instance)
+            )
+            answer.first_bytes = self.services.tasks.spawn(first_bytes)
         return answer
 
     def _read_token(self, prefilled: PrefillAnswer) -> None:

@@ -80,11 +80,11 @@ class Attempts:
             case Step("resume", None, Instance() as decode) if self._latest is not None:
                 return self._resumed(self._latest, decode)
             case Step("split", Instance() as prefill, Instance() as decode):
-                return self._split(self._services, self._call, prefill, decode)
+                return self._split(self._services, self._call, self._request.may_leave, prefill, decode)
             case Step("alone", Instance() as prefill, None):
-                return AloneAttempt(self._services, self._call, "prefill", prefill)
+                return AloneAttempt(self._services, self._call, self._request.may_leave, "prefill", prefill)
             case Step("alone", None, Instance() as decode):
-                return AloneAttempt(self._services, self._call, "decode", decode)
+                return AloneAttempt(self._services, self._call, self._request.may_leave, "decode", decode)
         raise ValueError(step)
 
     async def _begun(self, attempt: Attempt, answer: Answer) -> Answer:

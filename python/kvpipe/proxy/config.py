@@ -16,6 +16,7 @@ DEFAULT_SPLIT_FROM = 0
 _MAX_PORT = 65535
 _TIMES = (
     "connect_timeout_s",
+    "frozen_after_s",
     "silence_timeout_s",
     "client_timeout_s",
     "control_timeout_s",
@@ -49,6 +50,8 @@ class ProxyConfig:
         allowed_headers: headers that such a page may send; `*` allows all of them.
         allow_credentials: whether such a page may send the browser's cookies and credentials.
         connect_timeout_s: limit for name lookup, TCP and TLS of a connection to an instance, and for a health probe.
+        frozen_after_s: silence of an instance that owes an answer, on HTTP and on its control port, after which it is
+            frozen: it gets nothing, and its requests go to another one. Without a control port six times as long.
         silence_timeout_s: limit for an instance that takes no byte of a request, or sends none of an answer; then the
             request fails. vLLM sends an answer that is not streamed when it is complete. The default is that of
             OpenAI's clients.
@@ -73,6 +76,7 @@ class ProxyConfig:
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
     connect_timeout_s: float = 5.0
+    frozen_after_s: float = 5.0
     silence_timeout_s: float = 600.0
     client_timeout_s: float = 60.0
     control_timeout_s: float = 5.0

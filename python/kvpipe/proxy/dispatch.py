@@ -24,7 +24,7 @@ from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.just_in_time import JustInTime
 from kvpipe.proxy.limits import LengthCheck, is_contradictory, output_limit
 from kvpipe.proxy.metrics import Metrics
-from kvpipe.proxy.pools import BrokerPool, HttpPool, Pool
+from kvpipe.proxy.pools import Asks, BrokerPool, HttpPool, Pool
 from kvpipe.proxy.prompt_length import PromptLengths
 from kvpipe.proxy.request import Request, RetryBudget, Route
 from kvpipe.proxy.results import RecentHandoffs, ResultRecorder, Results
@@ -66,12 +66,10 @@ class Dispatcher:
         urls = [instance.url for instance in config.decode] if is_described else []
         self._engines = Descriptions(StoreDescriber(upstream), urls, failures, config.control_timeout_s)
         self._way = config.way
-        http = (upstream, self._described, config.connect_timeout_s)
+        asks = Asks(upstream, control, self._described)
         self._pools: dict[Role, Pool] = {
-            "prefill": HttpPool("prefill", config.prefill, *http),
-            "decode": HttpPool("decode", config.decode, *http, num_partners=len(config.prefill))
-            if queue is None
-            else BrokerPool(queue),
+            "prefill": HttpPool("prefill", config, asks),
+            "decode": HttpPool("decode", config, asks) if queue is None else BrokerPool(queue),
         }
         self._exchanges = Exchanges(self._pools, upstream, failures, self.descriptions, self._engines)
         urls = [instance.url for instance in (*config.decode, *config.prefill) if not instance.control]
@@ -85,6 +83,7 @@ class Dispatcher:
             exchanges=self._exchanges,
             control=control,
             control_timeout_s=config.control_timeout_s,
+            silence_timeout_s=config.silence_timeout_s,
             describe=self._pools["decode"].describe,
             failures=failures,
             metrics=metrics,
@@ -110,6 +109,8 @@ class Dispatcher:
         """Wait for running tasks, mainly releases; cancel those that take too long."""
         self._recorder.close()
         await self._tasks.close(self._control_timeout_s + PREFILL_GRACE_S)
+        for pool in self._pools.values():
+            await pool.close()
         await self.descriptions.close()
         await self._engines.close()
         await self._models.close()
@@ -139,6 +140,7 @@ class Dispatcher:
     async def ask_decode(self, path: str, headers: CIMultiDict[str]) -> Answer:
         """Send a GET to decode instances, or prefill's behind a broker, until one answers without a server error."""
         role: Role = "decode" if self._pools["decode"].answers_gets else "prefill"
+        self._pools[role].check(0)
         instances = self._pools[role].order()
         while True:
             try:
@@ -163,7 +165,11 @@ class Dispatcher:
             self._metrics.went_to_decode_alone(reason)
         elif output_limit(call.body, call.path) == 1:
             route = "prefill"
-        request = Request(route, prefill, decode, self._budget, falls_back=self._falls_back)
+        if route != "decode" and not self._falls_back:
+            self._pools["prefill"].check(call.num_bytes)
+        request = Request(
+            route, prefill, decode, self._budget, falls_back=self._falls_back, is_available=self._is_available
+        )
         return Attempts(self._services, call, request, self._way)
 
     def _alone_reason(self, call: Call) -> str:
@@ -176,6 +182,9 @@ class Dispatcher:
             return "contradictory"
         num_tokens = self._prompts.tokens(call.body, call.path) if self._split_from else None
         return "short" if num_tokens is not None and num_tokens < self._split_from else ""
+
+    def _is_available(self, role: Role, instance: Instance) -> bool:
+        return self._pools[role].takes(instance)
 
     def _described(self, instance: Instance) -> dict[str, Any] | None:
         return self.descriptions.of(instance.control) if self._way == "handoff" else self._engines.of(instance.url)

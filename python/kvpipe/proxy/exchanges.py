@@ -1,7 +1,7 @@
 """Sends requests to instances. One that fails is logged, avoided for a while, and its description is read again."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -65,22 +65,40 @@ class Exchanges:
         call: Call,
         body: bytes,
         *,
-        awaits_first_byte: bool = True,
-        when_begun: WhenBegun | None = None,
+        may_leave: Callable[[], bool],
+        awaits_first_byte: bool,
+        when_begun: WhenBegun,
     ) -> Answer:
-        """Post a body to the call's path; arguments and errors as those of `Upstream.post`."""
+        """Post a body to the call's path; arguments as those of `Pool.post` and `Pool.unless_frozen`.
+
+        Raises:
+            InstanceError: the instance was not reached, broke off, sent nothing for too long, is frozen, or answers
+                with a server error.
+        """
         pool = self._pools[role]
-        return await self._checked(
-            pool.post(
-                instance, call.path, call.headers, body, awaits_first_byte=awaits_first_byte, when_begun=when_begun
-            )
+        exchange = pool.post(
+            instance, call.path, call.headers, body, awaits_first_byte=awaits_first_byte, when_begun=when_begun
         )
+        return await self._checked(pool.unless_frozen(instance, exchange, may_leave))
+
+    async def first_bytes(self, answer: Answer, may_leave: Callable[[], bool]) -> bytes:
+        """The first bytes of a stream; errors as those of `Answer.begin`, or the instance is frozen."""
+        pool = self._pools[answer.role]
+        return await self._logged(pool.unless_frozen(answer.instance, answer.begin(), may_leave))
+
+    def is_frozen(self, role: Role, instance: Instance) -> bool:
+        """Whether none of an instance's ports answers."""
+        return self._pools[role].is_frozen(instance)
+
+    async def until_thawed(self, role: Role, instance: Instance) -> None:
+        """Return when an instance is not frozen."""
+        await self._pools[role].until_thawed(instance)
 
     async def get(self, role: Role, instance: Instance, path: str, headers: CIMultiDict[str]) -> Answer:
         """Send a GET; errors as those of `Upstream.post`."""
         return await self._checked(self._upstream.get(role, instance, path, headers))
 
-    async def logged(self, exchange: Awaitable[T]) -> T:
+    async def _logged(self, exchange: Awaitable[T]) -> T:
         """Returns the result of an exchange; logs its failure."""
         try:
             return await exchange
@@ -92,7 +110,7 @@ class Exchanges:
             raise
 
     async def _checked(self, exchange: Awaitable[Answer]) -> Answer:
-        return await self.logged(_without_server_error(exchange))
+        return await self._logged(_without_server_error(exchange))
 
 
 async def _without_server_error(exchange: Awaitable[Answer]) -> Answer:

@@ -1,6 +1,7 @@
 """Attempts at a handoff: P keeps its blocks for D, which fetches them at P's control port."""
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import replace
 from http import HTTPStatus
@@ -15,6 +16,7 @@ from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.headers import HANDOFF
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.prefill_answer import PrefillAnswer
+from kvpipe.proxy.request import Available
 from kvpipe.proxy.upstream import Answer, InstanceError
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 # With just-in-time dispatch D's answer can be complete before P's has arrived.
 PREFILL_GRACE_S = 2.0
+# Tries to release at a P that was frozen, and the time between them: its sessions may have to be opened again.
+_RELEASE_TRIES = 10
+_RELEASE_INTERVAL_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +38,10 @@ class HandoffAttempt(SplitAttempt):
     of the D that has begun with the answer.
     """
 
-    def __init__(self, services: Services, call: Call, prefill: Instance, decode: Instance) -> None:
-        super().__init__(services, call, prefill, decode)
+    def __init__(
+        self, services: Services, call: Call, may_leave: Available, prefill: Instance, decode: Instance
+    ) -> None:
+        super().__init__(services, call, may_leave, prefill, decode)
         self._timing: Timing | None = None
         self._may_hold_kv = False
         self._is_decode_asked = False
@@ -149,6 +156,21 @@ class HandoffAttempt(SplitAttempt):
         if not self._may_hold_kv:
             return
         self._may_hold_kv = False
+        num_tries = _RELEASE_TRIES if await self._was_frozen() else 1
+        for number in range(num_tries):
+            await asyncio.sleep(number and _RELEASE_INTERVAL_S)
+            if await self._release_once():
+                return
+
+    async def _was_frozen(self) -> bool:
+        """Whether P is frozen; returns when it goes on, or has no lease any more because that takes too long."""
+        is_frozen = self.services.exchanges.is_frozen("prefill", self.prefill)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.services.silence_timeout_s):
+                await self.services.exchanges.until_thawed("prefill", self.prefill)
+        return is_frozen
+
+    async def _release_once(self) -> bool:
         services, address = self.services, self.prefill.control
         try:
             async with asyncio.timeout(services.control_timeout_s):
@@ -156,8 +178,9 @@ class HandoffAttempt(SplitAttempt):
         except (KVPipeError, OSError) as error:
             reason = f"release: {error or type(error).__name__}"
             services.failures.note("control", address, reason, asyncio.get_running_loop().time())
-        else:
-            logger.debug("handoff.released handoff=%s known=%s", self.handoff, is_known)
+            return False
+        logger.debug("handoff.released handoff=%s known=%s", self.handoff, is_known)
+        return True
 
     def _begin_measuring(self) -> None:
         if self._timing is not None:

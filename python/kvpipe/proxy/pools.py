@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from multidict import CIMultiDict
 
+from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.health import Health
 from kvpipe.proxy.instances import QUEUE
+from kvpipe.proxy.probes import Probes
 from kvpipe.proxy.routing import RoundRobin
+from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import InstanceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
+    from kvpipe.proxy.config import ProxyConfig
+    from kvpipe.proxy.control import Control
     from kvpipe.proxy.descriptions import Describe
     from kvpipe.proxy.instances import Instance
-    from kvpipe.proxy.upstream import Answer, DecodeQueue, Role, Upstream, WhenBegun
+    from kvpipe.proxy.upstream import Answer, DecodeQueue, Failure, Role, Upstream, WhenBegun
+
+T = TypeVar("T")
+
+# HTTP stalls while a healthy API server tokenizes. Without a control port its silence has to last so much longer.
+_PATIENCE = 6
 
 
 class Pool(ABC):
@@ -39,21 +50,46 @@ class Pool(ABC):
         self.role: Role = role
         self.instances = tuple(instances)
         self._turn = RoundRobin(instances, num_partners)
-        self._health = {instance: Health(math.inf) for instance in instances}
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.role} {self._turn}>"
 
     def order(self) -> list[Instance]:
         """All instances, in the order in which one request asks them."""
-        now_s = asyncio.get_running_loop().time()
-        return self._turn.order(lambda instance: self._health[instance].is_avoided(now_s))
+        return self._turn.order(lambda _: False)
 
-    def failed(self, instance: Instance) -> None:
+    def failed(self, instance: Instance) -> None:  # noqa: B027 - a broker knows its workers
         """Note that an instance has failed."""
-        self._health[instance].failed(asyncio.get_running_loop().time())
 
-    def check(self, num_bytes: int) -> None:  # noqa: B027 - instances that are asked by HTTP fail one by one
+    def takes(self, instance: Instance) -> bool:  # noqa: ARG002
+        """Whether an instance may be sent a request now."""
+        return True
+
+    async def unless_frozen(self, instance: Instance, exchange: Awaitable[T], may_leave: Callable[[], bool]) -> T:  # noqa: ARG002
+        """Returns the result of an exchange that awaits the first byte of an answer.
+
+        Args:
+            instance: the instance that owes it.
+            exchange: the exchange; it is cancelled where the instance freezes.
+            may_leave: whether another instance can be asked then; else the exchange goes on.
+
+        Raises:
+            InstanceError: that of the exchange, or the instance is frozen.
+        """
+        return await exchange
+
+    def is_frozen(self, instance: Instance) -> bool:  # noqa: ARG002
+        """Whether none of an instance's ports answers."""
+        return False
+
+    async def until_thawed(self, instance: Instance) -> None:  # noqa: B027
+        """Return when an instance is not frozen."""
+
+    async def close(self) -> None:  # noqa: B027
+        """Stop probing."""
+
+    @abstractmethod
+    def check(self, num_bytes: int) -> None:
         """Raises `InstanceError` while no request can be taken, or none with a body of so many bytes."""
 
     @abstractmethod
@@ -78,35 +114,88 @@ class Pool(ABC):
         """As `Upstream.post`; `when_begun` is called where a broker chooses the instance."""
 
 
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """What instances are asked with: HTTP client, client of control ports, and the descriptions of their engines."""
+
+    upstream: Upstream
+    control: Control
+    described: Describe
+
+
 class HttpPool(Pool):
-    """Instances that are asked by HTTP.
+    """Instances that are asked by HTTP, each with its health.
 
     Args:
         role: their role.
-        instances: the instances.
-        upstream: HTTP client of the instances.
-        described: the descriptions of their engines.
-        probe_timeout_s: limit for a health probe.
-        num_partners: instances of the other role, as for `RoundRobin`.
+        config: the instances, and limits.
+        asks: what they are asked with.
     """
 
-    def __init__(  # noqa: PLR0917
-        self,
-        role: Role,
-        instances: Sequence[Instance],
-        upstream: Upstream,
-        described: Describe,
-        probe_timeout_s: float,
-        num_partners: int = 0,
-    ) -> None:
-        super().__init__(role, instances, num_partners)
-        self._upstream = upstream
-        self._described = described
-        self._probe_timeout_s = probe_timeout_s
+    def __init__(self, role: Role, config: ProxyConfig, asks: Asks) -> None:
+        instances = config.prefill if role == "prefill" else config.decode
+        super().__init__(role, instances, len(config.prefill) if role == "decode" else 0)
+        self._probe_timeout_s = config.connect_timeout_s
+        self._control_timeout_s = config.control_timeout_s
+        self._asks = asks
+        self._tasks = OwnedTasks()
+        # Without fallback, and at D's, nobody else can answer while the only instance has its trial.
+        self._is_last_resort = role == "decode" or config.on_prefill_failure == "fail"
+        self._health = {each: Health(config.frozen_after_s * (1 if each.control else _PATIENCE)) for each in instances}
+        self._probes = {each: self._probes_of(each) for each in instances}
+
+    def order(self) -> list[Instance]:
+        """As `Pool.order`: those come last that have failed, are slow, or take no requests."""
+        now_s = asyncio.get_running_loop().time()
+        return self._turn.order(lambda instance: self._health[instance].is_avoided(now_s))
+
+    def failed(self, instance: Instance) -> None:
+        """As `Pool.failed`."""
+        self._health[instance].failed(asyncio.get_running_loop().time())
+
+    def takes(self, instance: Instance) -> bool:
+        """As `Pool.takes`."""
+        health = self._health[instance]
+        is_only = self._is_last_resort and not any(each.takes_requests for each in self._health.values())
+        return health.takes_requests or (is_only and not health.is_frozen)
+
+    def check(self, num_bytes: int) -> None:  # noqa: ARG002 - of any size
+        """As `Pool.check`: all instances are frozen."""
+        if all(health.is_frozen for health in self._health.values()):
+            raise self._frozen(self.instances[0], "unavailable")
+
+    async def unless_frozen(self, instance: Instance, exchange: Awaitable[T], may_leave: Callable[[], bool]) -> T:
+        """As `Pool.unless_frozen`."""
+        loop = asyncio.get_running_loop()
+
+        def when_frozen() -> None:
+            if may_leave():
+                bound.reschedule(loop.time())
+
+        try:
+            async with asyncio.timeout(None) as bound:
+                with self._probes[instance].owing(when_frozen):
+                    return await exchange
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise self._frozen(instance, "frozen") from None
+
+    def is_frozen(self, instance: Instance) -> bool:
+        """As `Pool.is_frozen`."""
+        return self._health[instance].is_frozen
+
+    async def close(self) -> None:
+        """As `Pool.close`."""
+        await self._tasks.close(0.0)
+
+    async def until_thawed(self, instance: Instance) -> None:
+        """As `Pool.until_thawed`."""
+        await self._probes[instance].until_thawed()
 
     def describe(self, instance: Instance) -> dict[str, Any] | None:
         """As `Pool.describe`."""
-        return self._described(instance)
+        return self._asks.described(instance)
 
     async def health(self) -> dict[str, str]:
         """As `Pool.health`, within the timeout of a probe."""
@@ -124,12 +213,40 @@ class HttpPool(Pool):
         when_begun: WhenBegun | None,  # noqa: ARG002 - the instance is chosen here
     ) -> Answer:
         """As `Upstream.post`."""
-        return await self._upstream.post(self.role, instance, path, headers, body, awaits_first_byte=awaits_first_byte)
+        upstream = self._asks.upstream
+        return await upstream.post(self.role, instance, path, headers, body, awaits_first_byte=awaits_first_byte)
+
+    def _frozen(self, instance: Instance, failure: Failure) -> InstanceError:
+        ports = "neither HTTP nor its control port answers" if instance.control else "HTTP does not answer"
+        return InstanceError(self.role, instance, f"is frozen: {ports}", failure)
+
+    def _probes_of(self, instance: Instance) -> Probes:
+        name = f"role={self.role} url={instance.url}"
+        http, control = partial(self._answers, instance), partial(self._answers_control, instance)
+        return Probes(name, self._health[instance], http, control, self._tasks)
+
+    async def _answers(self, instance: Instance) -> bool:
+        """Whether HTTP answers anything; a refused connection is an answer, because requests fail by it at once."""
+        try:
+            (await self._asks.upstream.get(self.role, instance, "/health", CIMultiDict())).close()
+        except InstanceError as error:
+            return not isinstance(error.__cause__, TimeoutError)
+        return True
+
+    async def _answers_control(self, instance: Instance) -> bool:
+        if not instance.control:
+            return False
+        try:
+            async with asyncio.timeout(self._control_timeout_s):
+                await self._asks.control.describe(instance.control, self._control_timeout_s)
+        except (KVPipeError, OSError):
+            return False
+        return True
 
     async def _probe(self, instance: Instance) -> str:
         try:
             async with asyncio.timeout(self._probe_timeout_s):
-                answer = await self._upstream.get(self.role, instance, "/health", CIMultiDict())
+                answer = await self._asks.upstream.get(self.role, instance, "/health", CIMultiDict())
         except InstanceError as error:
             return error.reason
         except TimeoutError:
