@@ -70,10 +70,18 @@ def test_tls_is_used_and_a_foreign_authority_is_a_connect_error(running, tmp_pat
     with running(tmp_path, tls=tls) as server:
         with ValkeyStore.open(server.url()) as store:
             assert_works(store)
-        for scheme in ("rediss", "redis"):
-            url = f"{scheme}://127.0.0.1:{server.port}"
-            with pytest.raises(ConnectError):
-                ValkeyStore.open(url)
+        with pytest.raises(ConnectError, match="signed by an authority of ca_file"):
+            ValkeyStore.open(f"rediss://127.0.0.1:{server.port}")
+        with pytest.raises(ConnectError):
+            ValkeyStore.open(f"redis://127.0.0.1:{server.port}")
+
+
+def test_a_certificate_of_another_host_is_a_connect_error(running, tmp_path, tls):
+    with (
+        running(tmp_path, tls=tls) as server,
+        pytest.raises(ConnectError, match="name the host in subjectAltName"),
+    ):
+        ValkeyStore.open(server.url().replace("127.0.0.1", "localhost", 1))
 
 
 def test_tls_files_that_cannot_be_used_are_a_config_error(running, tmp_path, tls):

@@ -254,7 +254,7 @@ impl Session {
         self.start += num_bytes;
         self.connection
             .process_new_packets()
-            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, explained(&error)))?;
         Ok(())
     }
 
@@ -267,6 +267,17 @@ impl Session {
             }
         }
         Ok(())
+    }
+}
+
+/// The text of an error, with a remedy where the user has one.
+fn explained(error: &rustls::Error) -> String {
+    match error {
+        rustls::Error::InvalidCertificate(_) => format!(
+            "{error}: the server's certificate has to name the host in subjectAltName, and to be signed by an authority \
+             of ca_file, which is another certificate"
+        ),
+        _ => error.to_string(),
     }
 }
 
