@@ -283,7 +283,7 @@ def until_saved(groups: Groups, num_chunks: float) -> None:
 def test_a_handoff_comes_by_the_pipe_and_a_request_without_one_from_the_store(
     pipe_and_store: Servers, groups: Groups
 ) -> None:
-    servers, body = pipe_and_store, completion(prompt(NUM_TOKENS, seed=420))
+    servers, body = pipe_and_store, completion(prompt(NUM_TOKENS, seed=350))
     text, handoff = servers.answer(servers.through("sequential"), COMPLETIONS, body)
     assert text == servers.expected(COMPLETIONS, body)
     assert servers.result(handoff)["result"] == "full"
