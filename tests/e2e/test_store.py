@@ -91,7 +91,7 @@ def asked(instance: Instance, path: str) -> None:
 def test_instances_that_were_reset_go_on_sharing_what_they_stored_before_and_after(
     sharing: Servers, folder: Path, paths: list[str]
 ) -> None:
-    before, after = (completion(prompt(NUM_TOKENS, seed=340 + len(paths) + more)) for more in (0, 2))
+    before, after = (completion(prompt(NUM_TOKENS, seed=410 + len(paths) + more)) for more in (0, 2))
     stored(sharing.prefill, folder, before)
     for path in paths:
         for instance in (sharing.prefill, sharing.decode):
@@ -121,7 +121,7 @@ def test_instances_whose_weights_were_updated_alike_share_again_and_before_that_
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors = load_file(weights)
     save_file(tensors | {name: tensors[name] + 0.01}, weights, {"format": "pt"})
-    body = completion(prompt(NUM_TOKENS, seed=350))
+    body = completion(prompt(NUM_TOKENS, seed=420))
     try:
         reloaded(sharing.prefill, other)
         stored(sharing.prefill, folder, body)

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from kvpipe.connector.model_files import NOT_COMPARED
 from kvpipe.store import StoreServer
-from kvpipe.store_connector.weights import AS_LOADED, Weights
+from kvpipe.store_connector.weights import AS_LOADED, PROPERTY, Weights
 from kvpipe.transfer_params import load, save
 from tests.store import valkey_servers
 from tests.store_connector.engine import CHUNK, Engine, Model, answered
@@ -221,12 +221,37 @@ def test_packed_weights_are_compared_by_what_they_do() -> None:
     assert weights_of_another.identify() == found
 
 
+def test_the_order_in_which_models_were_made_does_not_matter() -> None:
+    # As a model and its draft model.
+    found = []
+    for is_reversed in (False, True):
+        models = [Model(), Model()]
+        weights = Weights([model.attention for model in models], None)
+        for model, value in zip(reversed(models) if is_reversed else models, (1.0, 2.0), strict=True):
+            with torch.no_grad():
+                model.embedding[0, 0] += value
+        found.append(weights.identify())
+    assert found[0] == found[1] != AS_LOADED
+
+
+def test_after_a_reset_all_ranks_have_to_report(new_engine: Any) -> None:
+    engine = new_engine(num_ranks=2)
+    names, report = engine.role._names, [(PROPERTY, AS_LOADED)]
+    assert names.introduce({0: report, 1: report})
+    names.reset()
+    assert not names.introduce({1: report})
+    assert not names.is_shared
+    assert names.introduce({0: report})
+    assert names.is_shared
+
+
 @pytest.mark.parametrize("case", ["quantization", "packed elsewhere", "packed for others", "no model"])
 def test_weights_that_cannot_be_read_are_others_each_time(case: str) -> None:
     model = Packed() if case == "packed for others" else Model()
     if case == "packed for others":
         model.linear.input_size_per_partition = 9
     if case == "packed elsewhere":
+        model.linear.input_size_per_partition = 8
         model.linear.weight = torch.nn.Parameter(torch.empty(0))
     weights = Weights([] if case == "no model" else [model.attention], "fp8" if case == "quantization" else None)
     found = [weights.identify() for _ in range(2)]
