@@ -175,6 +175,8 @@ class HttpPool(Pool):
         try:
             async with asyncio.timeout(None) as bound:
                 with self._probes[instance].owing(when_frozen):
+                    if self._health[instance].is_frozen:
+                        when_frozen()
                     return await exchange
         except TimeoutError:
             if not bound.expired():
