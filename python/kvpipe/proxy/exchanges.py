@@ -87,7 +87,7 @@ class Exchanges:
         return await self._logged(pool.unless_frozen(answer.instance, answer.begin(), may_leave))
 
     def is_frozen(self, role: Role, instance: Instance) -> bool:
-        """Whether none of an instance's ports answers."""
+        """Returns true if none of an instance's ports answers."""
         return self._pools[role].is_frozen(instance)
 
     async def until_thawed(self, role: Role, instance: Instance) -> None:
