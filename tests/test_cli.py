@@ -124,3 +124,9 @@ def test_a_dispatch_that_was_removed_is_refused_by_name_with_its_successor(comma
     with pytest.raises(SystemExit):
         main([*command, "--dispatch", "concurrent"])
     assert "concurrent was removed: use just-in-time" in capsys.readouterr().err
+
+
+def test_the_time_after_which_an_instance_is_frozen_has_a_flag(capsys):
+    instances = ["--prefill", "http://127.0.0.1:1,127.0.0.1:2", "--decode", "http://127.0.0.1:3"]
+    assert main(["proxy", *instances, "--frozen-after", "0"]) == 1
+    assert "frozen_after_s=0.0: must be more than 0 seconds" in capsys.readouterr().err

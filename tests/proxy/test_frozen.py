@@ -184,6 +184,36 @@ def test_a_stream_that_has_prefills_token_leaves_a_frozen_decode():
             assert text_of(await response.content.read()) == "cd"
 
 
+def test_a_decode_that_froze_during_the_prefill_is_not_waited_for():
+    @scene
+    async def _(d):
+        may_answer = asyncio.Event()
+
+        async def waits(request):
+            await may_answer.wait()
+            return await answers()(request)
+
+        async with frozen_stage([waits], [d, answers()]) as s:
+            first = asyncio.create_task(s.post())
+            await s.prefill[0].asked.wait()
+            alone = [asyncio.create_task(s.post(body=REQUEST | {"n": 2})) for _ in range(4)]
+            await d.until_state(s, lambda state: len(state["handoffs"]) >= 1)
+            d.stop()
+            assert [status for status, _, _ in await asyncio.gather(*alone)] == [200] * 4
+            may_answer.set()
+            assert (await first)[0] == 200
+
+
+def test_models_are_those_of_a_decode_that_is_not_frozen():
+    @scene
+    async def _(d):
+        async with frozen_stage(None, [d, answers()]) as s:
+            d.stop()
+            for _ in range(2):
+                async with s.client.get(s.url + "/v1/models") as response:
+                    assert response.status == 200
+
+
 def test_the_only_decode_keeps_its_requests_while_it_is_frozen_and_new_ones_get_503():
     @scene
     async def _(d):

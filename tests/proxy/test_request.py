@@ -91,7 +91,7 @@ def test_after_a_shown_token_every_other_decode_is_asked_and_the_only_one_once_m
     assert steps("handoff", (D1, "unreached"), decode=(D1,), shown="token")[-1] == FINAL
 
 
-def test_after_text_of_decode_nobody_is_asked():
+def test_after_text_of_decode_no_instance_is_asked():
     assert steps("handoff", (D1, "broken"), shown="text")[-1] == FINAL
 
 

@@ -26,7 +26,7 @@ from kvpipe.proxy.upstream import Answer, InstanceError, Role, failed
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all attempts of a proxy share."""
+    """Services that all attempts of a proxy share."""
 
     exchanges: Exchanges
     control: Control
@@ -271,7 +271,7 @@ class SplitAttempt(Attempt):
         return self.services.sends_early_tokens and allows_early_token(self.call.body)
 
     def _may_come_early(self) -> bool:
-        """Whether the client can have P's token before D's stream, as far as is known when D is asked."""
+        """True if the client can have P's token before D's stream, as far as is known when D is asked."""
         is_prefilled = self._prefilling is not None and self._prefilling.done()
         if not self._allows_early_token() or (is_prefilled and self.early_token is None):
             return False
@@ -328,7 +328,7 @@ def _has_answer(task: asyncio.Task[Answer]) -> bool:
 
 
 def _has_begun(decoding: asyncio.Task[Answer]) -> bool:
-    """Whether D has answered, and a stream has its first bytes or has ended."""
+    """True if D has answered, and a stream has its first bytes or has ended."""
     if not _has_answer(decoding):
         return False
     first_bytes = decoding.result().first_bytes

@@ -87,7 +87,7 @@ class Exchanges:
         return await self._logged(pool.unless_frozen(answer.instance, answer.begin(), may_leave))
 
     def is_frozen(self, role: Role, instance: Instance) -> bool:
-        """Whether none of an instance's ports answers."""
+        """Returns true if none of an instance's ports answers."""
         return self._pools[role].is_frozen(instance)
 
     async def until_thawed(self, role: Role, instance: Instance) -> None:
@@ -95,8 +95,9 @@ class Exchanges:
         await self._pools[role].until_thawed(instance)
 
     async def get(self, role: Role, instance: Instance, path: str, headers: CIMultiDict[str]) -> Answer:
-        """Send a GET; errors as those of `Upstream.post`."""
-        return await self._checked(self._upstream.get(role, instance, path, headers))
+        """Send a GET; errors as those of `post`."""
+        exchange = self._upstream.get(role, instance, path, headers)
+        return await self._checked(self._pools[role].unless_frozen(instance, exchange, lambda: True))
 
     async def _logged(self, exchange: Awaitable[T]) -> T:
         """Returns the result of an exchange; logs its failure."""

@@ -163,7 +163,7 @@ class HandoffAttempt(SplitAttempt):
                 return
 
     async def _was_frozen(self) -> bool:
-        """Whether P is frozen; returns when it goes on, or has no lease any more because that takes too long."""
+        """True if P is frozen; returns when it goes on, or has no lease any more because that takes too long."""
         is_frozen = self.services.exchanges.is_frozen("prefill", self.prefill)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.services.silence_timeout_s):

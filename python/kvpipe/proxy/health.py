@@ -30,21 +30,21 @@ class Health:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it is frozen."""
+        """True while it is frozen."""
         return self._state == "frozen"
 
     @property
     def takes_requests(self) -> bool:
-        """Whether a request may be sent to it."""
+        """True while a request may be sent to it."""
         return self._state in ("up", "half-open")
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether probes go on although it owes nothing."""
+        """True while probes go on although it owes nothing."""
         return self.is_frozen or self._is_slow
 
     def is_avoided(self, now_s: float) -> bool:
-        """Whether it is asked after the others."""
+        """Returns true if it is asked after the others."""
         has_failed = now_s - self._failed_at_s < _AVOIDED_S
         return has_failed or self._is_slow or not self.takes_requests
 

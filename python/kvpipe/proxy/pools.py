@@ -43,7 +43,7 @@ class Pool(ABC):
         num_partners: instances of the other role, as for `RoundRobin`.
     """
 
-    # Whether an instance can be asked for what is no request for tokens, such as its models.
+    # True if instances answer other requests than those for tokens, such as one for their models.
     answers_gets = True
 
     def __init__(self, role: Role, instances: Sequence[Instance], num_partners: int = 0) -> None:
@@ -62,7 +62,7 @@ class Pool(ABC):
         """Note that an instance has failed."""
 
     def takes(self, instance: Instance) -> bool:  # noqa: ARG002
-        """Whether an instance may be sent a request now."""
+        """Returns true if an instance may be sent a request now."""
         return True
 
     async def unless_frozen(self, instance: Instance, exchange: Awaitable[T], may_leave: Callable[[], bool]) -> T:  # noqa: ARG002
@@ -79,7 +79,7 @@ class Pool(ABC):
         return await exchange
 
     def is_frozen(self, instance: Instance) -> bool:  # noqa: ARG002
-        """Whether none of an instance's ports answers."""
+        """Returns true if none of an instance's ports answers."""
         return False
 
     async def until_thawed(self, instance: Instance) -> None:  # noqa: B027
@@ -116,7 +116,7 @@ class Pool(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """What instances are asked with: HTTP client, client of control ports, and the descriptions of their engines."""
+    """Clients of HTTP and of control ports, and the descriptions of engines."""
 
     upstream: Upstream
     control: Control
@@ -139,7 +139,7 @@ class HttpPool(Pool):
         self._control_timeout_s = config.control_timeout_s
         self._asks = asks
         self._tasks = OwnedTasks()
-        # Without fallback, and at D's, nobody else can answer while the only instance has its trial.
+        # Without fallback, and at D's, no other can answer while the only instance has its trial.
         self._is_last_resort = role == "decode" or config.on_prefill_failure == "fail"
         self._health = {each: Health(config.frozen_after_s * (1 if each.control else _PATIENCE)) for each in instances}
         self._probes = {each: self._probes_of(each) for each in instances}
@@ -175,6 +175,8 @@ class HttpPool(Pool):
         try:
             async with asyncio.timeout(None) as bound:
                 with self._probes[instance].owing(when_frozen):
+                    if self._health[instance].is_frozen:
+                        when_frozen()
                     return await exchange
         except TimeoutError:
             if not bound.expired():
@@ -226,7 +228,7 @@ class HttpPool(Pool):
         return Probes(name, self._health[instance], http, control, self._tasks)
 
     async def _answers(self, instance: Instance) -> bool:
-        """Whether HTTP answers anything; a refused connection is an answer, because requests fail by it at once."""
+        """True if HTTP answers anything; a refused connection is an answer, because requests fail by it at once."""
         try:
             (await self._asks.upstream.get(self.role, instance, "/health", CIMultiDict())).close()
         except InstanceError as error:

@@ -19,12 +19,12 @@ _RETRIES_PER_REQUEST = 0.2
 # Retries that a proxy without recent requests has.
 _MAX_SAVED_RETRIES = 10.0
 
-# Whether an instance may be sent a request now.
+# True if an instance may be sent a request now.
 Available = Callable[[Role, Instance], bool]
 # How a request is answered: P and D by a handoff or through a store that they share, or one of them alone.
 Route = Literal["handoff", "store", "prefill", "decode"]
 # `split`: P, and D on a new handoff. `same`: another D on the handoff that P has begun. `alone`: the instance that the
-# step has. `resume`: another D, from P's token on. `final`: nobody, the failure is the answer.
+# step has. `resume`: another D, from P's token on. `final`: none, the failure is the answer.
 Kind = Literal["split", "same", "alone", "resume", "final"]
 Denial = Literal["budget", "limit", "timeout"]
 
@@ -106,7 +106,7 @@ class Request:
         return self._begin()
 
     def may_leave(self, role: Role, instance: Instance) -> bool:
-        """Whether another one can answer for an instance that is frozen."""
+        """Returns true if another one can answer for an instance that is frozen."""
         if self._client_has == "text":
             return False
         if role == "decode" or self._route == "prefill":
@@ -167,12 +167,12 @@ class Request:
         return Step("resume", decode=left[0]) if left and denial is None else Step("final", denial=denial)
 
     def _may_fall_back(self, error: InstanceError) -> bool:
-        """Whether D may compute alone after a failure of P. That is no retry: it uses no budget."""
+        """True if D may compute alone after a failure of P. That is no retry: it uses no budget."""
         is_worth_it = error.failure != "timeout" and self._num_broken < _MAX_BROKEN
         return self._falls_back and is_worth_it and self._has("decode")
 
     def _has(self, role: Role, without: Instance | None = None) -> bool:
-        """Whether an instance of a role is left that may be asked, after `without` has failed."""
+        """True if an instance of a role is left that may be asked, after `without` has failed."""
         num_reached = sum(failure.role == role and failure.failure != "unreached" for failure in self._failures)
         num_reached += without is not None
         others = [instance for instance in self._usable(role) if instance != without]
