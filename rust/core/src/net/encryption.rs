@@ -54,12 +54,12 @@ pub struct Offer {
 }
 
 impl Offer {
-    pub(super) fn write(&self, writer: Writer) -> Writer {
+    pub(crate) fn write(&self, writer: Writer) -> Writer {
         let writer = writer.u8(self.encryption as u8).u8(self.is_loopback.into());
         writer.str(&self.host)
     }
 
-    pub(super) fn read(reader: &mut Reader<'_>) -> Result<Self> {
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
         Ok(Self {
             encryption: Encryption::parse(reader.u8()?)?,
             is_loopback: reader.flag()?,

@@ -22,11 +22,10 @@ use crate::net::encryption::{Encryption, Offer};
 use crate::net::identity::{Identity, random};
 use crate::net::record::Records;
 use crate::net::secret::Secrets;
+use crate::net::version::PROTOCOL_VERSION;
 use frames::{Greeting, HandshakeFrame};
 use noise::Noise;
 
-/// Version of everything on the wire; other versions are refused.
-pub const PROTOCOL_VERSION: u16 = 9;
 /// Largest frame before authentication.
 pub const HANDSHAKE_FRAME_CAP: usize = 64 << 10;
 

@@ -9,3 +9,4 @@ pub mod handshake;
 pub mod identity;
 pub mod record;
 pub mod secret;
+pub mod version;

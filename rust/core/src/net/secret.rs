@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ring::hkdf::{HKDF_SHA256, KeyType, Prk, Salt};
 use zeroize::Zeroizing;
 
-use crate::net::handshake::PROTOCOL_VERSION;
+use crate::net::version::PROTOCOL_VERSION;
 
 /// Bytes of a key.
 pub(crate) const KEY_LEN: usize = 32;

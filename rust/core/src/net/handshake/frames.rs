@@ -1,8 +1,8 @@
 //! The frames of the handshake as bytes.
 
-use super::PROTOCOL_VERSION;
 use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
+use crate::net::version::PROTOCOL_VERSION;
 
 pub(super) const MAGIC: [u8; 4] = *b"KVPP";
 const TEXT_CAP: usize = 4096;

@@ -6,11 +6,11 @@
 use snow::{Builder, HandshakeState};
 use zeroize::Zeroize;
 
-use super::PROTOCOL_VERSION;
 use super::frames::MAGIC;
 use crate::error::{Error, Result};
 use crate::net::record::Records;
 use crate::net::secret::{Key, Secret};
+use crate::net::version::PROTOCOL_VERSION;
 
 /// `ChaChaPoly` takes the same time for all bytes without instructions of the CPU for it.
 pub(super) const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_SHA256";

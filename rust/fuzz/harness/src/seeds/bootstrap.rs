@@ -1,7 +1,7 @@
 //! Seeds of the bootstrap and of the handshake.
 
 use kvpipe_core::net::codec::Writer;
-use kvpipe_core::net::handshake::PROTOCOL_VERSION;
+use kvpipe_core::net::version::PROTOCOL_VERSION;
 
 use crate::kinds::bootstrap::{HELLO, IDENTITY, REFUSED, REPLY};
 use crate::kinds::session::APPLICATION;
