@@ -392,6 +392,41 @@ fn encryption_that_one_side_refuses_is_named_with_both_values_on_both_sides() {
 }
 
 #[test]
+fn where_encryption_differs_a_client_sends_no_identity_and_a_server_takes_none() {
+    let offers = || {
+        [
+            offer(Encryption::Off, "one host"),
+            offer(Encryption::On, "one host"),
+        ]
+    };
+    let mut talk = Conversation::new([SHARED, SHARED], offers());
+    talk.frame = sent(talk.at_server()).0;
+    let (frame, goes_on) = sent(talk.at_client());
+    assert_eq!((frame[0], goes_on), (REFUSED, false));
+
+    // A client that does not keep to that.
+    let [ours, theirs] = offers();
+    let mut noise = Noise::initiator(Secrets::new(SHARED).current()).unwrap();
+    let message = noise
+        .write(&ours.write(Writer::default()).finish())
+        .unwrap();
+    let mut hello = HandshakeFrame::Hello(Greeting::new(&message)).encode();
+    let (mut server, who) = (server(SHARED, theirs), identity("float32"));
+    let accept = |_: &Identity| -> std::result::Result<(), String> { panic!("accepted") };
+    let reply = sent(server.frame(&mut hello, &who, accept)).0;
+    noise.read(&reply[3..]).unwrap();
+    let body = who.write(Writer::new(IDENTITY)).finish();
+    let mut record = Vec::new();
+    let mut records = noise.into_records();
+    records.sealer.seal(&body, &mut record).unwrap();
+    let step = server.frame(&mut record, &who, accept);
+    assert!(
+        matches!(step, Ok(Step::Refuse(_, Error::Incompatible { .. }))),
+        "{step:?}"
+    );
+}
+
+#[test]
 fn no_byte_of_either_greeting_can_be_changed_on_the_way() {
     let (mut num_hello, mut num_reply) = (0, 0);
     for at in 7..Conversation::honest().frame.len() {
