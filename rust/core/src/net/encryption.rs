@@ -8,7 +8,7 @@ use crate::net::codec::{Reader, Writer};
 /// Longest boot id.
 const HOST_CAP: usize = 4096;
 
-/// Which frames of a session are sealed after its handshake. Those of the handshake always are.
+/// Selects the frames of a session that are sealed after its handshake. Those of the handshake always are.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Encryption {

@@ -137,7 +137,7 @@ impl SendBuffer {
     /// So many bytes have been sent.
     pub(crate) fn consume(&mut self, len: usize) {
         self.start += len;
-        // What is moved was sent before: each byte costs one copy at most.
+        // Moves no more bytes than were sent since the last move.
         if 2 * self.start >= self.bytes.len() {
             self.bytes.drain(..std::mem::take(&mut self.start));
         }

@@ -78,9 +78,9 @@ pub struct Handshake {
     /// The keys, once both messages of Noise have been written and read.
     records: Option<Records>,
     ours: Offer,
-    /// What the peer wants, once it has proved the token.
+    /// The setting of the peer, once it has proved the token.
     theirs: Option<Encryption>,
-    /// Whether frames stay sealed after the handshake; `None` where the two sides do not agree.
+    /// True if frames stay sealed after the handshake; `None` where the two sides do not agree.
     is_sealed: Option<bool>,
     peer: String,
 }

@@ -20,7 +20,7 @@ pub(crate) type Key = Zeroizing<[u8; KEY_LEN]>;
 pub struct Tokens<'a> {
     /// Of the side's own connections; empty for none.
     pub current: &'a [u8],
-    /// What a listener accepts too, while a deployment changes its token.
+    /// Accepted by a listener too, while a deployment changes its token.
     pub next: Option<&'a [u8]>,
 }
 

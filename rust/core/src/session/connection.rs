@@ -65,7 +65,7 @@ impl Connection {
         self.unsent.unsent().len()
     }
 
-    /// Whether both ends have loopback addresses.
+    /// True if both ends have loopback addresses.
     pub(super) fn is_loopback(&self) -> bool {
         let ends = [self.stream.local_addr(), self.stream.peer_addr()];
         ends.iter().all(|end| {

@@ -27,7 +27,7 @@ use crate::transport::Context;
 const FIRST_SESSION: SessionKey = 16;
 /// Most sessions that are gone whose peers are remembered.
 const ENDED_CAP: usize = 256;
-/// What the welcome adds to an identity: type, session id, tag.
+/// Bytes that the welcome adds to an identity: type, session id, tag.
 const WELCOME_OVERHEAD: usize = 1 + 16 + TAG_LEN;
 
 /// The sessions of a reactor, as its service sees them.

@@ -123,9 +123,9 @@ pub(crate) trait Service {
 pub(crate) struct ReactorConfig {
     /// Where to accept peers; `None` only connects.
     pub(crate) listen: Option<ListenAddress>,
-    /// What the tokens' holders prove; that of an empty token for none.
+    /// The secrets of its tokens; that of an empty token for none.
     pub(crate) secrets: Secrets,
-    /// Which frames are sealed. It is `Off` where messages travel over UCX, which nothing seals: to seal the frames beside
+    /// Selects the frames that are sealed. It is `Off` where messages travel over UCX, which nothing seals: to seal the frames beside
     /// them would promise what is not so.
     pub(crate) encryption: Encryption,
     /// Who this side is.

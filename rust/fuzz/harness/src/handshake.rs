@@ -61,7 +61,7 @@ fn identity(engine_id: &str) -> Identity {
     Identity::new(SessionKind::Pipe, engine_id, Vec::new()).expect("identity")
 }
 
-/// What a side wants, by two bits.
+/// The offer of a side, by two bits.
 fn offer(bits: u8) -> Offer {
     Offer {
         encryption: match bits % 4 {
