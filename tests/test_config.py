@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvpipe import ConfigError
-from kvpipe.config import resolve_token, ucx_wheel_dir
+from kvpipe.config import resolve_token, resolve_tokens, ucx_wheel_dir
 
 
 @pytest.fixture
@@ -55,6 +55,24 @@ def test_an_empty_token_file_is_refused_by_name(token_file):
 def test_a_token_that_is_no_string_is_refused_and_not_shown():
     with pytest.raises(ConfigError, match="token is bytes: expected a string"):
         resolve_token(b"secret")
+
+
+def test_a_listener_accepts_the_next_token_beside_the_current_one(token_file, tmp_path, monkeypatch):
+    assert resolve_tokens() == b"from the file"
+    following = tmp_path / "next"
+    following.write_text("the next one\n")
+    monkeypatch.setenv("KVPIPE_TOKEN_NEXT_FILE", str(following))
+    assert resolve_tokens() == (b"from the file", b"the next one")
+    assert resolve_tokens("an argument") == (b"an argument", b"the next one")
+    assert resolve_token() == b"from the file"
+    monkeypatch.setenv("KVPIPE_TOKEN_NEXT", "of the variable")
+    assert resolve_tokens() == (b"from the file", b"of the variable")
+
+
+def test_a_next_token_file_that_cannot_be_read_is_named(token_file, monkeypatch):
+    monkeypatch.setenv("KVPIPE_TOKEN_NEXT_FILE", "/removed")
+    with pytest.raises(ConfigError, match="KVPIPE_TOKEN_NEXT_FILE='/removed' cannot be read"):
+        resolve_tokens()
 
 
 def test_the_folder_of_the_ucx_wheel_is_found_without_importing_it():

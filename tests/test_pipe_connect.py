@@ -56,8 +56,19 @@ def test_others_can_reach_us_only_with_a_token(address):
         Pipe.listen(address)
     with pytest.raises(ConfigError, match="needs a token"):
         Agent(address)
-    with Pipe.listen(address, token="secret") as receiver:
+    with pytest.raises(ConfigError, match="needs a token of 16 bytes or more"):
+        Pipe.listen(address, token="secret")
+    with Pipe.listen(address, token="sixteen bytes...") as receiver:
         assert receiver.address
+
+
+def test_a_listener_accepts_the_next_token_of_its_environment_too(monkeypatch):
+    monkeypatch.setenv("KVPIPE_TOKEN_NEXT", "the next one")
+    for token in ("the current one", "the next one"):
+        with Pipe.listen(token="the current one") as receiver, Pipe.connect(receiver.address, token=token) as sender:
+            both_ways(sender, receiver)
+    with Pipe.listen(token="the current one") as receiver, pytest.raises(AuthenticationError):
+        Pipe.connect(receiver.address, token="another")
 
 
 @pytest.mark.parametrize("address", ["zzz", "127.0.0.1", "127.0.0.1:99999", ":80", "", "a:b"])

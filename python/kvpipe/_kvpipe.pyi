@@ -47,6 +47,8 @@ __all__ = [
     "ucx_info",
 ]
 
+# One token, or the current one and the next.
+_ListenerTokens: TypeAlias = bytes | tuple[bytes, bytes]
 _TensorMeta: TypeAlias = tuple[int, str, Sequence[int]]
 """`(family, dtype, shape)`: family 0 is `None`, 1 torch, 2 numpy."""
 
@@ -302,7 +304,7 @@ class PipeEnd:
     """One end of a pipe."""
 
     @staticmethod
-    def listen(address: str, token: bytes, transport: Transport, busy_poll_us: int | None) -> PipeEnd: ...
+    def listen(address: str, token: _ListenerTokens, transport: Transport, busy_poll_us: int | None) -> PipeEnd: ...
     @staticmethod
     def connect(
         address: str,
@@ -337,7 +339,7 @@ class LookupBuffer:
     def connect(
         addresses: Sequence[str], token: bytes, transport: Transport, is_checksummed: bool, timeout: float
     ) -> tuple[LookupBuffer, Work]: ...
-    def serve(self, address: str, token: bytes, transport: Transport, is_checksummed: bool) -> None: ...
+    def serve(self, address: str, token: _ListenerTokens, transport: Transport, is_checksummed: bool) -> None: ...
     @property
     def address(self) -> str:
         """Where others connect, or where this is connected to, separated by commas; empty if neither."""
@@ -432,7 +434,7 @@ class StoreServer:
     def __new__(
         cls,
         address: str,
-        token: bytes,
+        token: _ListenerTokens,
         transport: Transport,
         capacity_bytes: int,
         quota_bytes: int | None,
@@ -495,7 +497,7 @@ class Agent:
     def __new__(
         cls,
         listen: str,
-        token: bytes,
+        token: _ListenerTokens,
         transport: Transport,
         engine_id: str = "",
         fingerprint: Sequence[tuple[str, str]] = ...,
@@ -593,7 +595,7 @@ class Control:
     def __new__(
         cls,
         listen: str | None,
-        token: bytes,
+        token: _ListenerTokens,
         engine_id: str = "",
         fingerprint: Sequence[tuple[str, str]] = ...,
         silence: float | None = None,

@@ -10,7 +10,7 @@ from kvpipe._closing import Closing
 from kvpipe._deferred import DeferredQueue
 from kvpipe._integrity import resolve_integrity
 from kvpipe._transport import transport
-from kvpipe.config import resolve_token
+from kvpipe.config import resolve_tokens
 from kvpipe.exceptions import ConfigError
 from kvpipe.peer import Peer
 from kvpipe.region import Region, writable_bytes
@@ -72,7 +72,7 @@ class Agent(Closing):
         checksum: bool | None = None,
     ) -> None:
         chosen = resolve_integrity(_INTEGRITY, integrity=integrity, checksum=checksum, no_validate=_NO_VALIDATE)
-        self._native = _kvpipe.Agent(listen, resolve_token(token), transport(), integrity=chosen)
+        self._native = _kvpipe.Agent(listen, resolve_tokens(token), transport(), integrity=chosen)
         self._deferred = DeferredQueue()
         self._is_closed = False
 

@@ -1,4 +1,4 @@
-"""Settings shared by all parts: the token and the path of UCX."""
+"""Settings shared by all parts: the tokens and the path of UCX."""
 
 import importlib.util
 import os
@@ -16,25 +16,42 @@ def resolve_token(token: str | None = None) -> bytes:
         ConfigError: The token is not a string, or the token file cannot be read or is empty.
     """
     if token is None:
-        token = os.environ.get("KVPIPE_TOKEN") or None
-    if token is None:
-        return _token_of_file(os.environ.get("KVPIPE_TOKEN_FILE"))
+        return _token_of_variables("KVPIPE_TOKEN", "KVPIPE_TOKEN_FILE")
     if not isinstance(token, str):
         message = f"token is {type(token).__name__}: expected a string"
         raise ConfigError(message)
     return token.encode(errors="surrogateescape")
 
 
-def _token_of_file(path: str | None) -> bytes:
+def resolve_tokens(token: str | None = None) -> bytes | tuple[bytes, bytes]:
+    """Returns the secrets that a listener accepts: that of `resolve_token`, and the next one if there is one.
+
+    The next one is `KVPIPE_TOKEN_NEXT`, else the content of `KVPIPE_TOKEN_NEXT_FILE`.
+
+    Raises:
+        ConfigError: As for `resolve_token`.
+    """
+    current = resolve_token(token)
+    following = _token_of_variables("KVPIPE_TOKEN_NEXT", "KVPIPE_TOKEN_NEXT_FILE")
+    return (current, following) if following else current
+
+
+def _token_of_variables(name: str, file_name: str) -> bytes:
+    token = os.environ.get(name)
+    return token.encode(errors="surrogateescape") if token else _token_of_file(file_name)
+
+
+def _token_of_file(name: str) -> bytes:
+    path = os.environ.get(name)
     if not path:
         return b""
     try:
         token = Path(path).read_bytes().strip()
     except OSError as error:
-        message = f"KVPIPE_TOKEN_FILE={path!r} cannot be read: {error}"
+        message = f"{name}={path!r} cannot be read: {error}"
         raise ConfigError(message) from error
     if not token:
-        message = f"KVPIPE_TOKEN_FILE={path!r} is empty; write the token into it, or unset the variable"
+        message = f"{name}={path!r} is empty; write the token into it, or unset the variable"
         raise ConfigError(message)
     return token
 

@@ -11,7 +11,7 @@ from kvpipe._closing import Closing
 from kvpipe._integrity import resolve_integrity
 from kvpipe._tensor import Described, describe, rebuild
 from kvpipe._transport import transport
-from kvpipe.config import resolve_token
+from kvpipe.config import resolve_token, resolve_tokens
 from kvpipe.exceptions import ConfigError, TransportUnavailableError
 from kvpipe.work import Work
 
@@ -134,7 +134,7 @@ class LookupBuffer(Closing):
             TransportUnavailableError: There is no usable UCX.
         """
         chosen = resolve_integrity(_INTEGRITY, integrity=integrity, checksum=checksum, no_validate=_NO_VALIDATE)
-        self._native.serve(address, resolve_token(token), transport(), chosen != "none")
+        self._native.serve(address, resolve_tokens(token), transport(), chosen != "none")
 
     @property
     def address(self) -> str:

@@ -14,7 +14,7 @@ from kvpipe._deferred import Deferred, DeferredQueue
 from kvpipe._integrity import resolve_integrity
 from kvpipe._tensor import NOTHING, NUMPY, describe, rebuild
 from kvpipe._transport import transport
-from kvpipe.config import resolve_token
+from kvpipe.config import resolve_token, resolve_tokens
 from kvpipe.exceptions import ClosedError, ConfigError, TransferTimeoutError, TransportUnavailableError
 from kvpipe.work import Work
 
@@ -90,7 +90,7 @@ class Pipe:
             ConfigError: The address cannot be bound.
             TransportUnavailableError: There is no usable UCX.
         """
-        end = _kvpipe.PipeEnd.listen(address, resolve_token(token), transport(), _microseconds(busy_poll_us))
+        end = _kvpipe.PipeEnd.listen(address, resolve_tokens(token), transport(), _microseconds(busy_poll_us))
         return cls(end, is_sender=False)
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from kvpipe import _kvpipe
-from kvpipe.config import resolve_token
+from kvpipe.config import resolve_tokens
 from kvpipe.connector.adapters import Adapters
 from kvpipe.connector.allowed_producers import AllowedProducers
 from kvpipe.connector.consuming import Consuming
@@ -105,7 +105,7 @@ class SchedulerRole:
         config, addresses, index = self._config, self._config.addresses, self._data_parallel_index
         control = _kvpipe.Control(
             addresses.control(index),
-            resolve_token(),
+            resolve_tokens(),
             self._engine_id,
             self._fingerprint,
             silence=config.silence_s,

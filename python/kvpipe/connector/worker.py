@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
-from kvpipe.config import resolve_token
+from kvpipe.config import resolve_tokens
 from kvpipe.connector.amx import permit_tiles
 from kvpipe.connector.device import CudaOrder, HostOrder, check_device, one_device
 from kvpipe.connector.integrity import choose_integrity
@@ -114,7 +114,7 @@ class WorkerRole:
             self._order = CudaOrder(device.index)
         self._agent = _kvpipe.Agent(
             self._addresses.agent,
-            resolve_token(),
+            resolve_tokens(),
             transport(),
             self._engine.engine_id,
             silence=self._config.silence_s,

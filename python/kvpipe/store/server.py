@@ -7,7 +7,7 @@ import os
 from kvpipe import _kvpipe
 from kvpipe._closing import Closing
 from kvpipe._transport import transport
-from kvpipe.config import resolve_token
+from kvpipe.config import resolve_tokens
 from kvpipe.exceptions import ConfigError
 from kvpipe.store.base import RESERVATION_S, StoreStats
 from kvpipe.store.remote import stats_of
@@ -67,7 +67,7 @@ class StoreServer(Closing):
         elif disk is not None or disk_capacity_bytes is not None:
             message = "disk and disk_capacity_bytes belong together: a directory, and how many bytes it may hold"
             raise ConfigError(message)
-        secret = resolve_token(token)
+        secret = resolve_tokens(token)
         self._native = _kvpipe.StoreServer(
             address, secret, transport(), capacity_bytes, quota_bytes, reservation_s, tier
         )

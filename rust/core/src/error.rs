@@ -16,7 +16,7 @@ pub enum Error {
     /// The peer could not be reached or refused the connection: retry, or use another instance.
     #[error("{0}")]
     Connect(String),
-    /// The token challenge failed: give both sides the same token.
+    /// The proof of the token failed: give both sides the same token.
     #[error("{0}")]
     Authentication(String),
     /// Versions or fingerprints differ: fix the deployment.

@@ -17,6 +17,7 @@ use crate::handoff::messages::HandoffMessage;
 use crate::lookup::messages::{self as lookup, LookupMessage};
 use crate::lookup::transfer::EntryTransfer;
 use crate::net::codec::{Reader, Writer};
+use crate::net::encryption::Offer;
 use crate::net::identity::{Canary, Identity};
 use crate::store::messages::StoreMessage;
 use crate::tensor::Meta;
@@ -98,7 +99,7 @@ impl PeerPlane {
 pub type Decoder = fn(&[u8]) -> Option<Vec<u8>>;
 
 /// Every decoder, by name. The harness chooses by index: a new one goes to the end.
-pub const DECODERS: [(&str, Decoder); 16] = [
+pub const DECODERS: [(&str, Decoder); 17] = [
     ("identity", |b| prefix(b, Identity::read, Identity::write)),
     ("meta", |b| prefix(b, Meta::read, Meta::write)),
     ("buffer", |b| {
@@ -131,6 +132,7 @@ pub const DECODERS: [(&str, Decoder); 16] = [
         EntryTransfer::read(Reader::new(b)).ok().map(|_| b.to_vec())
     }),
     ("store", store_message),
+    ("encryption", |b| prefix(b, Offer::read, Offer::write)),
 ];
 
 /// A value at the beginning of the bytes.

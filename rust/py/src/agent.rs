@@ -16,6 +16,7 @@ use crate::buffer::{device_event, from_python, release_dropped};
 use crate::error::{bad, to_py};
 use crate::ids::ids;
 use crate::log;
+use crate::token::ListenerTokens;
 use crate::trace::Trace;
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration};
@@ -55,7 +56,7 @@ impl Agent {
     fn new(
         py: Python<'_>,
         listen: &str,
-        token: &[u8],
+        token: ListenerTokens,
         transport: &Transport,
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
@@ -70,7 +71,7 @@ impl Agent {
             HandoffAgent::new(AgentConfig {
                 listen,
                 interface,
-                token,
+                token: token.core(),
                 transport,
                 engine_id,
                 fingerprint,

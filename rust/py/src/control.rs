@@ -14,6 +14,7 @@ use pyo3::types::PyDict;
 use crate::agent::{id, timeouts};
 use crate::error::{bad, to_py};
 use crate::log;
+use crate::token::ListenerTokens;
 use crate::trace::Trace;
 use crate::work::{Kind, Work, duration};
 
@@ -31,7 +32,7 @@ impl Control {
     fn new(
         py: Python<'_>,
         listen: Option<&str>,
-        token: &[u8],
+        token: ListenerTokens,
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
         silence: Option<f64>,
@@ -48,8 +49,9 @@ impl Control {
             open: bounded(open_timeout)?,
             handoff: bounded(handoff_timeout)?,
         };
-        let control =
-            py.detach(|| control::Control::new(listen, token, engine_id, fingerprint, timeouts));
+        let control = py.detach(|| {
+            control::Control::new(listen, token.core(), engine_id, fingerprint, timeouts)
+        });
         control.map(Self).map_err(to_py)
     }
 

@@ -21,6 +21,7 @@ mod pipe;
 mod resp;
 mod serde;
 mod store;
+mod token;
 mod trace;
 mod transport;
 mod work;

@@ -13,6 +13,7 @@ use crate::buffer::{from_python, release_dropped};
 use crate::error::{bad, to_py};
 use crate::log;
 use crate::pipe::{MetaTuple, meta};
+use crate::token::ListenerTokens;
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration, then, wait_for_route};
 
@@ -69,14 +70,17 @@ impl LookupBuffer {
         &self,
         py: Python<'_>,
         address: &str,
-        token: &[u8],
+        token: ListenerTokens,
         transport: &Transport,
         is_checksummed: bool,
     ) -> PyResult<()> {
         log::begin(py)?;
         let transport = transport.core();
-        py.detach(|| self.0.serve(address, token, transport, is_checksummed))
-            .map_err(to_py)
+        py.detach(|| {
+            self.0
+                .serve(address, token.core(), transport, is_checksummed)
+        })
+        .map_err(to_py)
     }
 
     #[getter]

@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use crate::buffer::{from_python, release_dropped};
 use crate::error::{bad, to_py};
 use crate::log;
+use crate::token::ListenerTokens;
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration, then, wait_for_route};
 
@@ -32,13 +33,13 @@ impl PipeEnd {
     fn listen(
         py: Python<'_>,
         address: &str,
-        token: &[u8],
+        token: ListenerTokens,
         transport: &Transport,
         busy_poll_us: Option<u64>,
     ) -> PyResult<Self> {
         log::begin(py)?;
         let (transport, busy_poll) = (transport.core(), busy_poll(busy_poll_us));
-        py.detach(|| Pipe::listen(address, token, transport, busy_poll))
+        py.detach(|| Pipe::listen(address, token.core(), transport, busy_poll))
             .map(Self)
             .map_err(to_py)
     }

@@ -12,6 +12,7 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::buffer::{from_python, release_dropped};
 use crate::error::to_py;
 use crate::log;
+use crate::token::ListenerTokens;
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration, then, wait_for_route};
 
@@ -27,7 +28,7 @@ impl StoreServer {
     fn new(
         py: Python<'_>,
         address: &str,
-        token: &[u8],
+        token: ListenerTokens,
         transport: &Transport,
         capacity_bytes: u64,
         quota_bytes: Option<u64>,
@@ -43,7 +44,7 @@ impl StoreServer {
         py.detach(|| {
             store::StoreServer::serve(
                 address,
-                token,
+                token.core(),
                 transport,
                 capacity_bytes,
                 quota_bytes,

@@ -17,8 +17,9 @@ use crate::error::{FailureCause, Result};
 use crate::events::Events;
 use crate::ids::{HandoffId, Incarnation};
 use crate::net::address::listen_address;
+use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
-use crate::net::secret::Secret;
+use crate::net::secret::{Secrets, Tokens};
 use crate::reactor::Reactor;
 use crate::session::{ReactorConfig, SessionTimeouts};
 use crate::trace::Trace;
@@ -170,19 +171,21 @@ pub struct Control {
 
 impl Control {
     /// Starts the control plane.
-    pub fn new(
+    pub fn new<'a>(
         listen: Option<&str>,
-        token: &[u8],
+        token: impl Into<Tokens<'a>>,
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
         timeouts: ControlTimeouts,
     ) -> Result<Self> {
+        let token = token.into();
         let address = listen
             .map(|listen| listen_address(listen, token))
             .transpose()?;
         let config = ReactorConfig {
             listen: address,
-            secret: Secret::new(token),
+            secrets: Secrets::new(token),
+            encryption: Encryption::Auto,
             identity: Identity::new(SessionKind::Control, engine_id, fingerprint)?,
             transport: None,
             local: address.map_or(IpAddr::from(Ipv4Addr::LOCALHOST), |address| address.ip),

@@ -7,8 +7,9 @@ use std::time::Duration;
 use super::{Round, without_threads};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
+use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
-use crate::net::secret::Secret;
+use crate::net::secret::Secrets;
 use crate::reactor::Reactor;
 use crate::session::{ReactorConfig, ReactorContext, Service, SessionTimeouts, spawn};
 use crate::transport::Transport;
@@ -58,7 +59,8 @@ impl Unreached {
     pub fn start(engine_id: &str, is_listening: bool, transport: Transport) -> Result<Self> {
         let config = ReactorConfig {
             listen: is_listening.then(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()),
-            secret: Secret::new(b"a token that the stranger does not hold"),
+            secrets: Secrets::new(b"a token that the stranger does not hold"),
+            encryption: Encryption::Off,
             identity: Identity::new(SessionKind::Agent, engine_id, Vec::new())?,
             transport: Some(transport),
             local: Ipv4Addr::LOCALHOST.into(),

@@ -17,8 +17,9 @@ use crate::events::Events;
 use crate::ids::{HandoffId, RegionId};
 use crate::integrity::Integrity;
 use crate::net::address::{interface_address, listen_address};
+use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
-use crate::net::secret::Secret;
+use crate::net::secret::{Secrets, Tokens};
 use crate::reactor::default_busy_poll;
 use crate::session::{ReactorConfig, SessionTimeouts};
 use crate::sync::lock;
@@ -104,8 +105,8 @@ pub struct AgentConfig<'a> {
     pub listen: &'a str,
     /// The address of this machine whose interface UCX uses, where `listen` is a wildcard. Without one UCX uses all.
     pub interface: Option<&'a str>,
-    /// The token that its peers know too.
-    pub token: &'a [u8],
+    /// The tokens that its peers know too.
+    pub token: Tokens<'a>,
     /// How blocks get to and from its peers.
     pub transport: Transport,
     /// Its engine, which its peers name in errors.
@@ -121,11 +122,11 @@ pub struct AgentConfig<'a> {
 
 impl<'a> AgentConfig<'a> {
     /// The defaults: without a name and a fingerprint.
-    pub fn new(listen: &'a str, token: &'a [u8], transport: Transport) -> Self {
+    pub fn new(listen: &'a str, token: impl Into<Tokens<'a>>, transport: Transport) -> Self {
         Self {
             listen,
             interface: None,
-            token,
+            token: token.into(),
             transport,
             engine_id: "",
             fingerprint: Vec::new(),
@@ -157,7 +158,8 @@ impl HandoffAgent {
         };
         let config = ReactorConfig {
             listen: Some(address),
-            secret: Secret::new(config.token),
+            secrets: Secrets::new(config.token),
+            encryption: Encryption::Off,
             identity: Identity::new(SessionKind::Agent, config.engine_id, config.fingerprint)?,
             transport: Some(config.transport),
             local,

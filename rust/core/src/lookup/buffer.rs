@@ -15,8 +15,9 @@ use super::{Items, LookupInfo, LookupQuery, entry_bytes};
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::net::address::listen_address;
+use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
-use crate::net::secret::Secret;
+use crate::net::secret::{Secrets, Tokens};
 use crate::reactor::{Reactor, Route, default_busy_poll};
 use crate::session::{ReactorConfig, SessionTimeouts, spawn};
 use crate::sync::lock;
@@ -68,10 +69,10 @@ impl LookupBuffer {
     /// # Errors
     /// `Config`: the address cannot be bound, others could reach it without a token, the buffer is served already, or it
     /// belongs to other processes. `Unavailable`: there is no usable UCX.
-    pub fn serve(
+    pub fn serve<'a>(
         &self,
         address: &str,
-        token: &[u8],
+        token: impl Into<Tokens<'a>>,
         transport: Transport,
         is_checksummed: bool,
     ) -> Result<()> {
@@ -90,10 +91,12 @@ impl LookupBuffer {
             )));
         }
         shared.change(ChangedBy::Caller, |_| ())?;
+        let token = token.into();
         let address = listen_address(address, token)?;
         let config = ReactorConfig {
             listen: Some(address),
-            secret: Secret::new(token),
+            secrets: Secrets::new(token),
+            encryption: Encryption::Off,
             identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
             local: address.ip,
@@ -141,7 +144,8 @@ impl LookupBuffer {
     ) -> Result<(Self, Work<()>)> {
         let config = ReactorConfig {
             listen: None,
-            secret: Secret::new(token),
+            secrets: Secrets::new(token),
+            encryption: Encryption::Off,
             identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
             local: route.local()?,

@@ -4,6 +4,7 @@ use std::fmt;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 
 use crate::error::{Error, Result};
+use crate::net::secret::{MIN_TOKEN_BYTES, Tokens};
 
 /// Where a socket is bound: an address, and the ports to try in this order. Port 0 alone is any free one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,8 +41,12 @@ impl fmt::Display for ListenAddress {
     }
 }
 
-/// Parses `host:port` or `host:first-last` for listening. A name is resolved; without a token only loopback is allowed.
-pub(crate) fn listen_address(address: &str, token: &[u8]) -> Result<ListenAddress> {
+/// Parses `host:port` or `host:first-last` for listening. A name is resolved; without tokens, or with short ones, only
+/// loopback is allowed.
+pub(crate) fn listen_address<'a>(
+    address: &str,
+    tokens: impl Into<Tokens<'a>>,
+) -> Result<ListenAddress> {
     let cannot = |reason| Error::Config(format!("cannot listen on {address:?}: {reason}"));
     let (single, last_port) = match port_range(address) {
         Some((host, first, last)) if 0 < first && first <= last => {
@@ -59,14 +64,28 @@ pub(crate) fn listen_address(address: &str, token: &[u8]) -> Result<ListenAddres
     let resolved = candidates
         .next()
         .ok_or_else(|| cannot("the name has no address".to_owned()))?;
-    if token.is_empty() && !resolved.ip().is_loopback() {
-        return Err(Error::Config(format!(
-            "listening on {address} needs a token, because others can reach it: set KVPIPE_TOKEN or pass token="
-        )));
+    let min_bytes = tokens.into().min_bytes();
+    if !resolved.ip().is_loopback() {
+        let what = format_args!("listening on {address}").to_string();
+        if min_bytes == 0 {
+            return Err(Error::Config(format!(
+                "{what} needs a token, because others can reach it: set KVPIPE_TOKEN or pass token="
+            )));
+        }
+        if min_bytes < MIN_TOKEN_BYTES {
+            return Err(Error::Config(short_token(what)));
+        }
     }
     let mut listen = ListenAddress::from(resolved);
     listen.last_port = last_port.unwrap_or(listen.first_port);
     Ok(listen)
+}
+
+/// Why a short token, or none, is refused.
+pub(crate) fn short_token(what: impl fmt::Display) -> String {
+    format!(
+        "{what} needs a token of {MIN_TOKEN_BYTES} bytes or more, because a shorter one can be guessed from a recorded handshake: set KVPIPE_TOKEN to the output of `openssl rand -hex 16`, on all sides"
+    )
 }
 
 /// Host, first and last port of `host:first-last`; ports that are no numbers count as 0.
@@ -111,9 +130,21 @@ mod tests {
     #[test]
     fn an_address_that_others_reach_needs_a_token() {
         assert!(listen_address("127.0.0.1:0", b"").is_ok());
-        assert!(listen_address("0.0.0.0:0", b"token").is_ok());
+        assert!(listen_address("0.0.0.0:0", b"sixteen bytes...").is_ok());
         let refused = listen_address("0.0.0.0:0", b"").unwrap_err();
         assert!(refused.to_string().contains("KVPIPE_TOKEN"), "{refused}");
+    }
+
+    #[test]
+    fn every_token_of_a_listener_that_others_reach_has_sixteen_bytes() {
+        let (long, short) = (&b"sixteen bytes..."[..], &b"fifteen bytes.."[..]);
+        let listen = |address, current, next| listen_address(address, Tokens { current, next });
+        assert!(listen("0.0.0.0:0", long, Some(long)).is_ok());
+        assert!(listen("127.0.0.1:0", short, Some(short)).is_ok());
+        for (current, next) in [(short, None), (long, Some(short)), (short, Some(long))] {
+            let refused = listen("0.0.0.0:0", current, next).unwrap_err().to_string();
+            assert!(refused.contains("openssl rand -hex 16"), "{refused}");
+        }
     }
 
     #[test]

@@ -1,9 +1,8 @@
 //! Frames of a session's TCP connection: a length of four bytes, little-endian, then the content. Bytes in, frames out.
 
-use std::collections::VecDeque;
-
 use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
+use crate::net::record::{Sealer, TAG_LEN};
 
 /// Largest frame of an authenticated peer.
 pub(crate) const FRAME_CAP: usize = 16 << 20;
@@ -89,8 +88,8 @@ impl FrameReader {
     ///
     /// # Errors
     /// It is longer than `cap`; the text does not name the peer.
-    pub(crate) fn next(&mut self, cap: usize) -> Result<Option<&[u8]>> {
-        let Some((length, rest)) = self.bytes[self.start..].split_first_chunk::<4>() else {
+    pub(crate) fn next(&mut self, cap: usize) -> Result<Option<&mut [u8]>> {
+        let Some((length, rest)) = self.bytes[self.start..].split_first_chunk_mut::<4>() else {
             return Ok(None);
         };
         let length = u32::from_le_bytes(*length) as usize;
@@ -99,21 +98,55 @@ impl FrameReader {
                 "a frame of {length} bytes is announced, at most {cap} are allowed"
             )));
         }
-        let frame = rest.get(..length);
-        self.start += frame.map_or(0, |frame| 4 + frame.len());
+        let frame = rest.get_mut(..length);
+        self.start += frame.as_ref().map_or(0, |frame| 4 + frame.len());
         Ok(frame)
     }
 }
 
-/// Appends a frame to bytes that have not been sent; false when too many wait already.
-#[must_use]
-pub(crate) fn append_frame(unsent: &mut VecDeque<u8>, frame: &[u8]) -> bool {
-    let fits = unsent.len() + frame.len() <= UNSENT_CAP;
-    if fits {
-        unsent.extend((frame.len() as u32).to_le_bytes());
-        unsent.extend(frame);
+/// Frames that have not been sent.
+#[derive(Debug, Default)]
+pub(crate) struct SendBuffer {
+    bytes: Vec<u8>,
+    start: usize,
+}
+
+impl SendBuffer {
+    /// Appends a frame, sealed where there is a sealer. False when too many bytes wait already.
+    ///
+    /// # Errors
+    /// The sealer seals no more.
+    pub(crate) fn append(&mut self, frame: &[u8], sealer: Option<&mut Sealer>) -> Result<bool> {
+        let fits = self.unsent().len() + frame.len() <= UNSENT_CAP;
+        if fits {
+            let len = frame.len() + if sealer.is_some() { TAG_LEN } else { 0 };
+            self.bytes.extend_from_slice(&(len as u32).to_le_bytes());
+            match sealer {
+                Some(sealer) => sealer.seal(frame, &mut self.bytes)?,
+                None => self.bytes.extend_from_slice(frame),
+            }
+        }
+        Ok(fits)
     }
-    fits
+
+    /// The bytes to send.
+    pub(crate) fn unsent(&self) -> &[u8] {
+        &self.bytes[self.start..]
+    }
+
+    /// So many bytes have been sent.
+    pub(crate) fn consume(&mut self, len: usize) {
+        self.start += len;
+        // Moves no more bytes than were sent since the last move.
+        if 2 * self.start >= self.bytes.len() {
+            self.bytes.drain(..std::mem::take(&mut self.start));
+        }
+    }
+
+    /// Forgets what has not been sent.
+    pub(crate) fn clear(&mut self) {
+        *self = Self::default();
+    }
 }
 
 #[cfg(test)]
@@ -123,9 +156,10 @@ mod tests {
     use super::*;
 
     /// What has been written so far, in pieces of `len` bytes.
-    fn receive(unsent: &mut VecDeque<u8>, reader: &mut FrameReader, len: usize) -> usize {
-        let len = len.min(unsent.len());
-        reader.buffer().extend(unsent.drain(..len));
+    fn receive(sent: &mut SendBuffer, reader: &mut FrameReader, len: usize) -> usize {
+        let len = len.min(sent.unsent().len());
+        reader.buffer().extend(&sent.unsent()[..len]);
+        sent.consume(len);
         len
     }
 
@@ -160,24 +194,24 @@ mod tests {
 
     #[test]
     fn a_peer_that_does_not_read_is_sent_no_more_than_the_cap() {
-        let (mut unsent, frame) = (VecDeque::new(), vec![0; FRAME_CAP - 4]);
-        assert!((0..UNSENT_CAP / FRAME_CAP).all(|_| append_frame(&mut unsent, &frame)));
-        assert!(!append_frame(&mut unsent, b"!"));
+        let (mut sent, frame) = (SendBuffer::default(), vec![0; FRAME_CAP - 4]);
+        assert!((0..UNSENT_CAP / FRAME_CAP).all(|_| sent.append(&frame, None).unwrap()));
+        assert!(!sent.append(b"!", None).unwrap());
     }
 
     proptest! {
         #[test]
         fn frames_come_out_as_they_went_in_however_they_are_cut(frames: Vec<Vec<u8>>, len in 1..9usize) {
-            let (mut unsent, mut reader) = (VecDeque::new(), FrameReader::default());
-            assert!(frames.iter().all(|frame| append_frame(&mut unsent, frame)));
+            let (mut sent, mut reader) = (SendBuffer::default(), FrameReader::default());
+            assert!(frames.iter().all(|frame| sent.append(frame, None).unwrap()));
             let mut received = Vec::new();
-            while receive(&mut unsent, &mut reader, len) > 0 {
+            while receive(&mut sent, &mut reader, len) > 0 {
                 while let Some(frame) = reader.next(FRAME_CAP).unwrap() {
                     received.push(frame.to_vec());
                 }
             }
             prop_assert_eq!(received, frames);
-            prop_assert!(unsent.is_empty());
+            prop_assert!(sent.unsent().is_empty());
         }
     }
 }

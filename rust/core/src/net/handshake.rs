@@ -2,41 +2,32 @@
 //!
 //! ```text
 //! client                               server
-//! Hello{magic, version, nonce_c}  ->
-//!                                 <-   Challenge{version, nonce_s}
-//! Proof{HMAC(client)}             ->                                 the server checks
-//!                                 <-   Proof{HMAC(server)}           the client checks
-//! Identity{who, HMAC}             ->                                 service and fingerprint are checked
-//!                                 <-   Welcome{who, session id, HMAC}
+//! Hello{magic, version, message 1} ->                                the server checks the token
+//!                                 <-   Reply{version, message 2}     the client checks the token
+//! Identity{who}                   ->                                 service and fingerprint are checked
+//!                                 <-   Welcome{session id, who}
 //! Ready                           ->
 //! ```
-//! A side sends nothing about its process (identity, UCX address) before the other side has proved the token. Each HMAC
-//! covers a label of its own, both nonces and the protocol version, so that none can be reflected or replayed.
+//! The messages are those of Noise, pattern `NNpsk0`: the token is the key that both sides know before. All frames after them
+//! are sealed with keys of this conversation alone. A first message can be recorded and played again; so the server acts on
+//! nothing before the client's first record has opened.
 
 mod frames;
-
-use hmac::digest::KeyInit;
-use hmac::{Hmac, Mac};
-use sha2::Sha256;
-use subtle::ConstantTimeEq;
-use zeroize::Zeroize;
+mod noise;
 
 use crate::error::{Error, Result};
 use crate::ids::SessionId;
 use crate::net::codec::{Reader, Writer};
+use crate::net::encryption::{Encryption, Offer};
 use crate::net::identity::{Identity, random};
-use crate::net::secret::Secret;
-use frames::{Greeting, HandshakeFrame, Nonce, Signature, Signed};
+use crate::net::record::Records;
+use crate::net::secret::Secrets;
+use crate::net::version::PROTOCOL_VERSION;
+use frames::{Greeting, HandshakeFrame};
+use noise::Noise;
 
-/// Version of everything on the wire; other versions are refused.
-pub const PROTOCOL_VERSION: u16 = 8;
 /// Largest frame before authentication.
 pub const HANDSHAKE_FRAME_CAP: usize = 64 << 10;
-
-const CLIENT_PROOF: &[u8] = b"kvpipe client";
-const SERVER_PROOF: &[u8] = b"kvpipe server";
-const CLIENT_IDENTITY: &[u8] = b"kvpipe client identity";
-const SERVER_IDENTITY: &[u8] = b"kvpipe server identity";
 
 /// What a frame leads to.
 #[derive(Debug)]
@@ -64,7 +55,7 @@ pub enum Step {
 pub(crate) enum Progress {
     /// Its HELLO has not come.
     Silent,
-    /// Its HELLO has come.
+    /// Its HELLO has come: with the token, or played again.
     Greeted,
     /// It has proved the token, or the handshake is over.
     Proved,
@@ -72,12 +63,10 @@ pub(crate) enum Progress {
 
 #[derive(Debug)]
 enum HandshakeState {
-    ServerHello,
-    ServerProof,
+    ServerHello(Secrets),
     ServerIdentity,
     ServerReady(Box<Identity>),
-    ClientChallenge,
-    ClientProof,
+    ClientReply(Box<Noise>),
     ClientWelcome,
     Done,
 }
@@ -86,129 +75,190 @@ enum HandshakeState {
 #[derive(Debug)]
 pub struct Handshake {
     state: HandshakeState,
-    secret: Secret,
-    nonce_client: Nonce,
-    nonce_server: Nonce,
+    /// The keys, once both messages of Noise have been written and read.
+    records: Option<Records>,
+    ours: Offer,
+    /// The setting of the peer, once it has proved the token.
+    theirs: Option<Encryption>,
+    /// True if frames stay sealed after the handshake; `None` where the two sides do not agree.
+    is_sealed: Option<bool>,
     peer: String,
 }
 
 impl Handshake {
-    /// The accepting side.
-    pub fn server(secret: &Secret, peer: &str) -> Result<Self> {
-        Ok(Self {
-            state: HandshakeState::ServerHello,
-            secret: secret.clone(),
-            nonce_client: Nonce::default(),
-            nonce_server: random()?,
+    fn new(state: HandshakeState, ours: Offer, peer: &str) -> Self {
+        Self {
+            state,
+            records: None,
+            ours,
+            theirs: None,
+            is_sealed: None,
             peer: peer.to_owned(),
-        })
+        }
+    }
+
+    /// The accepting side.
+    pub fn server(secrets: &Secrets, ours: Offer, peer: &str) -> Self {
+        Self::new(HandshakeState::ServerHello(secrets.clone()), ours, peer)
     }
 
     /// The connecting side, and its first frame.
-    pub fn client(secret: &Secret, peer: &str) -> Result<(Self, Vec<u8>)> {
-        let handshake = Self {
-            state: HandshakeState::ClientChallenge,
-            secret: secret.clone(),
-            nonce_client: random()?,
-            nonce_server: Nonce::default(),
-            peer: peer.to_owned(),
-        };
-        let hello = HandshakeFrame::Hello(Greeting::new(handshake.nonce_client));
-        Ok((handshake, hello.encode()))
+    ///
+    /// # Errors
+    /// `Exhausted`: the system gives no random bytes.
+    pub fn client(secrets: &Secrets, ours: Offer, peer: &str) -> Result<(Self, Vec<u8>)> {
+        Self::greet(Noise::initiator(secrets.current())?, ours, peer)
+    }
+
+    fn greet(mut noise: Noise, ours: Offer, peer: &str) -> Result<(Self, Vec<u8>)> {
+        let message = noise.write(&ours.write(Writer::default()).finish())?;
+        let hello = HandshakeFrame::Hello(Greeting::new(&message)).encode();
+        let state = HandshakeState::ClientReply(Box::new(noise));
+        Ok((Self::new(state, ours, peer), hello))
     }
 
     /// How far a peer that has connected is.
     pub(crate) fn progress(&self) -> Progress {
         match self.state {
-            HandshakeState::ServerHello => Progress::Silent,
-            HandshakeState::ServerProof => Progress::Greeted,
+            HandshakeState::ServerHello(_) => Progress::Silent,
+            HandshakeState::ServerIdentity => Progress::Greeted,
             _ => Progress::Proved,
         }
     }
 
-    /// Handles a frame of the peer. `ours` is what this side says about itself when its turn comes; `accept` may refuse a
-    /// peer that has proved the token, with a reason that the peer receives.
+    /// The keys of the session that the handshake has made, if its frames are sealed.
+    pub fn into_records(self) -> Option<Records> {
+        self.records.filter(|_| self.is_sealed == Some(true))
+    }
+
+    /// Handles a frame of the peer, which is opened in place. `ours` is what this side says about itself when its turn comes;
+    /// `accept` may refuse a peer that has proved the token, with a reason that the peer receives.
     ///
     /// # Errors
     /// The peer refused us, cannot prove the token, or breaks the protocol; the session is over.
     pub fn frame(
         &mut self,
-        frame: &[u8],
+        frame: &mut [u8],
         ours: &Identity,
         accept: impl FnOnce(&Identity) -> std::result::Result<(), String>,
     ) -> Result<Step> {
         use {HandshakeFrame as Frame, HandshakeState as State};
         let kind = frame.first().copied().unwrap_or_default();
-        let decoded = Frame::decode(frame, &self.peer)?;
-        match (std::mem::replace(&mut self.state, State::Done), decoded) {
-            (_, Frame::Refused(error)) => Err(error),
-            (State::ServerHello, Frame::Hello(greeting)) => {
-                Ok(self.hello(&greeting).unwrap_or_else(refuse))
+        let state = std::mem::replace(&mut self.state, State::Done);
+        let frame = self.open(frame)?;
+        match (state, Frame::decode(frame, &self.peer)?) {
+            (State::ClientReply(_), Frame::Refused(error)) => Err(unproved(error)),
+            (State::ServerIdentity | State::ClientWelcome, Frame::Refused(error)) => Err(error),
+            (State::ServerHello(secrets), Frame::Hello(greeting)) => {
+                Ok(self.hello(&secrets, &greeting).unwrap_or_else(refuse))
             }
-            (State::ServerProof, Frame::Proof(signature)) => {
-                Ok(self.client_proof(&signature).unwrap_or_else(refuse))
-            }
-            (State::ServerIdentity, Frame::Identity(signed)) => {
-                let peer = self.read_identity(&signed)?;
-                let checked = self.check_identity(ours, &peer, accept);
-                checked.map_or_else(|error| Ok(refuse(error)), |()| self.welcome(ours, peer))
+            (State::ServerIdentity, Frame::Identity(body)) => {
+                let peer = read_identity(Reader::new(body))?;
+                match self.check_identity(ours, &peer, accept) {
+                    Ok(()) => self.welcome(ours, peer),
+                    Err(error) => self.refuse_sealed(error),
+                }
             }
             (State::ServerReady(peer), Frame::Ready) => Ok(Step::Ready(peer)),
-            (State::ClientChallenge, Frame::Challenge(greeting)) => self.challenge(&greeting),
-            (State::ClientProof, Frame::Proof(signature)) => self.server_proof(&signature, ours),
-            (State::ClientWelcome, Frame::Welcome(signed)) => self.welcomed(&signed, ours),
+            (State::ClientReply(noise), Frame::Reply(greeting)) => {
+                self.reply(*noise, &greeting, ours)
+            }
+            (State::ClientWelcome, Frame::Welcome(body)) => self.welcomed(body, ours),
             _ => Err(Error::protocol(format_args!(
                 "frame {kind} of a handshake, out of turn"
             ))),
         }
     }
 
-    fn hello(&mut self, greeting: &Greeting) -> Result<Step> {
-        self.check_version(greeting)?;
-        self.nonce_client = greeting.nonce;
-        self.state = HandshakeState::ServerProof;
-        let challenge = Greeting::new(self.nonce_server);
-        Ok(reply(&HandshakeFrame::Challenge(challenge)))
-    }
-
-    fn challenge(&mut self, greeting: &Greeting) -> Result<Step> {
-        self.check_version(greeting)?;
-        self.nonce_server = greeting.nonce;
-        self.state = HandshakeState::ClientProof;
-        let proof = self.sign(CLIENT_PROOF, &[]);
-        Ok(reply(&HandshakeFrame::Proof(proof)))
-    }
-
-    fn client_proof(&mut self, signature: &Signature) -> Result<Step> {
-        if !self.is_signed(signature, CLIENT_PROOF, &[]) {
-            return Err(Error::Authentication(format!(
-                "{} does not hold this side's token: give both sides the same KVPIPE_TOKEN",
+    /// A frame as its sender has made it.
+    fn open<'a>(&mut self, frame: &'a mut [u8]) -> Result<&'a [u8]> {
+        let Some(records) = &mut self.records else {
+            return Ok(frame);
+        };
+        records.opener.open(frame).map_err(|_| {
+            Error::Authentication(format!(
+                "{} does not have the keys of this handshake: what it sent was played again, or changed on the way",
                 self.peer
-            )));
-        }
-        self.state = HandshakeState::ServerIdentity;
-        let proof = self.sign(SERVER_PROOF, &[]);
-        Ok(reply(&HandshakeFrame::Proof(proof)))
+            ))
+        })
     }
 
-    fn server_proof(&mut self, signature: &Signature, ours: &Identity) -> Result<Step> {
-        if !self.is_signed(signature, SERVER_PROOF, &[]) {
-            return Err(Error::Authentication(format!(
+    fn seal(&mut self, frame: &HandshakeFrame<'_>) -> Result<Vec<u8>> {
+        let (frame, mut sealed) = (frame.encode(), Vec::new());
+        let records = self.records.as_mut();
+        let records = records.ok_or_else(|| Error::protocol("no keys yet"))?;
+        records.sealer.seal(&frame, &mut sealed)?;
+        Ok(sealed)
+    }
+
+    fn refuse_sealed(&mut self, error: Error) -> Result<Step> {
+        let frame = self.seal(&HandshakeFrame::Refused(error.clone()))?;
+        Ok(Step::Refuse(frame, error))
+    }
+
+    fn hello(&mut self, secrets: &Secrets, greeting: &Greeting<'_>) -> Result<Step> {
+        self.check_version(greeting)?;
+        for secret in secrets.accepted() {
+            let mut noise = Noise::responder(secret)?;
+            if let Some(offer) = noise.read(greeting.message) {
+                return self.greeted(noise, &offer);
+            }
+        }
+        Err(Error::Authentication(format!(
+            "{} does not hold this side's token: give both sides the same KVPIPE_TOKEN",
+            self.peer
+        )))
+    }
+
+    fn greeted(&mut self, mut noise: Noise, offer: &[u8]) -> Result<Step> {
+        self.read_offer(offer)?;
+        let message = noise.write(&self.ours.write(Writer::default()).finish())?;
+        self.records = Some(noise.into_records());
+        self.state = HandshakeState::ServerIdentity;
+        let reply = HandshakeFrame::Reply(Greeting::new(&message));
+        Ok(Step::Continue(reply.encode()))
+    }
+
+    fn reply(
+        &mut self,
+        mut noise: Noise,
+        greeting: &Greeting<'_>,
+        ours: &Identity,
+    ) -> Result<Step> {
+        self.check_version(greeting)?;
+        let offer = noise.read(greeting.message).ok_or_else(|| {
+            Error::Authentication(format!(
                 "{} could not prove that it holds the token",
                 self.peer
-            )));
+            ))
+        })?;
+        self.read_offer(&offer)?;
+        self.records = Some(noise.into_records());
+        if let Err(error) = self.check_encryption() {
+            return self.refuse_sealed(error);
         }
         self.state = HandshakeState::ClientWelcome;
         let body = ours.write(Writer::default()).finish();
-        let signed = self.seal(CLIENT_IDENTITY, &body);
-        Ok(reply(&HandshakeFrame::Identity(signed)))
+        Ok(Step::Continue(self.seal(&HandshakeFrame::Identity(&body))?))
     }
 
-    fn read_identity(&self, signed: &Signed<'_>) -> Result<Identity> {
-        let mut reader = self.open(CLIENT_IDENTITY, signed)?;
-        let peer = Identity::read(&mut reader)?;
+    fn read_offer(&mut self, offer: &[u8]) -> Result<()> {
+        let mut reader = Reader::new(offer);
+        let theirs = Offer::read(&mut reader)?;
         reader.end()?;
-        Ok(peer)
+        self.is_sealed = self.ours.agree(&theirs);
+        self.theirs = Some(theirs.encryption);
+        Ok(())
+    }
+
+    fn check_encryption(&self) -> Result<()> {
+        match (self.is_sealed, self.theirs) {
+            (None, Some(theirs)) => {
+                let (ours, theirs) = (self.ours.encryption.to_string(), theirs.to_string());
+                Err(self.incompatible("encryption", ours, theirs))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn check_identity(
@@ -217,6 +267,7 @@ impl Handshake {
         peer: &Identity,
         accept: impl FnOnce(&Identity) -> std::result::Result<(), String>,
     ) -> Result<()> {
+        self.check_encryption()?;
         if peer.kind != ours.kind {
             let (ours, theirs) = (format!("{:?}", ours.kind), format!("{:?}", peer.kind));
             return Err(self.incompatible("service", ours, theirs));
@@ -229,43 +280,26 @@ impl Handshake {
         let session_id: SessionId = random()?;
         self.state = HandshakeState::ServerReady(Box::new(peer));
         let body = ours.write(Writer::default().raw(&session_id)).finish();
-        let welcome = HandshakeFrame::Welcome(self.seal(SERVER_IDENTITY, &body));
         Ok(Step::Admitted {
-            frame: welcome.encode(),
+            frame: self.seal(&HandshakeFrame::Welcome(&body))?,
             session_id,
             peer: None,
         })
     }
 
-    fn welcomed(&self, signed: &Signed<'_>, ours: &Identity) -> Result<Step> {
-        let mut reader = self.open(SERVER_IDENTITY, signed)?;
-        let (session_id, peer) = (reader.fixed()?, Identity::read(&mut reader)?);
-        reader.end()?;
+    fn welcomed(&mut self, body: &[u8], ours: &Identity) -> Result<Step> {
+        let mut reader = Reader::new(body);
+        let session_id = reader.fixed()?;
+        let peer = read_identity(reader)?;
         self.check_fingerprint(ours, &peer)?;
         Ok(Step::Admitted {
-            frame: HandshakeFrame::Ready.encode(),
+            frame: self.seal(&HandshakeFrame::Ready)?,
             session_id,
             peer: Some(Box::new(peer)),
         })
     }
 
-    fn seal<'a>(&self, label: &[u8], body: &'a [u8]) -> Signed<'a> {
-        let signature = self.sign(label, body);
-        Signed { signature, body }
-    }
-
-    /// A body whose signature is right.
-    fn open<'a>(&self, label: &[u8], signed: &Signed<'a>) -> Result<Reader<'a>> {
-        if self.is_signed(&signed.signature, label, signed.body) {
-            return Ok(Reader::new(signed.body));
-        }
-        Err(Error::Authentication(format!(
-            "the identity of {} is not signed by its token",
-            self.peer
-        )))
-    }
-
-    fn check_version(&self, greeting: &Greeting) -> Result<()> {
+    fn check_version(&self, greeting: &Greeting<'_>) -> Result<()> {
         if greeting.version == PROTOCOL_VERSION {
             return Ok(());
         }
@@ -280,26 +314,6 @@ impl Handshake {
         }
     }
 
-    fn sign(&self, label: &[u8], body: &[u8]) -> Signature {
-        let (key, mut block) = (
-            self.secret.key(),
-            hmac::digest::Key::<Hmac<Sha256>>::default(),
-        );
-        block[..key.len()].copy_from_slice(key);
-        let mut mac = <Hmac<Sha256> as KeyInit>::new(&block);
-        block.as_mut_slice().zeroize();
-        mac.update(label);
-        mac.update(&PROTOCOL_VERSION.to_le_bytes());
-        mac.update(&self.nonce_client);
-        mac.update(&self.nonce_server);
-        mac.update(body);
-        mac.finalize().into_bytes().into()
-    }
-
-    fn is_signed(&self, signature: &Signature, label: &[u8], body: &[u8]) -> bool {
-        self.sign(label, body).ct_eq(signature).into()
-    }
-
     fn incompatible(&self, field: &str, ours: String, theirs: String) -> Error {
         Error::Incompatible {
             peer: self.peer.clone(),
@@ -310,14 +324,38 @@ impl Handshake {
     }
 }
 
-fn reply(frame: &HandshakeFrame<'_>) -> Step {
-    Step::Continue(frame.encode())
+fn read_identity(mut reader: Reader<'_>) -> Result<Identity> {
+    let identity = Identity::read(&mut reader)?;
+    reader.end()?;
+    Ok(identity)
 }
 
+/// The error of a refusal that is not sealed: another machine than the peer may have sent it.
+fn unproved(error: Error) -> Error {
+    const HINT: &str = "this answer is not authenticated, so another machine may have sent it";
+    match error {
+        Error::Authentication(text) => Error::Authentication(format!("{text} ({HINT})")),
+        Error::Incompatible {
+            peer,
+            field,
+            ours,
+            theirs,
+        } => Error::Incompatible {
+            peer: format!("{peer} ({HINT})"),
+            field,
+            ours,
+            theirs,
+        },
+        Error::Connect(text) => Error::Connect(format!("{text} ({HINT})")),
+        other => other,
+    }
+}
+
+/// A refusal before there are keys.
 fn refuse(error: Error) -> Step {
     let frame = HandshakeFrame::Refused(error.clone());
     Step::Refuse(frame.encode(), error)
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

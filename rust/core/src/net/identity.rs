@@ -1,5 +1,5 @@
 //! The identity of a process: incarnation, kind of session, fingerprint, and the address of its UCX worker if it has one.
-//! Peers exchange it after the token challenge.
+//! Peers exchange it when both have proved the token.
 
 use crate::error::{Error, Result};
 use crate::ids::Incarnation;

@@ -20,8 +20,9 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
 use crate::net::address::{ListenAddress, check_address, listen_address};
+use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
-use crate::net::secret::Secret;
+use crate::net::secret::{Secrets, Tokens};
 use crate::reactor::{Reactor, Route};
 use crate::session::{ReactorConfig, ReactorContext, SessionTimeouts};
 use crate::sync::lock;
@@ -129,13 +130,14 @@ pub struct Pipe {
 fn config(
     listen: Option<ListenAddress>,
     local: IpAddr,
-    token: &[u8],
+    tokens: Tokens<'_>,
     transport: Transport,
     busy_poll: Duration,
 ) -> Result<ReactorConfig> {
     Ok(ReactorConfig {
         listen,
-        secret: Secret::new(token),
+        secrets: Secrets::new(tokens),
+        encryption: Encryption::Off,
         identity: Identity::new(SessionKind::Pipe, "", Vec::new())?,
         transport: Some(transport),
         local,
@@ -147,12 +149,13 @@ fn config(
 impl Pipe {
     /// Opens the receiving end and returns at once; a sender may connect later. Its reactor polls for `busy_poll` before
     /// it sleeps.
-    pub fn listen(
+    pub fn listen<'a>(
         address: &str,
-        token: &[u8],
+        token: impl Into<Tokens<'a>>,
         transport: Transport,
         busy_poll: Duration,
     ) -> Result<Self> {
+        let token = token.into();
         let address = listen_address(address, token)?;
         let shared = SharedInfo::connecting(String::new());
         let in_reactor = shared.clone();
@@ -193,7 +196,7 @@ impl Pipe {
     ) -> Result<(Self, Work<()>)> {
         let address = route.addresses().join(",");
         let shared = SharedInfo::connecting(address.clone());
-        let mut config = config(None, route.local()?, token, transport, busy_poll)?;
+        let mut config = config(None, route.local()?, token.into(), transport, busy_poll)?;
         config.timeouts = SessionTimeouts::along(route);
         let in_reactor = shared.clone();
         let reactor = crate::session::spawn(config, move || Sender::new(in_reactor, integrity))?;

@@ -1,6 +1,5 @@
 //! The TCP connection of a session: frames over a socket that never blocks.
 
-use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
@@ -10,7 +9,8 @@ use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags};
 
 use crate::error::{Error, Result};
-use crate::net::framing::append_frame;
+use crate::net::framing::SendBuffer;
+use crate::net::record::Sealer;
 use crate::reactor::{Poller, Token};
 use crate::work::timespec;
 
@@ -28,7 +28,7 @@ pub(super) struct Connection {
     /// What the poller reports of it.
     interest: EventFlags,
     /// Frames that the socket has not accepted.
-    unsent: VecDeque<u8>,
+    unsent: SendBuffer,
     /// A write failed. What the peer sent before can still be read; reading then reports the end.
     is_broken: bool,
 }
@@ -54,7 +54,7 @@ impl Connection {
             poller: Arc::clone(poller),
             token,
             interest: EventFlags::IN,
-            unsent: VecDeque::new(),
+            unsent: SendBuffer::default(),
             is_broken: false,
         })
     }
@@ -62,13 +62,27 @@ impl Connection {
     /// How many bytes of frames the socket has not accepted.
     #[cfg(test)]
     pub(super) fn num_unsent(&self) -> usize {
-        self.unsent.len()
+        self.unsent.unsent().len()
     }
 
-    /// Sends a frame; what the socket does not take now is sent by [`flush`](Self::flush).
-    pub(super) fn send(&mut self, frame: &[u8]) -> std::result::Result<(), Reason> {
+    /// True if both ends have loopback addresses.
+    pub(super) fn is_loopback(&self) -> bool {
+        let ends = [self.stream.local_addr(), self.stream.peer_addr()];
+        ends.iter().all(|end| {
+            end.as_ref()
+                .is_ok_and(|end| end.ip().to_canonical().is_loopback())
+        })
+    }
+
+    /// Sends a frame, sealed where there is a sealer; what the socket does not take now is sent by [`flush`](Self::flush).
+    pub(super) fn send(
+        &mut self,
+        frame: &[u8],
+        sealer: Option<&mut Sealer>,
+    ) -> std::result::Result<(), Reason> {
         if !self.is_broken {
-            if !append_frame(&mut self.unsent, frame) {
+            let is_appended = self.unsent.append(frame, sealer);
+            if !is_appended.map_err(|error| error.to_string())? {
                 return Err("it does not read what it is sent".to_owned());
             }
             self.flush();
@@ -78,9 +92,9 @@ impl Connection {
 
     /// Sends what waits, as far as the socket takes it. The poller reports when it takes more.
     pub(super) fn flush(&mut self) {
-        while !self.unsent.is_empty() {
-            match self.stream.write(self.unsent.as_slices().0) {
-                Ok(len) if len > 0 => drop(self.unsent.drain(..len)),
+        while !self.unsent.unsent().is_empty() {
+            match self.stream.write(self.unsent.unsent()) {
+                Ok(len) if len > 0 => self.unsent.consume(len),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Ok(_) | Err(_) => {
@@ -89,7 +103,7 @@ impl Connection {
                 }
             }
         }
-        let interest = if self.unsent.is_empty() {
+        let interest = if self.unsent.unsent().is_empty() {
             EventFlags::IN
         } else {
             EventFlags::IN | EventFlags::OUT
@@ -151,7 +165,8 @@ mod tests {
     fn a_peer_that_has_shut_down_is_noticed_even_before_its_bytes_are_read() {
         let (near, mut far) = pair();
         assert!(near.is_open_at_peer());
-        far.send(b"something that nobody has read yet").unwrap();
+        far.send(b"something that nobody has read yet", None)
+            .unwrap();
         assert!(near.is_open_at_peer());
         far.shut_down();
         assert!(!near.is_open_at_peer());
@@ -160,13 +175,13 @@ mod tests {
     #[test]
     fn the_poller_reports_a_socket_that_takes_more_while_something_waits_for_it() {
         let (mut near, far) = pair();
-        while near.unsent.is_empty() {
+        while near.unsent.unsent().is_empty() {
             assert_eq!(near.interest, EventFlags::IN);
-            near.send(&vec![0; 1 << 20]).unwrap();
+            near.send(&vec![0; 1 << 20], None).unwrap();
         }
         assert_eq!(near.interest, EventFlags::IN | EventFlags::OUT);
         let mut received = Vec::new();
-        while !near.unsent.is_empty() {
+        while !near.unsent.unsent().is_empty() {
             let _ = far.fill(&mut received);
             near.flush();
         }

@@ -19,6 +19,7 @@ use crate::net::codec::Writer;
 use crate::net::framing::SessionFrame;
 use crate::net::handshake::HANDSHAKE_FRAME_CAP;
 use crate::net::identity::Identity;
+use crate::net::record::TAG_LEN;
 use crate::reactor::{ConnectFailure, Connector, PendingReads, Poller, Timers};
 use crate::transport::Context;
 
@@ -26,8 +27,8 @@ use crate::transport::Context;
 const FIRST_SESSION: SessionKey = 16;
 /// Most sessions that are gone whose peers are remembered.
 const ENDED_CAP: usize = 256;
-/// What the welcome adds to an identity: type, HMAC, session id.
-const WELCOME_OVERHEAD: usize = 1 + 32 + 16;
+/// Bytes that the welcome adds to an identity: type, session id, tag.
+const WELCOME_OVERHEAD: usize = 1 + 16 + TAG_LEN;
 
 /// The sessions of a reactor, as its service sees them.
 pub(crate) struct ReactorContext {
@@ -246,7 +247,9 @@ impl ReactorContext {
             return Ok(());
         };
         let connection = Connection::new(stream, &session.peer, &self.poller, key)?;
-        session.start_handshake(connection, &self.config.secret)
+        let config = &self.config;
+        let host = &config.identity.host;
+        session.start_handshake(connection, &config.secrets, config.encryption, host)
     }
 
     /// Removes a session that has ended.

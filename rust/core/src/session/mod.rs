@@ -31,8 +31,9 @@ use rustix::event::epoll::EventFlags;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::address::ListenAddress;
+use crate::net::encryption::Encryption;
 use crate::net::identity::Identity;
-use crate::net::secret::Secret;
+use crate::net::secret::Secrets;
 use crate::reactor::Reactor;
 use crate::transport::{Transport, UcxResult};
 use listener::{LISTENER, Listener};
@@ -122,8 +123,11 @@ pub(crate) trait Service {
 pub(crate) struct ReactorConfig {
     /// Where to accept peers; `None` only connects.
     pub(crate) listen: Option<ListenAddress>,
-    /// What the token's holders prove; that of an empty token for none.
-    pub(crate) secret: Secret,
+    /// The secrets of its tokens; that of an empty token for none.
+    pub(crate) secrets: Secrets,
+    /// Selects the frames that are sealed. It is `Off` where messages travel over UCX, which nothing seals: to seal the frames beside
+    /// them would promise what is not so.
+    pub(crate) encryption: Encryption,
     /// Who this side is.
     pub(crate) identity: Identity,
     /// What moves bytes; `None` for a reactor without data plane.

@@ -19,10 +19,13 @@ use super::connection::Connection;
 use super::data_plane::SessionEndpoint;
 use super::timeouts::SessionTimeouts;
 use crate::error::{Error, Result};
+use crate::net::address::short_token;
+use crate::net::encryption::{Encryption, Offer};
 use crate::net::framing::{FrameReader, SessionFrame};
 use crate::net::handshake::{Handshake, Progress};
 use crate::net::identity::Identity;
-use crate::net::secret::Secret;
+use crate::net::record::Records;
+use crate::net::secret::Secrets;
 use crate::reactor::ConnectFailure;
 
 pub(super) use frames::{SessionEnd, SessionEvent};
@@ -33,7 +36,7 @@ pub(super) enum SessionState {
     Connecting,
     /// The last attempt to connect has failed; the next one begins at this time.
     BackingOff(Instant),
-    /// TCP is connected; both sides prove the token and say who they are. At the end of it the peer may use the session,
+    /// TCP is connected; both sides prove the token, agree on encryption and say who they are. At the end of it the peer may use the session,
     /// but this side may not, because the peer does not know the session yet.
     Handshaking(Box<Handshake>),
     /// Both sides know the session; their UCX hellos are under way, then their probes of the data path.
@@ -55,6 +58,8 @@ pub(super) struct Session {
     /// None while it is connecting.
     pub(super) connection: Option<Connection>,
     received: FrameReader,
+    /// The keys of its frames after the handshake, if they are sealed.
+    records: Option<Records>,
     attempts: Attempts,
     timeouts: SessionTimeouts,
     /// Since when the handshake's time counts.
@@ -82,6 +87,7 @@ impl Session {
             endpoint: None,
             connection: None,
             received: FrameReader::default(),
+            records: None,
             attempts: Attempts::default(),
             timeouts,
             begun,
@@ -92,18 +98,34 @@ impl Session {
     }
 
     /// TCP is connected: begins the handshake.
+    ///
+    /// # Errors
+    /// `Config`: the token is too short for a peer on another host. `Exhausted`: the system gives no random bytes.
     pub(super) fn start_handshake(
         &mut self,
         connection: Connection,
-        secret: &Secret,
+        secrets: &Secrets,
+        encryption: Encryption,
+        host: &str,
     ) -> Result<()> {
-        self.connection = Some(connection);
+        let ours = Offer {
+            encryption,
+            is_loopback: connection.is_loopback(),
+            host: host.to_owned(),
+        };
         let (handshake, hello) = if self.is_accepted {
-            (Handshake::server(secret, &self.peer)?, None)
+            (Handshake::server(secrets, ours, &self.peer), None)
         } else {
-            let (handshake, hello) = Handshake::client(secret, &self.peer)?;
+            if secrets.is_guessable() && !ours.is_loopback {
+                return Err(Error::Config(short_token(format_args!(
+                    "connecting to {}",
+                    self.peer
+                ))));
+            }
+            let (handshake, hello) = Handshake::client(secrets, ours, &self.peer)?;
             (handshake, Some(hello))
         };
+        self.connection = Some(connection);
         self.state = SessionState::Handshaking(Box::new(handshake));
         hello.map_or(Ok(()), |hello| self.send_raw(&hello))
     }
@@ -179,13 +201,15 @@ impl Session {
         self.send_raw(&frame.encode())
     }
 
+    /// Sends a frame; one of the handshake is sealed already where it has to be.
     fn send_raw(&mut self, frame: &[u8]) -> Result<()> {
         let Some(connection) = &mut self.connection else {
             return Ok(());
         };
         let peer = &self.peer;
+        let sealer = self.records.as_mut().map(|records| &mut records.sealer);
         connection
-            .send(frame)
+            .send(frame, sealer)
             .map_err(|reason| Error::lost(peer, reason))
     }
 

@@ -5,7 +5,7 @@ use kvpipe_ucx::Buffer;
 
 use super::*;
 use crate::net::identity::SessionKind;
-use crate::net::secret::Secret;
+use crate::net::secret::Secrets;
 use crate::net::secret::tests::{TOKEN, assert_discloses_nothing};
 use crate::transport::MemoryPath;
 
@@ -31,7 +31,8 @@ impl Service for Busy {
 fn config() -> ReactorConfig {
     ReactorConfig {
         listen: None,
-        secret: Secret::new(b""),
+        secrets: Secrets::new(b""),
+        encryption: Encryption::Off,
         identity: Identity::new(SessionKind::Agent, "", Vec::new()).expect("identity"),
         transport: Some(Transport::Memory(MemoryPath::RemoteRead)),
         local: std::net::Ipv4Addr::LOCALHOST.into(),
@@ -143,7 +144,8 @@ fn every_accepted_command_is_handled_whenever_the_reactor_is_stopped() {
 #[test]
 fn neither_the_configuration_of_a_reactor_nor_the_reactor_shows_the_token() {
     let config = ReactorConfig {
-        secret: Secret::new(TOKEN),
+        secrets: Secrets::new(TOKEN),
+        encryption: Encryption::Off,
         ..config()
     };
     let configured = format!("{config:?}{config:#?}");

@@ -14,8 +14,9 @@ use super::values::{OpenedValue, ValuePage};
 use super::{KEY_CAP, KEYS_CAP, RECORD_CAP, StoreInfo};
 use crate::error::{Error, Result};
 use crate::net::address::listen_address;
+use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
-use crate::net::secret::Secret;
+use crate::net::secret::{Secrets, Tokens};
 use crate::process::Thread;
 use crate::reactor::{Reactor, Route, default_busy_poll};
 use crate::session::{ReactorConfig, SessionTimeouts, spawn};
@@ -49,15 +50,16 @@ impl StoreServer {
     /// # Errors
     /// `Config`: the address cannot be bound, others could reach it without a token, or the disk cannot be used.
     /// `Unavailable`: there is no usable UCX.
-    pub fn serve(
+    pub fn serve<'a>(
         address: &str,
-        token: &[u8],
+        token: impl Into<Tokens<'a>>,
         transport: Transport,
         capacity_bytes: u64,
         quota_bytes: Option<u64>,
         reservation: Duration,
         disk: Option<DiskConfig>,
     ) -> Result<Self> {
+        let token = token.into();
         let address = listen_address(address, token)?;
         let opened = disk.map(|it| OpenedDisk::open(&it.directory, it.capacity_bytes));
         let (opened, disk) = match opened.transpose()? {
@@ -66,7 +68,8 @@ impl StoreServer {
         };
         let config = ReactorConfig {
             listen: Some(address),
-            secret: Secret::new(token),
+            secrets: Secrets::new(token),
+            encryption: Encryption::Off,
             identity: Identity::new(SessionKind::Store, "", Vec::new())?,
             transport: Some(transport),
             local: address.ip,
@@ -152,7 +155,8 @@ impl StoreClient {
     ) -> Result<(Self, Work<()>)> {
         let config = ReactorConfig {
             listen: None,
-            secret: Secret::new(token),
+            secrets: Secrets::new(token),
+            encryption: Encryption::Off,
             identity: Identity::new(SessionKind::Store, "", Vec::new())?,
             transport: Some(transport),
             local: route.local()?,

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use kvpipe_core::Error;
 use kvpipe_core::control::{Control, ControlQuery, ControlTimeouts};
 use kvpipe_core::net::handshake::Handshake;
-use kvpipe_core::net::secret::Secret;
+use kvpipe_core::net::secret::Secrets;
 use kvpipe_core::pipe::Pipe;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::transport::{MemoryPath, Transport};
@@ -109,7 +109,8 @@ fn stranger(address: SocketAddr, nth: usize) -> TcpStream {
     match nth % 3 {
         0 => {}
         1 => {
-            let (_, hello) = Handshake::client(&Secret::new(b"a guess"), "hub").expect("hello");
+            let secrets = Secrets::new(b"a guess");
+            let (_, hello) = Handshake::client(&secrets, common::plain(), "hub").expect("hello");
             send_frame(&mut stream, &hello);
         }
         _ => stream.write_all(b"GET / HTTP/1.1\r\n\r\n").expect("write"),

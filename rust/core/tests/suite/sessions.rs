@@ -9,7 +9,7 @@ use kvpipe_core::control::{Control, ControlEvent, ControlQuery, ControlTimeouts}
 use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
 use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Identity, SessionKind};
-use kvpipe_core::net::secret::Secret;
+use kvpipe_core::net::secret::Secrets;
 use kvpipe_core::pipe::Pipe;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_ucx::{Buffer, Config, Context, Library, Search, Worker};
@@ -428,9 +428,9 @@ fn a_peer_whose_ucx_is_not_reached_is_a_connect_error_in_time() {
     let address = listener.local_addr().expect("address").to_string();
     let server = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().expect("accept");
-        let mut handshake = Handshake::server(&Secret::new(TOKEN), "client").expect("handshake");
-        while let Ok(frame) = receive_frame(&mut stream) {
-            let step = handshake.frame(&frame, &ours, |_| Ok(()));
+        let mut handshake = Handshake::server(&Secrets::new(TOKEN), common::plain(), "client");
+        while let Ok(mut frame) = receive_frame(&mut stream) {
+            let step = handshake.frame(&mut frame, &ours, |_| Ok(()));
             if let Ok(Step::Continue(frame) | Step::Admitted { frame, .. }) = step {
                 send_frame(&mut stream, &frame);
             }

@@ -2,9 +2,10 @@
 
 use kvpipe_core::Result;
 use kvpipe_core::net::codec::Reader;
+use kvpipe_core::net::encryption::{Encryption, Offer};
 use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Identity, SessionKind};
-use kvpipe_core::net::secret::Secret;
+use kvpipe_core::net::secret::Secrets;
 
 use crate::hostile::TOKEN;
 
@@ -23,7 +24,7 @@ struct Peer {
 }
 
 impl Peer {
-    fn receive(&mut self, frame: &[u8]) {
+    fn receive(&mut self, frame: &mut [u8]) {
         let step = self
             .handshake
             .frame(frame, &self.identity.clone(), |_| Ok(()));
@@ -41,7 +42,8 @@ fn next_frame(reader: &mut Reader<'_>, peer: &mut Peer) -> Result<Option<(Vec<u8
     let kind = reader.u8()? % MOVES;
     if kind == OTHER {
         let len = reader.u16()?;
-        return Ok(Some((reader.raw(len.into())?.to_vec(), false)));
+        let frame = reader.raw(len.into())?.to_vec();
+        return Ok(Some((frame, false)));
     }
     let Some(mut frame) = peer.outbox.pop() else {
         return Ok(None);
@@ -57,6 +59,19 @@ fn next_frame(reader: &mut Reader<'_>, peer: &mut Peer) -> Result<Option<(Vec<u8
 
 fn identity(engine_id: &str) -> Identity {
     Identity::new(SessionKind::Pipe, engine_id, Vec::new()).expect("identity")
+}
+
+/// The offer of a side, by two bits.
+fn offer(bits: u8) -> Offer {
+    Offer {
+        encryption: match bits % 4 {
+            0 | 1 => Encryption::Auto,
+            2 => Encryption::On,
+            _ => Encryption::Off,
+        },
+        is_loopback: bits % 4 != 1,
+        host: "boot id".to_owned(),
+    }
 }
 
 fn contains(frame: &[u8], text: &str) -> bool {
@@ -76,10 +91,11 @@ pub(crate) fn handshake(bytes: &[u8]) {
     let (is_server, has_token) = (flags & 1 != 0, flags & 2 == 0);
     let token = if has_token { TOKEN } else { b"another" };
     let ours = identity(ENGINE_ID);
-    let client = |token| Handshake::client(&Secret::new(token), "peer").expect("client");
-    let server = |token| Handshake::server(&Secret::new(token), "peer").expect("server");
+    let client =
+        |token| Handshake::client(&Secrets::new(token), offer(flags >> 2), "peer").expect("client");
+    let server = |token| Handshake::server(&Secrets::new(token), offer(flags >> 4), "peer");
     let (mut victim, mut peer) = {
-        let (client, hello) = client(if is_server { token } else { TOKEN });
+        let (client, mut hello) = client(if is_server { token } else { TOKEN });
         let server = server(if is_server { TOKEN } else { token });
         let (victim, handshake) = if is_server {
             (server, client)
@@ -95,15 +111,15 @@ pub(crate) fn handshake(bytes: &[u8]) {
         if is_server {
             peer.outbox.push(hello);
         } else {
-            peer.receive(&hello);
+            peer.receive(&mut hello);
         }
         (victim, peer)
     };
     let mut is_honest = has_token;
     let mut reader = Reader::new(rest);
-    while let Ok(Some((frame, is_right))) = next_frame(&mut reader, &mut peer) {
+    while let Ok(Some((mut frame, is_right))) = next_frame(&mut reader, &mut peer) {
         is_honest &= is_right;
-        let frame = match victim.frame(&frame, &ours, |_| Ok(())) {
+        let mut frame = match victim.frame(&mut frame, &ours, |_| Ok(())) {
             Ok(Step::Continue(frame) | Step::Refuse(frame, _)) => frame,
             Ok(Step::Admitted { frame, .. }) => {
                 assert!(is_honest, "a stranger was admitted");
@@ -113,6 +129,6 @@ pub(crate) fn handshake(bytes: &[u8]) {
         };
         let is_disclosed = contains(&frame, ENGINE_ID);
         assert!(is_honest || !is_disclosed, "a stranger learns who this is");
-        peer.receive(&frame);
+        peer.receive(&mut frame);
     }
 }

@@ -7,9 +7,11 @@ use std::time::Duration;
 use kvpipe_core::checksum;
 use kvpipe_core::fuzzing::PeerPlane;
 use kvpipe_core::ids::SessionId;
+use kvpipe_core::net::encryption::{Encryption, Offer};
 use kvpipe_core::net::handshake::{Handshake, Step as HandshakeStep};
 use kvpipe_core::net::identity::{Identity, SessionKind};
-use kvpipe_core::net::secret::Secret;
+use kvpipe_core::net::record::Records;
+use kvpipe_core::net::secret::Secrets;
 use kvpipe_core::transport::{MemoryPath, Transport};
 use rustix::net::sockopt;
 
@@ -44,6 +46,8 @@ pub(crate) struct Hostile {
     identity: Identity,
     plane: Option<PeerPlane>,
     session_id: SessionId,
+    /// The keys of its frames after the handshake, if they are sealed.
+    records: Option<Records>,
 }
 
 impl Hostile {
@@ -77,6 +81,7 @@ impl Hostile {
             identity: Identity::new(kind, "hostile", Vec::new()).expect("identity"),
             plane: transport.map(|it| PeerPlane::open(it, EXPOSED_BYTES).expect("plane")),
             session_id: [0; 16],
+            records: None,
         }
     }
 
@@ -96,17 +101,23 @@ impl Hostile {
             self.identity.ucx_address = plane.ucx_address().expect("address");
             self.identity.canary = Some(plane.canary().expect("canary"));
         }
+        let secrets = Secrets::new(TOKEN);
+        let ours = Offer {
+            encryption: match self.identity.kind {
+                // The others have messages over UCX, and refuse.
+                SessionKind::Control if flags.is_sealed() => Encryption::On,
+                _ => Encryption::Off,
+            },
+            is_loopback: true,
+            host: self.identity.host.clone(),
+        };
         let (mut handshake, hello) = if let Some(listener) = self.listener.take() {
             victim.round();
             let stream = listener.accept().expect("accept").0;
             self.use_stream(stream);
-            (
-                Handshake::server(&Secret::new(TOKEN), "victim").expect("server"),
-                None,
-            )
+            (Handshake::server(&secrets, ours, "victim"), None)
         } else {
-            let (handshake, hello) =
-                Handshake::client(&Secret::new(TOKEN), "victim").expect("client");
+            let (handshake, hello) = Handshake::client(&secrets, ours, "victim").expect("client");
             (handshake, Some(hello))
         };
         if let Some(hello) = hello {
@@ -115,10 +126,15 @@ impl Hostile {
         for _ in 0..HANDSHAKE_ROUNDS {
             victim.round();
             self.read_socket();
-            while let Some(frame) = self.next_frame() {
+            while let Some(mut frame) = self.next_frame() {
                 let ours = self.identity.clone();
-                let step = handshake.frame(&frame, &ours, |_| Ok(()));
-                if self.advance_handshake(step.expect("an honest victim"), flags) {
+                let step = handshake.frame(&mut frame, &ours, |_| Ok(()));
+                let is_ready = self.advance_handshake(step.expect("an honest victim"), flags);
+                if let Some(is_ready) = is_ready {
+                    self.records = handshake.into_records();
+                    if is_ready {
+                        self.establish();
+                    }
                     return;
                 }
             }
@@ -127,8 +143,8 @@ impl Hostile {
         panic!("no handshake")
     }
 
-    /// Sends what follows in the handshake; true when it is over.
-    fn advance_handshake(&mut self, step: HandshakeStep, flags: Flags) -> bool {
+    /// Sends what follows in the handshake. Returns, when it is over, whether the victim knows the session.
+    fn advance_handshake(&mut self, step: HandshakeStep, flags: Flags) -> Option<bool> {
         match step {
             HandshakeStep::Continue(frame) => self.send(&frame),
             HandshakeStep::Admitted {
@@ -138,25 +154,21 @@ impl Hostile {
             } => {
                 self.session_id = session_id;
                 if peer.is_some() && flags.is_unready() {
-                    return true;
+                    return Some(false);
                 }
                 self.send(&frame);
                 if let Some(peer) = peer {
                     self.open_plane(&peer);
-                    self.establish();
-                    return true;
+                    return Some(true);
                 }
             }
             HandshakeStep::Ready(peer) => {
                 self.open_plane(&peer);
-                if !flags.is_unready() {
-                    self.establish();
-                }
-                return true;
+                return Some(!flags.is_unready());
             }
             HandshakeStep::Refuse(_, error) => panic!("an honest victim was refused: {error}"),
         }
-        false
+        None
     }
 
     /// Sends its hello, and reports that it reads the victim's memory.
@@ -219,6 +231,14 @@ impl Hostile {
     }
 
     fn send(&mut self, frame: &[u8]) {
+        let mut record = Vec::new();
+        let frame = match &mut self.records {
+            Some(records) if !frame.is_empty() => {
+                records.sealer.seal(frame, &mut record).expect("sealed");
+                &record
+            }
+            _ => frame,
+        };
         self.write(&(frame.len() as u32).to_le_bytes());
         self.write(frame);
     }

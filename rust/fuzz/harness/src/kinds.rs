@@ -3,8 +3,8 @@
 /// The bootstrap.
 pub(crate) mod bootstrap {
     pub(crate) const HELLO: u8 = 1;
-    pub(crate) const CHALLENGE: u8 = 2;
-    pub(crate) const PROOF: u8 = 3;
+    pub(crate) const REPLY: u8 = 2;
+    pub(crate) const IDENTITY: u8 = 4;
     pub(crate) const REFUSED: u8 = 7;
 }
 

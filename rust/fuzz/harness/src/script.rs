@@ -31,6 +31,7 @@ const UNREADY: u8 = 4;
 const UNREACHABLE: u8 = 8;
 pub(crate) const NO_CHECKSUMS: u8 = 16;
 pub(crate) const VALIDATES: u8 = 32;
+pub(crate) const ENCRYPTED: u8 = 64;
 
 /// The first byte of a script: which data path, which side connects, and what of the handshake is missing.
 #[derive(Debug, Clone, Copy)]
@@ -50,6 +51,11 @@ impl Flags {
     /// The peer sends nothing after its proof.
     pub(crate) fn is_unready(self) -> bool {
         self.0 & UNREADY != 0
+    }
+
+    /// The peer of a control port wants its frames sealed.
+    pub(crate) fn is_sealed(self) -> bool {
+        self.0 & ENCRYPTED != 0
     }
 
     /// The peer has no UCX address.
@@ -77,7 +83,7 @@ impl Flags {
 /// One action of the peer, or of the victim's user.
 #[derive(Debug)]
 pub(crate) enum Step {
-    /// Raw bytes on the socket.
+    /// Raw bytes on the socket, sealed with no key.
     Socket(Vec<u8>),
     /// A frame of any type.
     Connection(Vec<u8>),

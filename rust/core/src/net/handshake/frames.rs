@@ -1,31 +1,28 @@
 //! The frames of the handshake as bytes.
 
-use super::PROTOCOL_VERSION;
 use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
+use crate::net::version::PROTOCOL_VERSION;
 
-const MAGIC: [u8; 4] = *b"KVPP";
+pub(super) const MAGIC: [u8; 4] = *b"KVPP";
 const TEXT_CAP: usize = 4096;
 
 const HELLO: u8 = 1;
-pub(super) const CHALLENGE: u8 = 2;
-pub(super) const PROOF: u8 = 3;
-const IDENTITY: u8 = 4;
+pub(super) const REPLY: u8 = 2;
+pub(super) const IDENTITY: u8 = 4;
 const WELCOME: u8 = 5;
 const READY: u8 = 6;
 pub(super) const REFUSED: u8 = 7;
 
-pub(super) type Nonce = [u8; 32];
-pub(super) type Signature = [u8; 32];
-
-/// A frame of the handshake.
+/// A frame of the handshake. All after REPLY are sealed; so is REFUSED.
 #[derive(Debug)]
 pub(super) enum HandshakeFrame<'a> {
-    Hello(Greeting),
-    Challenge(Greeting),
-    Proof(Signature),
-    Identity(Signed<'a>),
-    Welcome(Signed<'a>),
+    Hello(Greeting<'a>),
+    Reply(Greeting<'a>),
+    /// The client's identity.
+    Identity(&'a [u8]),
+    /// The session's id and the server's identity.
+    Welcome(&'a [u8]),
     Ready,
     /// Why the peer is refused: encoded from the error of the side that refuses, decoded as that of the other side.
     Refused(Error),
@@ -35,10 +32,9 @@ impl<'a> HandshakeFrame<'a> {
     pub(super) fn encode(&self) -> Vec<u8> {
         let writer = match self {
             Self::Hello(greeting) => greeting.write(Writer::new(HELLO).raw(&MAGIC)),
-            Self::Challenge(greeting) => greeting.write(Writer::new(CHALLENGE)),
-            Self::Proof(signature) => Writer::new(PROOF).raw(signature),
-            Self::Identity(signed) => signed.write(Writer::new(IDENTITY)),
-            Self::Welcome(signed) => signed.write(Writer::new(WELCOME)),
+            Self::Reply(greeting) => greeting.write(Writer::new(REPLY)),
+            Self::Identity(body) => Writer::new(IDENTITY).raw(body),
+            Self::Welcome(body) => Writer::new(WELCOME).raw(body),
             Self::Ready => Writer::new(READY),
             Self::Refused(error) => write_refusal(Writer::new(REFUSED), error),
         };
@@ -52,10 +48,9 @@ impl<'a> HandshakeFrame<'a> {
                 return Err(Error::protocol("not a kvpipe peer"));
             }
             HELLO => Self::Hello(Greeting::read(&mut reader)?),
-            CHALLENGE => Self::Challenge(Greeting::read(&mut reader)?),
-            PROOF => Self::Proof(reader.fixed()?),
-            IDENTITY => Self::Identity(Signed::read(&mut reader)?),
-            WELCOME => Self::Welcome(Signed::read(&mut reader)?),
+            REPLY => Self::Reply(Greeting::read(&mut reader)?),
+            IDENTITY => Self::Identity(reader.rest()),
+            WELCOME => Self::Welcome(reader.rest()),
             READY => Self::Ready,
             REFUSED => Self::Refused(read_refusal(&mut reader, peer)?),
             other => {
@@ -69,50 +64,26 @@ impl<'a> HandshakeFrame<'a> {
     }
 }
 
-/// The version of a side, and what makes its session unlike any other.
+/// The version of a side, and its message of Noise. A side of another version may go on differently.
 #[derive(Debug)]
-pub(super) struct Greeting {
+pub(super) struct Greeting<'a> {
     pub(super) version: u16,
-    pub(super) nonce: Nonce,
+    pub(super) message: &'a [u8],
 }
 
-impl Greeting {
-    pub(super) fn new(nonce: Nonce) -> Self {
+impl<'a> Greeting<'a> {
+    pub(super) fn new(message: &'a [u8]) -> Self {
         let version = PROTOCOL_VERSION;
-        Self { version, nonce }
+        Self { version, message }
     }
 
     fn write(&self, writer: Writer) -> Writer {
-        writer.u16(self.version).raw(&self.nonce)
-    }
-
-    /// Other versions than ours may go on differently.
-    fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        let version = reader.u16()?;
-        if version == PROTOCOL_VERSION {
-            return Ok(Self::new(reader.fixed()?));
-        }
-        reader.rest();
-        let nonce = Nonce::default();
-        Ok(Self { version, nonce })
-    }
-}
-
-/// Bytes, and the proof that a holder of the token has sent them.
-#[derive(Debug)]
-pub(super) struct Signed<'a> {
-    pub(super) signature: Signature,
-    pub(super) body: &'a [u8],
-}
-
-impl<'a> Signed<'a> {
-    fn write(&self, writer: Writer) -> Writer {
-        writer.raw(&self.signature).raw(self.body)
+        writer.u16(self.version).raw(self.message)
     }
 
     fn read(reader: &mut Reader<'a>) -> Result<Self> {
-        let (signature, body) = (reader.fixed()?, reader.rest());
-        Ok(Self { signature, body })
+        let (version, message) = (reader.u16()?, reader.rest());
+        Ok(Self { version, message })
     }
 }
 

@@ -1,229 +1,589 @@
-use super::frames::{CHALLENGE, PROOF, REFUSED};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::frames::{IDENTITY, REFUSED, REPLY};
 use super::*;
 use crate::net::identity::SessionKind;
+use crate::net::record::TAG_LEN;
+use crate::net::secret::Tokens;
 use crate::net::secret::tests::{TOKEN, assert_discloses_nothing};
 use proptest::prelude::*;
+
+const SHARED: &[u8] = b"a token of both";
+const OTHER: &[u8] = b"another token";
 
 fn identity(dtype: &str) -> Identity {
     let fields = vec![("dtype".to_owned(), dtype.to_owned())];
     Identity::new(SessionKind::Pipe, "engine", fields).unwrap()
 }
 
-/// Runs both sides against each other; what each ends with.
-fn converse(
-    tokens: [&[u8]; 2],
-    ours: [&Identity; 2],
-    accept: impl Fn(&Identity) -> std::result::Result<(), String>,
-) -> (Result<SessionId>, Result<SessionId>) {
-    let (mut client, hello) = Handshake::client(&Secret::new(tokens[0]), "server").unwrap();
-    let mut server = Handshake::server(&Secret::new(tokens[1]), "client").unwrap();
-    let (mut to_server, mut to_client) = (vec![hello], vec![]);
-    let (mut at_client, mut at_server) = (None, None);
-    while at_client.is_none() || at_server.is_none() {
-        let (side, identity, inbox, outbox, outcome) = if to_server.is_empty() {
-            (
-                &mut client,
-                ours[0],
-                &mut to_client,
-                &mut to_server,
-                &mut at_client,
-            )
-        } else {
-            (
-                &mut server,
-                ours[1],
-                &mut to_server,
-                &mut to_client,
-                &mut at_server,
-            )
-        };
-        let Some(frame) = inbox.pop() else { break };
-        match side.frame(&frame, identity, |peer| accept(peer)) {
-            Ok(Step::Continue(frame)) => outbox.push(frame),
-            Ok(Step::Admitted {
-                frame, session_id, ..
-            }) => {
-                outbox.push(frame);
-                *outcome = Some(Ok(session_id));
-            }
-            Ok(Step::Ready(_)) => {}
-            Ok(Step::Refuse(frame, error)) => {
-                outbox.push(frame);
-                *outcome = Some(Err(error));
-            }
-            Err(error) => *outcome = Some(Err(error)),
+/// The offer of a side on a host of this name, seen over loopback.
+fn offer(encryption: Encryption, host: &str) -> Offer {
+    Offer {
+        encryption,
+        is_loopback: true,
+        host: host.to_owned(),
+    }
+}
+
+fn auto() -> Offer {
+    offer(Encryption::Auto, "one host")
+}
+
+fn client(token: &[u8], ours: Offer) -> (Handshake, Vec<u8>) {
+    Handshake::client(&Secrets::new(token), ours, "server").unwrap()
+}
+
+fn server(token: &[u8], ours: Offer) -> Handshake {
+    Handshake::server(&Secrets::new(token), ours, "client")
+}
+
+/// Sides of an unfinished handshake, and the frame that comes next.
+struct Conversation {
+    client: Handshake,
+    server: Handshake,
+    frame: Vec<u8>,
+    who: Identity,
+}
+
+impl Conversation {
+    fn new(tokens: [&[u8]; 2], offers: [Offer; 2]) -> Self {
+        let [ours, theirs] = offers;
+        let (client, frame) = client(tokens[0], ours);
+        Self {
+            client,
+            server: server(tokens[1], theirs),
+            frame,
+            who: identity("float32"),
         }
     }
-    let open = || Err(Error::Closed("no outcome".to_owned()));
-    (
-        at_client.unwrap_or_else(open),
-        at_server.unwrap_or_else(open),
-    )
+
+    /// Both sides hold the token.
+    fn honest() -> Self {
+        Self::new([SHARED, SHARED], [auto(), auto()])
+    }
+
+    fn at_server(&mut self) -> Result<Step> {
+        let mut frame = self.frame.clone();
+        self.server.frame(&mut frame, &self.who, |_| Ok(()))
+    }
+
+    fn at_client(&mut self) -> Result<Step> {
+        let mut frame = self.frame.clone();
+        self.client.frame(&mut frame, &self.who, |_| Ok(()))
+    }
+
+    /// The client's IDENTITY is next.
+    fn replied(mut self) -> Self {
+        self.frame = sent(self.at_server()).0;
+        self.frame = sent(self.at_client()).0;
+        assert_eq!(self.frame[0], IDENTITY);
+        self
+    }
 }
 
-#[test]
-fn both_sides_agree_on_the_session() {
-    let who = identity("float32");
-    let (client, server) = converse([b"secret", b"secret"], [&who, &who], |_| Ok(()));
-    assert_eq!(client.unwrap(), server.unwrap());
-}
-
-#[test]
-fn a_wrong_token_is_refused_on_both_sides() {
-    let who = identity("float32");
-    let (client, server) = converse([b"secret", b"other"], [&who, &who], |_| Ok(()));
-    assert!(
-        matches!(client, Err(Error::Authentication(_))),
-        "{client:?}"
-    );
-    assert!(
-        matches!(server, Err(Error::Authentication(_))),
-        "{server:?}"
-    );
-}
-
-#[test]
-fn a_different_fingerprint_names_the_field_and_each_sides_values() {
-    let (ours, theirs) = (identity("float32"), identity("bfloat16"));
-    let (client, server) = converse([b"t", b"t"], [&ours, &theirs], |_| Ok(()));
-    let text = client.unwrap_err().to_string();
-    assert!(
-        text.contains("dtype is \"float32\" here and \"bfloat16\" there"),
-        "{text}"
-    );
-    let text = server.unwrap_err().to_string();
-    assert!(
-        text.contains("dtype is \"bfloat16\" here and \"float32\" there"),
-        "{text}"
-    );
-}
-
-/// HELLO is type, magic, version, nonce; CHALLENGE is type, version, nonce.
-#[test]
-fn a_peer_of_another_version_is_refused_with_both_versions_named_on_both_sides() {
-    let who = identity("float32");
-    let older = PROTOCOL_VERSION - 1;
-    let versions = |side: u16, other: u16| {
-        format!("protocol version is \"{side}\" here and \"{other}\" there")
-    };
-    let (mut client, mut hello) = Handshake::client(&Secret::new(b"secret"), "server").unwrap();
-    let mut server = Handshake::server(&Secret::new(b"secret"), "client").unwrap();
-    hello[5..7].copy_from_slice(&older.to_le_bytes());
-    let Ok(Step::Refuse(refusal, error)) = server.frame(&hello, &who, |_| Ok(())) else {
-        panic!("not refused")
-    };
-    assert!(
-        error
-            .to_string()
-            .contains(&versions(PROTOCOL_VERSION, older))
-    );
-    let at_client = client.frame(&refusal, &who, |_| Ok(())).unwrap_err();
-    assert!(
-        at_client
-            .to_string()
-            .contains(&versions(older, PROTOCOL_VERSION))
-    );
-    let (mut client, _) = Handshake::client(&Secret::new(b"secret"), "server").unwrap();
-    let challenge = [&[CHALLENGE][..], &older.to_le_bytes(), &[7; 32]].concat();
-    let error = client.frame(&challenge, &who, |_| Ok(())).unwrap_err();
-    assert!(
-        error
-            .to_string()
-            .contains(&versions(PROTOCOL_VERSION, older))
-    );
-}
-
-#[test]
-fn a_refusal_of_the_service_reaches_the_client() {
-    let who = identity("float32");
-    let (client, _) = converse([b"t", b"t"], [&who, &who], |_| {
-        Err("already has a sender".to_owned())
-    });
-    assert!(
-        client
-            .unwrap_err()
-            .to_string()
-            .contains("already has a sender")
-    );
-}
-
-#[test]
-fn a_recorded_proof_is_worthless_in_another_session() {
-    let who = identity("float32");
-    let (mut client, hello) = Handshake::client(&Secret::new(b"t"), "server").unwrap();
-    let mut first = Handshake::server(&Secret::new(b"t"), "client").unwrap();
-    let Ok(Step::Continue(challenge)) = first.frame(&hello, &who, |_| Ok(())) else {
-        panic!()
-    };
-    let Ok(Step::Continue(proof)) = client.frame(&challenge, &who, |_| Ok(())) else {
-        panic!()
-    };
-    let mut second = Handshake::server(&Secret::new(b"t"), "client").unwrap();
-    second.frame(&hello, &who, |_| Ok(())).unwrap();
-    let replayed = second.frame(&proof, &who, |_| Ok(()));
-    assert!(
-        matches!(replayed, Ok(Step::Refuse(_, Error::Authentication(_)))),
-        "{replayed:?}"
-    );
-}
-
-#[test]
-fn a_proof_that_is_sent_back_is_no_answer() {
-    let who = identity("float32");
-    let (mut client, hello) = Handshake::client(&Secret::new(b"t"), "server").unwrap();
-    let mut server = Handshake::server(&Secret::new(b"t"), "client").unwrap();
-    let Ok(Step::Continue(challenge)) = server.frame(&hello, &who, |_| Ok(())) else {
-        panic!()
-    };
-    let Ok(Step::Continue(proof)) = client.frame(&challenge, &who, |_| Ok(())) else {
-        panic!()
-    };
-    let reflected = client.frame(&proof, &who, |_| Ok(()));
-    assert!(
-        matches!(reflected, Err(Error::Authentication(_))),
-        "{reflected:?}"
-    );
-}
-
-/// The frames that a step sends, and whether the conversation may go on.
-fn sent(step: Result<Step>) -> (Vec<Vec<u8>>, bool) {
+/// The frame that a step sends, or none, and whether the conversation may go on.
+fn sent(step: Result<Step>) -> (Vec<u8>, bool) {
     match step {
-        Ok(Step::Continue(frame) | Step::Admitted { frame, .. }) => (vec![frame], true),
-        Ok(Step::Refuse(frame, _)) => (vec![frame], false),
+        Ok(Step::Continue(frame) | Step::Admitted { frame, .. }) => (frame, true),
+        Ok(Step::Refuse(frame, _)) => (frame, false),
         Ok(Step::Ready(_)) => (vec![], true),
         Err(_) => (vec![], false),
     }
 }
 
-/// A server that has sent its challenge, and the client that it is for.
-fn challenged(who: &Identity) -> (Handshake, Handshake, Vec<u8>) {
-    let (client, hello) = Handshake::client(&Secret::new(b"t"), "server").unwrap();
-    let mut server = Handshake::server(&Secret::new(b"t"), "client").unwrap();
-    let (mut frames, _) = sent(server.frame(&hello, who, |_| Ok(())));
-    (server, client, frames.remove(0))
+/// How a handshake ends on a side: with keys, or without because frames stay plain.
+type Outcome = Result<Option<Records>>;
+
+/// Runs both sides against each other; how each ends: client, server.
+fn converse(
+    (mut client, hello): (Handshake, Vec<u8>),
+    mut server: Handshake,
+    ours: [&Identity; 2],
+    accept: impl Fn(&Identity) -> std::result::Result<(), String>,
+) -> [Outcome; 2] {
+    let mut frame = hello;
+    let mut errors = [None, None];
+    for turn in 0.. {
+        let at = usize::from(turn % 2 == 0);
+        let side = if at == 1 { &mut server } else { &mut client };
+        match side.frame(&mut frame, ours[at], |peer| accept(peer)) {
+            Ok(Step::Continue(next) | Step::Admitted { frame: next, .. }) => frame = next,
+            Ok(Step::Ready(_)) => break,
+            Ok(Step::Refuse(next, error)) => {
+                errors[at] = Some(error);
+                frame = next;
+            }
+            Err(error) => {
+                errors[at] = Some(error);
+                break;
+            }
+        }
+    }
+    let [at_client, at_server] = errors;
+    let outcome = |error: Option<Error>, side: Handshake| match error {
+        Some(error) => Err(error),
+        None => Ok(side.into_records()),
+    };
+    [outcome(at_client, client), outcome(at_server, server)]
+}
+
+fn between(tokens: [&[u8]; 2], offers: [Offer; 2]) -> [Outcome; 2] {
+    let ([ours, theirs], who) = (offers, identity("float32"));
+    let server = server(tokens[1], theirs);
+    converse(client(tokens[0], ours), server, [&who, &who], |_| Ok(()))
 }
 
 #[test]
-fn before_its_proof_a_stranger_gets_the_version_and_a_nonce_only() {
+fn both_sides_agree_on_the_session() {
+    let mut talk = Conversation::honest().replied();
+    let Ok(Step::Admitted {
+        frame, session_id, ..
+    }) = talk.at_server()
+    else {
+        panic!("not admitted")
+    };
+    talk.frame = frame;
+    let Ok(Step::Admitted {
+        frame,
+        session_id: at_client,
+        peer,
+    }) = talk.at_client()
+    else {
+        panic!("not admitted")
+    };
+    assert_eq!(session_id, at_client);
+    assert_eq!(*peer.unwrap(), talk.who);
+    talk.frame = frame;
+    assert!(matches!(talk.at_server(), Ok(Step::Ready(peer)) if *peer == talk.who));
+}
+
+/// Computed by another implementation, in Python with `hmac` and the primitives of `cryptography`, from wire-format.md.
+#[test]
+fn the_handshake_has_the_known_bytes() {
+    let token = Secrets::new(b"a token of the known answer");
+    let side = |encryption, host: &str| Offer {
+        encryption,
+        is_loopback: false,
+        host: host.to_owned(),
+    };
+    let who = |byte, engine, host: &str| Identity {
+        incarnation: [byte; 16],
+        host: host.to_owned(),
+        ..Identity::new(SessionKind::Control, engine, Vec::new()).unwrap()
+    };
+    let of_client = side(Encryption::Auto, "client-host");
+    let noise = Noise::fixed(token.current(), true, [0x11; 32]);
+    let (mut client, hello) = Handshake::greet(noise, of_client, "server").unwrap();
+    assert_eq!(hex(&hello), HELLO_HEX);
+    let mut server = Handshake::server(&token, side(Encryption::On, "server-host"), "client");
+    let mut noise = Noise::fixed(token.current(), false, [0x22; 32]);
+    let offer = noise.read(&hello[7..]).unwrap();
+    let Ok(Step::Continue(mut reply)) = server.greeted(noise, &offer) else {
+        panic!("no reply")
+    };
+    assert_eq!(hex(&reply), REPLY_HEX);
+    let of_client = who(0x33, "client", "client-host");
+    let step = client.frame(&mut reply, &of_client, |_| Ok(()));
+    assert_eq!(hex(&sent(step).0), IDENTITY_HEX);
+    let of_server = who(0x44, "server", "server-host");
+    let body = of_server.write(Writer::default().raw(&[0x55; 16])).finish();
+    let mut welcome = server.seal(&HandshakeFrame::Welcome(&body)).unwrap();
+    assert_eq!(hex(&welcome), WELCOME_HEX);
+    let step = client.frame(&mut welcome, &of_client, |_| Ok(()));
+    assert_eq!(hex(&sent(step).0), READY_HEX);
+    let (mut heartbeat, mut records) = (Vec::new(), server.into_records().unwrap());
+    records.sealer.seal(&[32], &mut heartbeat).unwrap();
+    assert_eq!(hex(&heartbeat), HEARTBEAT_HEX);
+    let mut records = client.into_records().unwrap();
+    let opened = records.opener.open(&mut heartbeat);
+    assert_eq!(opened, Ok(&[32][..]));
+}
+
+pub(in crate::net) fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write as _;
+    bytes.iter().fold(String::new(), |mut hex, byte| {
+        let _ = write!(hex, "{byte:02x}");
+        hex
+    })
+}
+
+const HELLO_HEX: &str = "014b56505009007b4e909bbe7ffe44c465a220037d608ee35897d31ef972f07f74892cb0f73f1311ce56f18230a1113655befe3210db93c297ed02143673140c0fcb99a1d84fee1d";
+const REPLY_HEX: &str = "0209000faa684ed28867b97f4a6a2dee5df8ce974e76b7018e3f22a1c4cf2678570f202d866a7c433f8eaa2eee4eabb5217d1419338d097feebe9a502acf89119350fccc";
+const IDENTITY_HEX: &str = "04723588b7788020b2658d3b033d8895a6df0ea31356d2cc9929316b09d6166784bac7c66ffd842334cd41d765a19c2099ac47885d40adfc79a8771b69eb0c4159ab2600";
+const WELCOME_HEX: &str = "05d321d4e358d598372ea4c8154cce183c3da227c3ed0530452dcb9198a653bd1ce53728e324397a81b5f5c48ae08cf382e6b04c577be5969d807d1b3e3a5bdf931ca685c27dbc8786a0969c918fedd341abfa7a";
+const READY_HEX: &str = "06fa34064d9e4c3cfb26a6563772c0874d";
+const HEARTBEAT_HEX: &str = "20204a5f6fb123eaddeca27441bfa60218";
+
+#[test]
+fn a_wrong_token_is_refused_on_both_sides_and_the_refusal_is_a_hint_only() {
+    let [client, server] = between([SHARED, OTHER], [auto(), auto()]);
+    assert!(
+        matches!(server, Err(Error::Authentication(_))),
+        "{server:?}"
+    );
+    let Err(Error::Authentication(text)) = client else {
+        panic!("{client:?}")
+    };
+    assert!(
+        text.contains("KVPIPE_TOKEN") && text.contains("not authenticated"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_listener_with_two_tokens_accepts_both_and_no_other() {
+    let tokens = Tokens {
+        current: SHARED,
+        next: Some(OTHER),
+    };
     let who = identity("float32");
-    let (server, _, challenge) = challenged(&who);
-    let expected = [
-        &[CHALLENGE][..],
-        &PROTOCOL_VERSION.to_le_bytes(),
-        &server.nonce_server,
+    for (token, is_accepted) in [(SHARED, true), (OTHER, true), (&b"a third one"[..], false)] {
+        let server = Handshake::server(&Secrets::new(tokens), auto(), "client");
+        let outcomes = converse(client(token, auto()), server, [&who, &who], |_| Ok(()));
+        for outcome in outcomes {
+            assert_eq!(outcome.is_ok(), is_accepted, "{outcome:?}");
+        }
+    }
+}
+
+#[test]
+fn a_side_without_a_token_and_one_with_refuse_each_other() {
+    for tokens in [[SHARED, b""], [b"", SHARED]] {
+        let [client, server] = between(tokens, [auto(), auto()]);
+        assert!(client.is_err() && server.is_err());
+    }
+    let [client, server] = between([b"", b""], [auto(), auto()]);
+    assert!(client.is_ok() && server.is_ok());
+}
+
+/// Counts the key agreements of X25519.
+struct Counting(
+    std::sync::Arc<AtomicUsize>,
+    snow::resolvers::DefaultResolver,
+);
+
+struct CountingDh(std::sync::Arc<AtomicUsize>, Box<dyn snow::types::Dh>);
+
+impl snow::resolvers::CryptoResolver for Counting {
+    fn resolve_rng(&self) -> Option<Box<dyn snow::types::Random>> {
+        self.1.resolve_rng()
+    }
+    fn resolve_dh(&self, choice: &snow::params::DHChoice) -> Option<Box<dyn snow::types::Dh>> {
+        let counted = CountingDh(self.0.clone(), self.1.resolve_dh(choice)?);
+        Some(Box::new(counted))
+    }
+    fn resolve_hash(
+        &self,
+        choice: &snow::params::HashChoice,
+    ) -> Option<Box<dyn snow::types::Hash>> {
+        self.1.resolve_hash(choice)
+    }
+    fn resolve_cipher(
+        &self,
+        choice: &snow::params::CipherChoice,
+    ) -> Option<Box<dyn snow::types::Cipher>> {
+        self.1.resolve_cipher(choice)
+    }
+}
+
+impl snow::types::Dh for CountingDh {
+    fn name(&self) -> &'static str {
+        self.1.name()
+    }
+    fn pub_len(&self) -> usize {
+        self.1.pub_len()
+    }
+    fn priv_len(&self) -> usize {
+        self.1.priv_len()
+    }
+    fn set(&mut self, privkey: &[u8]) {
+        self.1.set(privkey);
+    }
+    fn generate(
+        &mut self,
+        rng: &mut dyn snow::types::Random,
+    ) -> std::result::Result<(), snow::Error> {
+        self.1.generate(rng)
+    }
+    fn pubkey(&self) -> &[u8] {
+        self.1.pubkey()
+    }
+    fn privkey(&self) -> &[u8] {
+        self.1.privkey()
+    }
+    fn dh(&self, pubkey: &[u8], out: &mut [u8]) -> std::result::Result<(), snow::Error> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        self.1.dh(pubkey, out)
+    }
+}
+
+#[test]
+fn nothing_is_computed_with_a_strangers_public_key_before_its_tag_is_right() {
+    let num_agreements = |token| {
+        let (_, hello) = client(token, auto());
+        let count = std::sync::Arc::new(AtomicUsize::new(0));
+        let (secrets, prologue) = (Secrets::new(SHARED), noise::prologue());
+        let resolver = Counting(count.clone(), snow::resolvers::DefaultResolver);
+        let pattern = noise::PATTERN.parse().unwrap();
+        let builder = snow::Builder::with_resolver(pattern, Box::new(resolver));
+        let builder = builder.prologue(&prologue).unwrap();
+        let builder = builder.psk(0, secrets.current().key()).unwrap();
+        let mut responder = builder.build_responder().unwrap();
+        let read = responder.read_message(&hello[7..], &mut [0; 256]);
+        if read.is_ok() {
+            responder.write_message(&[], &mut [0; 256]).unwrap();
+        }
+        count.load(Ordering::Relaxed)
+    };
+    assert_eq!(num_agreements(OTHER), 0);
+    assert_eq!(num_agreements(SHARED), 1);
+}
+
+#[test]
+fn frames_are_sealed_between_hosts_and_where_a_side_wants_it_and_the_keys_fit() {
+    let cases = [
+        (auto(), auto(), false),
+        (auto(), offer(Encryption::Auto, "another host"), true),
+        (auto(), offer(Encryption::On, "one host"), true),
+        (auto(), offer(Encryption::Off, "one host"), false),
+    ];
+    for (ours, theirs, is_sealed) in cases {
+        for offers in [
+            [ours.clone(), theirs.clone()],
+            [theirs.clone(), ours.clone()],
+        ] {
+            let keys = between([SHARED, SHARED], offers).map(Result::unwrap);
+            if !is_sealed {
+                assert!(keys.iter().all(Option::is_none));
+                continue;
+            }
+            let [Some(mut client), Some(mut server)] = keys else {
+                panic!("no keys")
+            };
+            let mut sealed = Vec::new();
+            client.sealer.seal(b"!frame", &mut sealed).unwrap();
+            assert_eq!(server.opener.open(&mut sealed), Ok(&b"!frame"[..]));
+            sealed.clear();
+            server.sealer.seal(b"!frame", &mut sealed).unwrap();
+            assert_eq!(client.opener.open(&mut sealed), Ok(&b"!frame"[..]));
+        }
+    }
+}
+
+#[test]
+fn encryption_that_one_side_refuses_is_named_with_both_values_on_both_sides() {
+    let (on, off) = (
+        offer(Encryption::On, "one host"),
+        offer(Encryption::Off, "one host"),
+    );
+    let far = offer(Encryption::Auto, "another host");
+    for (ours, theirs) in [(on.clone(), off.clone()), (off.clone(), on), (off, far)] {
+        let named = |side: &Offer, other: &Offer| {
+            let (side, other) = (side.encryption, other.encryption);
+            format!("encryption is \"{side}\" here and \"{other}\" there")
+        };
+        let [at_client, at_server] =
+            between([SHARED, SHARED], [ours.clone(), theirs.clone()]).map(Result::unwrap_err);
+        let texts = [at_client.to_string(), at_server.to_string()];
+        assert!(texts[0].contains(&named(&ours, &theirs)), "{texts:?}");
+        assert!(texts[1].contains(&named(&theirs, &ours)), "{texts:?}");
+        assert!(!texts[1].contains("not authenticated"), "{texts:?}");
+    }
+}
+
+#[test]
+fn where_encryption_differs_a_client_sends_no_identity_and_a_server_takes_none() {
+    let offers = || {
+        [
+            offer(Encryption::Off, "one host"),
+            offer(Encryption::On, "one host"),
+        ]
+    };
+    let mut talk = Conversation::new([SHARED, SHARED], offers());
+    talk.frame = sent(talk.at_server()).0;
+    let (frame, goes_on) = sent(talk.at_client());
+    assert_eq!((frame[0], goes_on), (REFUSED, false));
+
+    // A client that does not keep to that.
+    let [ours, theirs] = offers();
+    let mut noise = Noise::initiator(Secrets::new(SHARED).current()).unwrap();
+    let message = noise
+        .write(&ours.write(Writer::default()).finish())
+        .unwrap();
+    let mut hello = HandshakeFrame::Hello(Greeting::new(&message)).encode();
+    let (mut server, who) = (server(SHARED, theirs), identity("float32"));
+    let accept = |_: &Identity| -> std::result::Result<(), String> { panic!("accepted") };
+    let reply = sent(server.frame(&mut hello, &who, accept)).0;
+    noise.read(&reply[3..]).unwrap();
+    let body = who.write(Writer::new(IDENTITY)).finish();
+    let mut record = Vec::new();
+    let mut records = noise.into_records();
+    records.sealer.seal(&body, &mut record).unwrap();
+    let step = server.frame(&mut record, &who, accept);
+    assert!(
+        matches!(step, Ok(Step::Refuse(_, Error::Incompatible { .. }))),
+        "{step:?}"
+    );
+}
+
+#[test]
+fn no_byte_of_either_greeting_can_be_changed_on_the_way() {
+    let (mut num_hello, mut num_reply) = (0, 0);
+    for at in 7..Conversation::honest().frame.len() {
+        let mut talk = Conversation::honest();
+        talk.frame[at] ^= 1;
+        let step = talk.at_server();
+        assert!(
+            matches!(step, Ok(Step::Refuse(_, Error::Authentication(_)))),
+            "{at}"
+        );
+        num_hello += 1;
+    }
+    let reply_len = sent(Conversation::honest().at_server()).0.len();
+    for at in 3..reply_len {
+        let mut talk = Conversation::honest();
+        talk.frame = sent(talk.at_server()).0;
+        talk.frame[at] ^= 1;
+        let step = talk.at_client();
+        assert!(
+            matches!(step, Err(Error::Authentication(_))),
+            "{at}: {step:?}"
+        );
+        num_reply += 1;
+    }
+    // A public key, encryption, loopback, boot id and tag.
+    let len = 32 + 1 + 1 + 4 + "one host".len() + TAG_LEN;
+    assert_eq!((num_hello, num_reply), (len, len));
+}
+
+#[test]
+fn a_greeting_that_is_cut_is_refused() {
+    for len in 7..Conversation::honest().frame.len() {
+        let mut talk = Conversation::honest();
+        talk.frame.truncate(len);
+        let step = talk.at_server();
+        assert!(
+            matches!(step, Ok(Step::Refuse(_, Error::Authentication(_)))),
+            "{len}"
+        );
+    }
+}
+
+#[test]
+fn a_first_message_that_is_played_again_leads_to_nothing() {
+    let talk = Conversation::honest();
+    let hello = talk.frame.clone();
+    let recorded = talk.replied().frame;
+    let mut second = server(SHARED, auto());
+    let who = identity("float32");
+    let accept = |_: &Identity| -> std::result::Result<(), String> { panic!("accepted") };
+    let step = second.frame(&mut hello.clone(), &who, accept);
+    assert!(matches!(step, Ok(Step::Continue(_))), "{step:?}");
+    assert_eq!(second.progress(), Progress::Greeted);
+    for mut replayed in [recorded, hello] {
+        let mut replaying = server(SHARED, auto());
+        replaying.frame(&mut talk_hello(), &who, accept).unwrap();
+        let step = replaying.frame(&mut replayed, &who, accept);
+        assert!(matches!(step, Err(Error::Authentication(_))), "{step:?}");
+    }
+}
+
+fn talk_hello() -> Vec<u8> {
+    client(SHARED, auto()).1
+}
+
+#[test]
+fn a_peer_that_returns_our_own_bytes_is_no_peer() {
+    // To a client: its HELLO, as HELLO and as REPLY.
+    let (mut ours, hello) = client(SHARED, auto());
+    let who = identity("float32");
+    let step = ours.frame(&mut hello.clone(), &who, |_| Ok(()));
+    assert!(matches!(step, Err(Error::Protocol(_))), "{step:?}");
+    let (mut ours, hello) = client(SHARED, auto());
+    let mut reply = [&[REPLY][..], &hello[5..]].concat();
+    let step = ours.frame(&mut reply, &who, |_| Ok(()));
+    assert!(matches!(step, Err(Error::Authentication(_))), "{step:?}");
+    // To either side, its own record.
+    let mut talk = Conversation::honest().replied();
+    let step = talk.at_client();
+    assert!(matches!(step, Err(Error::Authentication(_))), "{step:?}");
+    let mut talk = Conversation::honest().replied();
+    talk.frame = sent(talk.at_server()).0;
+    let step = talk.at_server();
+    assert!(matches!(step, Err(Error::Authentication(_))), "{step:?}");
+}
+
+#[test]
+fn a_different_fingerprint_names_the_field_and_each_sides_values() {
+    let (ours, theirs) = (identity("float32"), identity("bfloat16"));
+    let server = server(SHARED, auto());
+    let outcomes = converse(client(SHARED, auto()), server, [&ours, &theirs], |_| Ok(()));
+    let [client, server] = outcomes.map(|outcome| outcome.unwrap_err().to_string());
+    let expected = "dtype is \"float32\" here and \"bfloat16\" there";
+    assert!(client.contains(expected), "{client}");
+    assert!(!client.contains("not authenticated"), "{client}");
+    let expected = "dtype is \"bfloat16\" here and \"float32\" there";
+    assert!(server.contains(expected), "{server}");
+}
+
+/// HELLO is type, magic, version, message; REPLY is type, version, message. Version 8 had nonces of 32 bytes.
+#[test]
+fn a_peer_of_another_version_is_refused_with_both_versions_named_on_both_sides() {
+    let (older, who) = (8u16, identity("float32"));
+    let versions = |side: u16, other: u16| {
+        format!("protocol version is \"{side}\" here and \"{other}\" there")
+    };
+    let ours = versions(PROTOCOL_VERSION, older);
+    let mut hello = [b"\x01KVPP", &older.to_le_bytes()[..], &[7; 32]].concat();
+    let mut newer = server(SHARED, auto());
+    let Ok(Step::Refuse(refusal, error)) = newer.frame(&mut hello, &who, |_| Ok(())) else {
+        panic!("not refused")
+    };
+    assert!(error.to_string().contains(&ours), "{error}");
+    let text = |text: &str| [&(text.len() as u32).to_le_bytes(), text.as_bytes()].concat();
+    let as_before = [
+        vec![REFUSED, 2],
+        text("protocol version"),
+        text("8"),
+        text(&PROTOCOL_VERSION.to_string()),
+    ];
+    assert_eq!(refusal, as_before.concat());
+    // The refusal of an old server, and a challenge.
+    let mut refusal = [
+        vec![REFUSED, 2],
+        text("protocol version"),
+        text(&PROTOCOL_VERSION.to_string()),
+        text("8"),
     ]
     .concat();
-    assert_eq!(challenge, expected);
+    let mut challenge = [&[REPLY][..], &older.to_le_bytes(), &[7; 32]].concat();
+    for frame in [&mut refusal, &mut challenge] {
+        let (mut newer, _) = client(SHARED, auto());
+        let error = newer.frame(frame, &who, |_| Ok(())).unwrap_err();
+        assert!(error.to_string().contains(&ours), "{error}");
+    }
 }
 
 #[test]
-fn nothing_but_the_proof_is_answered_before_the_challenge_has_passed() {
+fn a_refusal_of_the_service_reaches_the_client() {
     let who = identity("float32");
-    for kind in (0..=u8::MAX).filter(|kind| *kind != PROOF) {
+    let refused = |_: &Identity| Err("already has a sender".to_owned());
+    let server = server(SHARED, auto());
+    let [client, _] = converse(client(SHARED, auto()), server, [&who, &who], refused);
+    let error = client.unwrap_err().to_string();
+    assert!(error.contains("already has a sender"), "{error}");
+}
+
+#[test]
+fn nothing_but_the_first_record_is_answered_before_it_has_opened() {
+    let who = identity("float32");
+    for kind in 0..=u8::MAX {
         for len in [0, 32, 1024] {
-            let (mut server, ..) = challenged(&who);
-            let frame = [&[kind][..], &vec![0; len]].concat();
-            let step = server.frame(&frame, &who, |_| panic!("kind {kind} was admitted"));
+            let mut talk = Conversation::honest();
+            talk.at_server().unwrap();
+            let mut frame = [&[kind][..], &vec![0; len]].concat();
+            let accept = |_: &Identity| panic!("kind {kind} was admitted");
+            let step = talk.server.frame(&mut frame, &who, accept);
             assert_eq!(sent(step), (vec![], false), "kind {kind}");
         }
     }
@@ -232,58 +592,48 @@ fn nothing_but_the_proof_is_answered_before_the_challenge_has_passed() {
 #[test]
 fn a_client_sends_no_identity_before_the_servers_proof() {
     let who = identity("float32");
-    for kind in (0..=u8::MAX).filter(|kind| *kind != PROOF) {
-        let (_, mut client, challenge) = challenged(&who);
-        client.frame(&challenge, &who, |_| Ok(())).unwrap();
-        let frame = [&[kind][..], &[0; 64]].concat();
-        let step = client.frame(&frame, &who, |_| Ok(()));
+    for kind in 0..=u8::MAX {
+        let (mut client, _) = client(SHARED, auto());
+        let mut frame = [&[kind][..], &PROTOCOL_VERSION.to_le_bytes(), &[0; 64]].concat();
+        let step = client.frame(&mut frame, &who, |_| Ok(()));
         assert_eq!(sent(step), (vec![], false), "kind {kind}");
     }
 }
 
 #[test]
-fn a_proof_that_differs_in_any_bit_is_refused_and_there_is_no_second_try() {
-    let who = identity("float32");
-    for bit in 0..256 {
-        let (mut server, mut client, challenge) = challenged(&who);
-        let (proof, _) = sent(client.frame(&challenge, &who, |_| Ok(())));
-        let mut wrong = proof[0].clone();
-        wrong[1 + bit / 8] ^= 1 << (bit % 8);
-        let refused = sent(server.frame(&wrong, &who, |_| Ok(())));
-        assert_eq!(refused, (vec![vec![REFUSED, 1]], false), "bit {bit}");
-        let again = sent(server.frame(&proof[0], &who, |_| Ok(())));
-        assert_eq!(again, (vec![], false), "bit {bit}");
+fn a_record_of_the_handshake_that_differs_in_any_byte_ends_it_and_there_is_no_second_try() {
+    let len = Conversation::honest().replied().frame.len();
+    for at in 0..len {
+        let mut talk = Conversation::honest().replied();
+        let honest = talk.frame.clone();
+        talk.frame[at] ^= 1;
+        let step = talk.at_server();
+        assert!(
+            matches!(step, Err(Error::Authentication(_))),
+            "byte {at}: {step:?}"
+        );
+        talk.frame = honest;
+        assert_eq!(sent(talk.at_server()), (vec![], false), "byte {at}");
     }
 }
 
 #[test]
-fn an_identity_that_was_changed_on_the_way_is_refused_by_both_sides() {
-    let who = identity("float32");
-    let (mut server, mut client, challenge) = challenged(&who);
-    let (proof, _) = sent(client.frame(&challenge, &who, |_| Ok(())));
-    let (proof, _) = sent(server.frame(&proof[0], &who, |_| Ok(())));
-    let (mut named, _) = sent(client.frame(&proof[0], &who, |_| Ok(())));
-    let honest = named[0].clone();
-    *named[0].last_mut().unwrap() ^= 1;
-    let step = server.frame(&named[0], &who, |_| panic!("accepted"));
-    assert!(matches!(step, Err(Error::Authentication(_))), "{step:?}");
-
-    server.state = HandshakeState::ServerIdentity;
-    let (mut welcome, _) = sent(server.frame(&honest, &who, |_| Ok(())));
-    *welcome[0].last_mut().unwrap() ^= 1;
-    let step = client.frame(&welcome[0], &who, |_| Ok(()));
+fn a_welcome_that_was_changed_on_the_way_is_refused() {
+    let mut talk = Conversation::honest().replied();
+    talk.frame = sent(talk.at_server()).0;
+    *talk.frame.last_mut().unwrap() ^= 1;
+    let step = talk.at_client();
     assert!(matches!(step, Err(Error::Authentication(_))), "{step:?}");
 }
 
 #[test]
-fn no_nonce_comes_twice() {
-    let mut nonces = std::collections::HashSet::new();
-    for _ in 0..500 {
-        let server = Handshake::server(&Secret::new(b"t"), "client").unwrap();
-        let (client, hello) = Handshake::client(&Secret::new(b"t"), "server").unwrap();
-        assert!(hello.ends_with(&client.nonce_client));
-        assert!(nonces.insert(server.nonce_server));
-        assert!(nonces.insert(client.nonce_client));
+fn no_ephemeral_key_comes_twice() {
+    let mut keys = std::collections::HashSet::new();
+    for _ in 0..200 {
+        let mut talk = Conversation::honest();
+        assert!(keys.insert(talk.frame[7..39].to_vec()));
+        let reply = sent(talk.at_server()).0;
+        assert!(keys.insert(reply[3..35].to_vec()));
     }
 }
 
@@ -291,34 +641,36 @@ proptest! {
     #[test]
     fn any_frames_give_steps_or_errors(frames: Vec<Vec<u8>>) {
         let who = identity("float32");
-        let mut server = Handshake::server(&Secret::new(b"t"), "peer").unwrap();
-        for frame in frames {
-            let _ = server.frame(&frame, &who, |_| Ok(()));
+        let mut server = server(SHARED, auto());
+        for mut frame in frames {
+            let _ = server.frame(&mut frame, &who, |_| Ok(()));
         }
     }
 }
 
 #[test]
 fn neither_side_of_a_handshake_nor_its_errors_and_frames_show_the_token() {
-    let (secret, other) = (Secret::new(TOKEN), Secret::new(b"another"));
-    let (mut client, hello) = Handshake::client(&secret, "server").unwrap();
-    let mut server = Handshake::server(&other, "client").unwrap();
-    let ours = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
-    let mut shown = vec![format!("{client:?}{server:?}{hello:?}")];
-    let mut frame = hello;
-    for _ in 0..2 {
-        for side in [&mut server, &mut client] {
-            let step = side.frame(&frame, &ours, |_| Ok(()));
-            shown.push(format!("{step:?}{side:#?}"));
-            if let Ok(Step::Continue(next) | Step::Refuse(next, _)) = step {
-                frame = next;
+    for token in [TOKEN, OTHER] {
+        let (mut client, hello) = client(TOKEN, auto());
+        let mut server = server(token, auto());
+        let ours = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
+        let mut shown = vec![format!("{client:?}{server:?}{hello:?}")];
+        let mut frame = hello;
+        for _ in 0..2 {
+            for side in [&mut server, &mut client] {
+                let step = side.frame(&mut frame, &ours, |_| Ok(()));
+                shown.push(format!("{step:?}{side:#?}"));
+                if let Ok(Step::Continue(next) | Step::Admitted { frame: next, .. }) = &step {
+                    frame = next.clone();
+                }
+                if let Ok(Step::Refuse(next, _)) = step {
+                    frame = next;
+                }
             }
         }
+        let shown = shown.concat();
+        let is_refused = shown.contains("KVPIPE_TOKEN");
+        assert_eq!(is_refused, token == OTHER, "{shown}");
+        assert_discloses_nothing(&shown);
     }
-    let shown = shown.concat();
-    assert!(
-        shown.contains("KVPIPE_TOKEN"),
-        "the server refuses: {shown}"
-    );
-    assert_discloses_nothing(&shown);
 }

@@ -2,8 +2,9 @@ use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use super::*;
+use crate::net::encryption::Encryption;
 use crate::net::identity::SessionKind;
-use crate::net::secret::Secret;
+use crate::net::secret::Secrets;
 
 impl ReactorContext {
     /// A context without a reactor.
@@ -11,7 +12,8 @@ impl ReactorContext {
         let identity = Identity::new(SessionKind::Control, "", Vec::new());
         let config = ReactorConfig {
             listen: None,
-            secret: Secret::new(b""),
+            secrets: Secrets::new(b""),
+            encryption: Encryption::Off,
             identity: identity.expect("identity"),
             transport: None,
             local: Ipv4Addr::LOCALHOST.into(),

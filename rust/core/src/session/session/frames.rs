@@ -100,7 +100,7 @@ impl Session {
 
     fn handle_frame(
         &mut self,
-        frame: &[u8],
+        frame: &mut [u8],
         ours: &Identity,
         accept: impl FnMut(&Identity) -> std::result::Result<(), String>,
         events: &mut Vec<SessionEvent>,
@@ -130,14 +130,25 @@ impl Session {
             }
         };
         if let Some(peer) = ready {
-            self.state = SessionState::Establishing(peer);
+            let established = SessionState::Establishing(peer);
+            let handshaking = std::mem::replace(&mut self.state, established);
+            if let SessionState::Handshaking(handshake) = handshaking {
+                self.records = handshake.into_records();
+            }
             events.push(SessionEvent::Ready);
         }
         Ok(())
     }
 
-    fn handle_session_frame(&mut self, frame: &[u8]) -> Result<Option<SessionEvent>> {
-        match SessionFrame::decode(frame).map_err(|error| self.name(error))? {
+    fn handle_session_frame(&mut self, frame: &mut [u8]) -> Result<Option<SessionEvent>> {
+        let opened = match &mut self.records {
+            Some(records) => records.opener.open(frame),
+            None => Ok(&*frame),
+        };
+        match opened
+            .and_then(SessionFrame::decode)
+            .map_err(|error| self.name(error))?
+        {
             SessionFrame::Heartbeat => Ok(None),
             SessionFrame::Ping => {
                 self.is_pinged = true;

@@ -17,9 +17,10 @@ use std::time::{Duration, Instant};
 use kvpipe_core::checksum;
 use kvpipe_core::ids::SessionId;
 use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::encryption::{Encryption, Offer};
 use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Canary, Identity, SessionKind};
-use kvpipe_core::net::secret::Secret;
+use kvpipe_core::net::secret::Secrets;
 use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_ucx::{
     Buffer, Config, Context, EndpointId, Event, Library, Memory, Payload, Search, Worker,
@@ -28,6 +29,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, WaitOptions};
 
 pub const TOKEN: &[u8] = b"token of the tests";
+
+/// The offer of a peer of agents and others whose frames are not sealed.
+pub fn plain() -> Offer {
+    Offer {
+        encryption: Encryption::Off,
+        is_loopback: true,
+        host: String::new(),
+    }
+}
 /// Longer than anything takes, also where a sanitizer slows it.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Within this, the loss of a peer is known.
@@ -389,13 +399,13 @@ impl Raw {
         let mut stream = TcpStream::connect(address).expect("connect");
         stream.set_read_timeout(Some(PATIENCE)).expect("timeout");
         let (mut handshake, hello) =
-            Handshake::client(&Secret::new(TOKEN), "raw").expect("handshake");
+            Handshake::client(&Secrets::new(TOKEN), plain(), "raw").expect("handshake");
         let mut to_send = hello;
         loop {
             send_frame(&mut stream, &to_send);
-            let frame = receive_frame(&mut stream).expect("frame");
+            let mut frame = receive_frame(&mut stream).expect("frame");
             match handshake
-                .frame(&frame, &ours, |_| Ok(()))
+                .frame(&mut frame, &ours, |_| Ok(()))
                 .expect("accepted")
             {
                 Step::Continue(frame) => to_send = frame,

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 type Said = Arc<Mutex<Vec<u8>>>;
@@ -12,6 +13,8 @@ pub struct Relay {
     pub address: SocketAddr,
     client: Said,
     server: Said,
+    /// The next bytes of the server are changed.
+    changes: Arc<AtomicBool>,
 }
 
 impl Relay {
@@ -25,17 +28,24 @@ impl Relay {
             address: listener.local_addr().expect("address"),
             client: Said::default(),
             server: Said::default(),
+            changes: Arc::default(),
         };
+        let (changes, unchanged) = (Arc::clone(&relay.changes), Arc::default());
         let (there, back) = (Arc::clone(&relay.client), Arc::clone(&relay.server));
         std::thread::spawn(move || {
             let (client, _) = listener.accept().expect("accept");
             let server = TcpStream::connect(server).expect("connect");
             let ends = (server.try_clone(), client.try_clone());
             let (from, to) = (ends.0.expect("clone"), ends.1.expect("clone"));
-            std::thread::spawn(move || pass(from, to, &back));
-            pass(client, server, &there);
+            std::thread::spawn(move || pass(from, to, &back, &changes));
+            pass(client, server, &there, &unchanged);
         });
         relay
+    }
+
+    /// Changes the last byte of what the server says next.
+    pub fn change_next(&self) {
+        self.changes.store(true, Ordering::Release);
     }
 
     pub fn client_said(&self) -> Vec<u8> {
@@ -51,9 +61,12 @@ fn lock(said: &Said) -> std::sync::MutexGuard<'_, Vec<u8>> {
     said.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn pass(mut from: TcpStream, mut to: TcpStream, said: &Said) {
+fn pass(mut from: TcpStream, mut to: TcpStream, said: &Said, changes: &AtomicBool) {
     let mut piece = [0; 4096];
     while let Ok(len @ 1..) = from.read(&mut piece) {
+        if changes.swap(false, Ordering::AcqRel) {
+            piece[len - 1] ^= 1;
+        }
         lock(said).extend_from_slice(&piece[..len]);
         if to.write_all(&piece[..len]).is_err() {
             break;

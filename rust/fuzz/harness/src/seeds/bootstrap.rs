@@ -1,34 +1,34 @@
 //! Seeds of the bootstrap and of the handshake.
 
 use kvpipe_core::net::codec::Writer;
-use kvpipe_core::net::handshake::PROTOCOL_VERSION;
+use kvpipe_core::net::version::PROTOCOL_VERSION;
 
-use crate::kinds::bootstrap::{CHALLENGE, HELLO, PROOF, REFUSED};
+use crate::kinds::bootstrap::{HELLO, IDENTITY, REFUSED, REPLY};
 use crate::kinds::session::APPLICATION;
 use crate::script::{REMOTE_READ, SERVER, Script};
 
 fn hello(version: u16) -> Vec<u8> {
     let hello = Writer::new(HELLO).raw(b"KVPP").u16(version);
-    hello.raw(&[7; 32]).finish()
+    hello.raw(&[7; 100]).finish()
 }
 
 pub(super) fn bootstrap() -> Vec<Vec<u8>> {
-    let challenge = Writer::new(CHALLENGE).u16(PROTOCOL_VERSION);
-    let challenge = challenge.raw(&[7; 32]).finish();
-    let proof = Writer::new(PROOF).raw(&[7; 32]).finish();
+    let reply = |version| Writer::new(REPLY).u16(version).raw(&[7; 100]).finish();
+    let record = Writer::new(IDENTITY).raw(&[7; 100]).finish();
     let refusal = Writer::new(REFUSED).u8(3).str("not now").finish();
     let differs = Writer::new(REFUSED).u8(2).str("a").str("b").str("c");
     let scripts = [
         Script::new(0)
             .connection(&hello(PROTOCOL_VERSION))
-            .connection(&proof)
+            .connection(&record)
             .shut(),
         Script::new(0)
             .connection(&hello(PROTOCOL_VERSION + 1))
             .message(&[0], &[]),
         Script::new(SERVER)
-            .connection(&challenge)
-            .connection(&proof),
+            .connection(&reply(PROTOCOL_VERSION))
+            .connection(&record),
+        Script::new(SERVER).connection(&reply(PROTOCOL_VERSION - 1)),
         Script::new(SERVER).connection(&refusal),
         Script::new(REMOTE_READ)
             .connection(&differs.finish())
@@ -38,9 +38,15 @@ pub(super) fn bootstrap() -> Vec<Vec<u8>> {
 }
 
 pub(super) fn handshake() -> Vec<Vec<u8>> {
-    // An honest peer; one that changes a byte of its second frame; one that sends other bytes in its place.
-    let flags = [0, 1, 2, 3];
-    let with = |moves: &'static [u8]| flags.map(|flags| [&[flags], moves].concat());
+    // An honest peer; one that changes a byte of its second frame; one that sends other bytes in its place. Each as client
+    // and server, with and without the token, with every encryption of both.
+    let flags = 0..64u8;
+    let with = |moves: &'static [u8]| {
+        flags
+            .clone()
+            .map(|flags| [&[flags], moves].concat())
+            .collect::<Vec<_>>()
+    };
     [
         with(&[0; 5]),
         with(&[0, 1, 9, 0, 1, 0]),

@@ -2,7 +2,7 @@
 
 use super::goodbye;
 use crate::control::{HANDOFFS, opening, sequence_state, user};
-use crate::script::{SERVER, Script};
+use crate::script::{ENCRYPTED, SERVER, Script};
 use crate::wire;
 
 pub(super) fn control() -> Vec<Vec<u8>> {
@@ -19,6 +19,8 @@ pub(super) fn control() -> Vec<Vec<u8>> {
     let finished = opened(Script::new(0)).user(user::FINISH, 0);
     let finished = all(finished.user(user::SET_RESULT, 0));
     let progressing = all(opened(Script::new(0))).user(user::PROGRESS, 0);
+    let sealed = all(opened(Script::new(ENCRYPTED)).user(user::FINISH, 0));
+    let sealed_watching = all(Script::new(ENCRYPTED | SERVER).user(user::WATCH, 0));
     let watching = Script::new(SERVER)
         .user(user::WATCH, 0)
         .user(user::RELEASE, 0)
@@ -27,6 +29,8 @@ pub(super) fn control() -> Vec<Vec<u8>> {
     let unwatched = all(watching).user(user::UNWATCH, 2);
     each.chain([
         goodbye(finished),
+        goodbye(sealed),
+        goodbye(sealed_watching),
         goodbye(progressing.user(user::FINISH, 0)),
         goodbye(unwatched.user(user::WITHDRAW, 0)),
     ])

@@ -57,6 +57,7 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
     let offer = || offer(Writer::default(), 40 << 10, 1);
     let single = [
         ("identity", identity()),
+        ("encryption", Writer::new(1).u8(1).str("host").finish()),
         ("meta", meta(Writer::default(), 3).finish()),
         ("buffer", offer().finish()),
         ("region", region(Writer::default(), (0, KV)).finish()),
