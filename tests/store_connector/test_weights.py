@@ -266,6 +266,7 @@ def test_an_engine_whose_weights_cannot_be_read_shares_nothing_after_a_reset_and
     weights = Model()
     weights.linear.weight = torch.nn.Parameter(torch.empty(0))
     engine = new_engine(weights=weights)
+    assert log.text.count("store.weights after a reset this instance shares no KV until it is restarted") == 1
     assert loads(engine, TOKENS) == 3
     assert list(engine.stats["namespaces"].values()) == [1]
     reset(engine)

@@ -31,12 +31,16 @@ class Weights:
     Args:
         layers: The attention layers of this worker.
         quantization: vLLM's name of the quantization; `None` without one.
+
+    Attributes:
+        unreadable_reason: Why the weights cannot be read; empty if they can.
     """
 
     def __init__(self, layers: Collection[torch.nn.Module], quantization: str | None) -> None:
         self._models = _models_of(layers)
         self._quantization = quantization
         self._first = self._content()
+        self.unreadable_reason = self._first if self._first.startswith(NOT_COMPARED) else ""
 
     def identify(self) -> str:
         """Returns `AS_LOADED` while the weights are those of the start, and what identifies them after a change.

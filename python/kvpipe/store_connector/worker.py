@@ -78,6 +78,11 @@ class WorkerRole:
         chunk_blocks = config.chunk_size // self._vllm_config.cache_config.block_size
         layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase)
         self._weights = Weights(list(layers.values()), self._vllm_config.model_config.quantization)
+        if self._weights.unreadable_reason:
+            logger.warning(
+                "store.weights after a reset this instance shares no KV until it is restarted: its weights are %s",
+                self._weights.unreadable_reason,
+            )
         self._layout = cache.digest.hex()
         self._properties = self._identified(AS_LOADED)
         values = self._chunk_values(kv_caches, chunk_blocks, cache)
