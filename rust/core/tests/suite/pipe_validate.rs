@@ -13,6 +13,8 @@ use crate::common::{self, PATIENCE, TOKEN, bytes, on_both_paths};
 
 const LEN: usize = 8 << 20;
 const NUM_TENSORS: u8 = 100;
+/// Tensors that are sent without a deadline first.
+const NUM_TIMED: usize = 5;
 /// What memory holds once its send is settled.
 const OVERWRITTEN: u8 = 255;
 
@@ -44,6 +46,16 @@ fn send_and_overwrite(tx: &Pipe, number: u8, timeout: Option<Duration>) -> bool 
         Some(Err(Error::Timeout(_))) => false,
         other => panic!("tensor {number}: {other:?}"),
     }
+}
+
+/// How long a tensor takes from its send until it is received.
+fn time_of(tx: &Pipe, rx: &Pipe, number: u8) -> Duration {
+    let began = Instant::now();
+    let received = rx.receive(None, Deadline::default(), Then::GoOn);
+    assert!(send_and_overwrite(tx, number, None));
+    let received = received.expect("receive").wait_for(PATIENCE);
+    received.expect("received");
+    began.elapsed()
 }
 
 /// A part of twice this time, another one for each tensor.
@@ -79,12 +91,9 @@ fn receive_all(rx: &Pipe, time: Duration) -> Vec<u8> {
 fn a_tensor_is_delivered_as_it_was_sent_and_in_order_whenever_others_are_withdrawn() {
     on_both_paths(|search| {
         let (tx, rx) = validating(&search.clone().into());
-        let begun = Instant::now();
-        let first = rx.receive(None, Deadline::default(), Then::GoOn);
-        assert!(send_and_overwrite(&tx, 0, None));
-        let first = first.expect("receive").wait_for(PATIENCE);
-        first.expect("received");
-        let time = begun.elapsed();
+        // On a busy machine any one may take long.
+        let times = [0; NUM_TIMED].map(|number| time_of(&tx, &rx, number));
+        let time = times.into_iter().min().expect("a time");
         std::thread::scope(|scope| {
             let receiver = scope.spawn(|| receive_all(&rx, time));
             let mut sent = Vec::new();
