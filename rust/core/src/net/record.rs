@@ -79,14 +79,16 @@ impl Opener {
     /// The frame in a record, which is opened in place.
     ///
     /// # Errors
-    /// `Protocol`: its tag is wrong; nothing that comes after it opens. The text does not name the peer.
+    /// `Protocol`: its tag is wrong; no record after it opens (`Exhausted`). The text does not name the peer.
     pub fn open<'a>(&mut self, record: &'a mut [u8]) -> Result<&'a [u8]> {
         let wrong = || Error::protocol("a record that does not open: it was changed on the way");
         let len = record.len();
         let (kind, sealed) = record.split_first_mut().ok_or_else(wrong)?;
         let (header, nonce) = (header(len, *kind), self.0.nonce()?);
-        let opened = self.0.key.open_in_place(nonce, header, sealed);
-        opened.map_err(|_| wrong())?;
+        if self.0.key.open_in_place(nonce, header, sealed).is_err() {
+            self.0.num_records = u64::MAX;
+            return Err(wrong());
+        }
         self.0.count(len);
         Ok(&record[..len - TAG_LEN])
     }

@@ -59,6 +59,18 @@ fn a_record_that_comes_again_or_out_of_turn_does_not_open() {
 }
 
 #[test]
+fn nothing_opens_after_a_record_that_did_not() {
+    let (mut near, mut far) = pair();
+    let (first, mut second) = (seal(&mut near, b"!first"), seal(&mut near, b"!second"));
+    let mut changed = first.clone();
+    changed[1] ^= 1;
+    refuses(&mut far, changed);
+    for record in [&mut first.clone(), &mut second] {
+        assert!(far.opener.open(record).is_err());
+    }
+}
+
+#[test]
 fn a_record_that_is_sent_back_does_not_open() {
     let (mut near, _) = pair();
     let record = seal(&mut near, b"!frame");
