@@ -116,14 +116,17 @@ def crowded(servers: Servers, instance: Instance) -> Iterator[None]:
 
 
 def test_a_request_that_prefill_preempts_is_answered_as_by_one_instance(tight: Servers) -> None:
-    before = preemptions(tight, tight.prefill)
-    body = completion(prompt(900, seed=110), **BY_ID)
-    with crowded(tight, tight.prefill):
-        found, handoff = ask(tight.url, COMPLETIONS, body)
+    for seed in range(110, 120):  # one that comes late, on a busy machine, waits until the others have ended
+        before = preemptions(tight, tight.prefill)
+        body = completion(prompt(900, seed=seed), **BY_ID)
+        with crowded(tight, tight.prefill):
+            found, handoff = ask(tight.url, COMPLETIONS, body)
+        expected = Said.of(ask(tight.undivided.url, COMPLETIONS, body)[0])
+        assert not differences([expected], [Said.of(found)])
+        result = tight.result(handoff)
+        if result["result"] != "full":
+            break
     assert preemptions(tight, tight.prefill) > before
-    expected = Said.of(ask(tight.undivided.url, COMPLETIONS, body)[0])
-    assert not differences([expected], [Said.of(found)])
-    result = tight.result(handoff)
     assert (result["result"], result["computed_tokens"]) == ("missing", 900)
     assert "preempted" in result["reason"]
 
