@@ -68,7 +68,7 @@ def _place(fault):
         return
     with Host() as host:
         cable = host.cable()
-        os.environ["KVPIPE_TOKEN"] = "of the tests"
+        os.environ["KVPIPE_TOKEN"] = "the token of the tests"
         try:
             start = lambda *arguments: Child(*arguments, host=host)  # noqa: E731
             yield Abroad(f"{cable.near}:0", f"{cable.far}:0", start, cable)
