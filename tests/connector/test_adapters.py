@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
-from kvpipe.connector import adapters, model_files
+from kvpipe.connector import adapters
 from kvpipe.connector.adapters import Adapters
 from kvpipe.connector.requests import prompt_hash
 from kvpipe.transfer_params import consume, produce
@@ -101,16 +101,24 @@ def test_name_and_content_identify_an_adapter(tmp_path: Path, form: str) -> None
     assert described(adapter(tmp_path / "d", 1.0, "other", form)) == first.replace("style", "other")
 
 
+def test_adapters_that_differ_in_one_value_are_two(tmp_path: Path) -> None:
+    first, second = adapter(tmp_path / "a"), adapter(tmp_path / "b")
+    weights = Path(second.lora_path) / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+    assert described(first) != described(second)
+
+
 @pytest.fixture
 def num_read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The weights that were read."""
     read: list[Path] = []
 
     def counted(paths: list[Path]) -> str:
-        read.extend(paths)
-        return model_files.sample_files(paths)
+        read.append(paths[-1])
+        return hashed(paths)
 
-    monkeypatch.setattr(adapters, "sample_files", counted)
+    hashed = adapters._hash
+    monkeypatch.setattr(adapters, "_hash", counted)
     return read
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.config import LoadConfig, LoRAConfig, ModelConfig, MultiModalConfig, VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvpipe import _kvpipe
-from kvpipe.connector.fingerprint import attention_properties, fingerprint, merge_ranks
+from kvpipe.connector.fingerprint import _length_scaling, attention_properties, fingerprint, merge_ranks
 from kvpipe.connector.metadata import HandshakeMetadata
 from kvpipe.connector.model_files import find_files, hash_weights
 from kvpipe.connector.scheduler import SchedulerRole
@@ -73,7 +73,7 @@ def other_weights(model: str, folder: Path) -> Path:
 def of_model(config: VllmConfig, model: str, **more: Any) -> list[tuple[str, str]]:
     """The fingerprint of an engine that has a model by this name, which vLLM does not replace by a folder."""
     other = copy.copy(config)
-    other.model_config = ModelConfig(model=model, dtype="float32", max_model_len=2048, **more)
+    other.model_config = ModelConfig(**{"model": model, "dtype": "float32", "max_model_len": 2048} | more)
     return fingerprint(other)
 
 
@@ -203,6 +203,55 @@ def test_weights_in_a_download_folder_of_their_own_are_found(
     repository.add(NEW, Path(tiny_model))
     assert find_files(repository.id, None, (str(tmp_path), None)).name == f"{repository.id}@{NEW}"
     assert find_files(repository.id).folder is None
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_the_factors_of_longrope_that_vllm_chooses_by_length_are_compared(
+    config: VllmConfig, tiny_model: str, *, is_nested: bool
+) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 1024}
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    rope = {"full_attention": longrope} if is_nested else longrope
+    of_length = [
+        of_model(config, tiny_model, max_model_len=length, hf_overrides={"rope_parameters": rope})
+        for length in (512, 1024, 2048)
+    ]
+    assert difference(of_length[0], of_length[1]) == {}
+    assert difference(of_length[1], of_length[2]) == {"length scaling": ("longrope short", "longrope long")}
+
+
+def test_the_attention_that_vllm_tunes_for_long_contexts_is_compared() -> None:
+    text = SimpleNamespace(rope_parameters={"rope_type": "default"})
+    scaling = [
+        _length_scaling(SimpleNamespace(hf_text_config=text, architectures=[name], max_model_len=length))
+        for name in ("Llama4ForCausalLM", "LlamaForCausalLM")
+        for length in (32768, 32769)
+    ]
+    assert scaling == ["attention plain", "attention tuned", "None", "None"]
+
+
+def test_settings_of_adapters_that_change_the_kv_are_compared(config: VllmConfig) -> None:
+    def with_lora(**settings: Any) -> list[tuple[str, str]]:
+        other = copy.copy(config)
+        other.lora_config = LoRAConfig(lora_dtype=torch.float32, **settings)
+        return fingerprint(other)
+
+    alike = with_lora(target_modules=["q_proj", "k_proj"])
+    assert difference(alike, with_lora(target_modules=["k_proj", "q_proj"], max_loras=2)) == {}
+    for settings in ({}, {"target_modules": ["q_proj"]}, {"target_modules": ["q_proj", "k_proj"], "max_lora_rank": 64}):
+        assert difference(alike, with_lora(**settings)).keys() == {"lora"}
+
+
+def test_settings_of_the_multimodal_processor_are_compared(config: VllmConfig) -> None:
+    def with_processor(**settings: Any) -> list[tuple[str, str]]:
+        other = copy.copy(config)
+        other.model_config = copy.copy(config.model_config)
+        other.model_config.multimodal_config = MultiModalConfig(mm_processor_kwargs=settings)
+        return fingerprint(other)
+
+    found = [with_processor(num_crops=number) for number in (4, 4, 16)]
+    assert difference(found[0], found[1]) == {}
+    assert difference(found[1], found[2]).keys() == {"multimodal processor"}
 
 
 def test_the_dtype_of_the_kv_is_named_however_it_was_chosen(config: VllmConfig, tiny_model: str) -> None:

@@ -99,6 +99,26 @@ def test_an_engine_with_other_weights_and_those_with_the_old_ones_load_nothing_o
     assert [loads(engine, tokens) for engine in (old, other, reset_alone)] == [0, 0, 3]
 
 
+def test_kv_that_a_prefix_cache_keeps_over_a_reset_is_shared_with_none_once_the_weights_have_changed(
+    new_engine: Any,
+) -> None:
+    engine = new_engine()
+    running = engine.add(TOKENS, 200)
+    engine.until(lambda: running.num_output_tokens > 2)
+    assert not engine.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=True)
+    update(engine)
+    longer = [*TOKENS, *prompt(CHUNK, seed=1)]
+    stored(engine, longer)
+    other = new_engine()
+    reset(other)
+    update(other)
+    assert loads(other, longer) == 0
+    reset(engine)  # which preempts what runs
+    shared = prompt(3 * CHUNK, seed=2)
+    stored(engine, shared)
+    assert loads(other, shared) == 3
+
+
 def test_weights_that_are_changed_back_are_those_of_the_start(new_engine: Any) -> None:
     engine = new_engine()
     stored(engine, TOKENS)
@@ -238,7 +258,7 @@ def test_after_a_reset_all_ranks_have_to_report(new_engine: Any) -> None:
     engine = new_engine(num_ranks=2)
     names, report = engine.role._names, [(PROPERTY, AS_LOADED)]
     assert names.introduce({0: report, 1: report})
-    names.reset()
+    names.reset(is_cache_empty=True)
     assert not names.introduce({1: report})
     assert not names.is_shared
     assert names.introduce({0: report})

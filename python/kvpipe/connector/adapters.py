@@ -6,7 +6,7 @@ import hashlib
 import os
 from typing import TYPE_CHECKING
 
-from kvpipe.connector.model_files import NOT_COMPARED, find_files, sample_files
+from kvpipe.connector.model_files import NOT_COMPARED, find_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,8 +26,8 @@ _Stamp = tuple[tuple[str, int, int], ...]
 class Adapters:
     """Identifies the adapters of requests.
 
-    Nobody knows which files an engine has in memory, or in its prefix cache, once the files of a path have changed. So
-    an adapter is not compared from then on.
+    Once the files of a path have changed, an engine may have either in memory and in its prefix cache. So the adapter
+    is not compared from then on.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,9 @@ def _stamp(paths: list[Path]) -> _Stamp:
 
 
 def _hash(paths: list[Path]) -> str:
-    config, *weights = paths
-    digest = hashlib.sha256(config.read_bytes())
-    digest.update(sample_files(weights).encode())
-    return digest.hexdigest()[:16]
+    """Hashes whole files: in a shared store an adapter has no other name, and its author may want another one's KV."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

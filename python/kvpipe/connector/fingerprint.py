@@ -26,6 +26,8 @@ _TOKENIZER_FILES = (
     "special_tokens_map.json",
     "tokenizer_config.json",
 )
+# Above it vLLM tunes Llama 4's attention (`models/llama4.py`).
+_LLAMA4_TUNED_FROM = 32768
 # What transformers writes into a configuration when it reads it: where it was read from, and by which version.
 _KEYS_OF_ITS_SOURCE = ("_name_or_path", "_commit_hash", "auto_map", "transformers_version")
 
@@ -54,7 +56,9 @@ def fingerprint(config: VllmConfig) -> list[tuple[str, str]]:
         ("tensor parallel size", parallel.tensor_parallel_size),
         ("pipeline parallel size", parallel.pipeline_parallel_size),
         ("decode context parallel size", parallel.decode_context_parallel_size),
-        ("max lora rank", config.lora_config.max_lora_rank if config.lora_config else None),
+        ("lora", _lora(config)),
+        ("multimodal processor", _multimodal_processor(model)),
+        ("length scaling", _length_scaling(model)),
     ]
     return [(name, str(value)) for name, value in fields]
 
@@ -123,6 +127,41 @@ def _code(model: ModelConfig, files: ModelFiles) -> str:
         modules = sorted(path.name for path in code.folder.glob("*.py")) if code.folder else []
         found.add(code.hash(modules))
     return ", ".join(sorted(found)) or "vLLM's"
+
+
+def _lora(config: VllmConfig) -> str:
+    """Identifies what is applied of an adapter."""
+    lora = config.lora_config
+    if lora is None:
+        return "None"
+    modules = "all modules" if lora.target_modules is None else f"modules {', '.join(sorted(lora.target_modules))}"
+    return f"ranks up to {lora.max_lora_rank} in {lora.lora_dtype}, {modules}"
+
+
+def _multimodal_processor(model: ModelConfig) -> str:
+    """Identifies the engine's own settings of the processor: identifiers of images do not depend on them."""
+    settings = model.multimodal_config
+    return _hash_json(settings.mm_processor_kwargs) if settings and settings.mm_processor_kwargs else "None"
+
+
+def _length_scaling(model: ModelConfig) -> str:
+    """Returns which of its scalings vLLM 0.32 has chosen for a model by `max_model_len`; `None` if it has no choice."""
+    found = {
+        f"longrope {'long' if model.max_model_len > original else 'short'}"
+        for original in _longrope_lengths(getattr(model.hf_text_config, "rope_parameters", None))
+    }
+    if any(name.startswith("Llama4For") for name in model.architectures):
+        found.add(f"attention {'tuned' if model.max_model_len > _LLAMA4_TUNED_FROM else 'plain'}")
+    return ", ".join(sorted(found)) or "None"
+
+
+def _longrope_lengths(parameters: Any) -> set[int]:
+    """Returns up to which lengths rotary parameters use short factors; they may differ by type of layer."""
+    if not isinstance(parameters, dict):
+        return set()
+    if parameters.get("rope_type") == "longrope":
+        return {int(parameters["original_max_position_embeddings"])}
+    return {length for nested in parameters.values() for length in _longrope_lengths(nested)}
 
 
 def _generation_config(model: ModelConfig, files: ModelFiles) -> str:

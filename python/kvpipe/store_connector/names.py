@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +52,9 @@ class Names:
         self._config = config
         self._fingerprint = fingerprint(vllm_config)
         self._ranks: dict[int, list[tuple[str, str]]] = {}
+        # Properties of the workers when the KV was computed that the prefix cache has kept over resets. None if it has
+        # kept none, empty if they differ.
+        self._kept: list[tuple[str, str]] | None = None
         _check_identity(self._fingerprint, config.namespace, vllm_config.cache_config.prefix_caching_hash_algo)
 
     @property
@@ -63,9 +67,16 @@ class Names:
         self._ranks.update(properties)
         if self.namespace or len(self._ranks) < self.num_ranks:
             return False
-        ranks = merge_ranks([self._ranks[rank] for rank in sorted(self._ranks)])
-        self.private_reason = next((what for name, what in ranks if name == PROPERTY and NOT_COMPARED in what), "")
+        ranks = self._merged()
+        unknown = next((what for name, what in ranks if name == PROPERTY and NOT_COMPARED in what), "")
+        self.private_reason = f"its weights may have changed, and are {unknown}; restart it" if unknown else ""
         facts = [*self._fingerprint, *ranks]
+        if self._kept is not None and self._kept != ranks:
+            self._kept = []
+            facts.append(("prefix cache", secrets.token_hex(16)))
+            self.private_reason = (
+                "its weights have changed, and its prefix cache has KV of those before; reset it while no request runs"
+            )
         self.namespace = engine_namespace(
             facts,
             num_ranks=self.num_ranks,
@@ -103,10 +114,22 @@ class Names:
         namespaces = [rank_namespace(self.namespace, rank) for rank in range(self.num_ranks)]
         return [namespace + each for namespace in namespaces for each in ids]
 
-    def reset(self) -> None:
-        """Forgets the namespace until all workers have reported again: the weights may have changed."""
+    def reset(self, *, is_cache_empty: bool) -> None:
+        """Forgets the namespace until all workers have reported again: the weights may have changed.
+
+        Args:
+            is_cache_empty: Whether the engine's prefix cache was emptied, too. What it keeps was computed with the
+                weights before, and so is what is computed after it: with other weights that is no KV to share.
+        """
+        if is_cache_empty:
+            self._kept = None
+        elif self._kept is None:
+            self._kept = self._merged() if self.namespace else []
         self.namespace, self.private_reason = b"", ""
         self._ranks.clear()
+
+    def _merged(self) -> list[tuple[str, str]]:
+        return merge_ranks([self._ranks[rank] for rank in sorted(self._ranks)])
 
 
 def _are_features_named(vllm_config: VllmConfig) -> bool:

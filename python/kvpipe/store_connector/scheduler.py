@@ -341,11 +341,7 @@ class SchedulerRole:
         if self._names.is_shared:
             logger.info("store.namespace namespace=%s", self._names.namespace.hex())
         else:
-            logger.warning(
-                "store.private this instance was reset, and shares no KV: its weights may have changed, and are %s; "
-                "restart it to share again",
-                self._names.private_reason,
-            )
+            logger.warning("store.private this instance shares no KV: %s", self._names.private_reason)
         self._entries.support.are_workers_ready = self._are_forcing
         self._out.stats.set_forcing(is_forcing=self._entries.support.is_supported())
         for prompt in self._prompts.values():
@@ -395,7 +391,9 @@ class SchedulerRole:
             self._entries.forget(prompt)
         if self._names.namespace:
             self._out.stats.set_namespace(self._names.namespace, is_shared=False)
-        self._names.reset()
+        # vLLM does not empty it while requests have blocks, unless it may preempt them.
+        is_cache_empty = self._manager is not None and not len(self._manager.block_pool.cached_block_hash_to_block)
+        self._names.reset(is_cache_empty=is_cache_empty)
         self._num_resets, self._is_reset = self._num_resets + 1, True
         now_s = time.monotonic()
         for prompt in self._prompts.values():
