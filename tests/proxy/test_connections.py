@@ -115,9 +115,21 @@ async def sends_a_broken_chunk(request):
     return web.Response()
 
 
+async def closes_amid_its_headers(request):
+    request.transport.write(f"HTTP/1.1 200 OK\r\nSet-Cookie: {SECRET}\r\nX-Next: 1\r\n".encode())
+    request.transport.close()
+    return web.Response()
+
+
 @pytest.mark.parametrize(
     "behaviour",
-    [responds({"Set-Cookie": TOO_LONG}), sends_no_http, sends_a_control_character, sends_a_broken_chunk],
+    [
+        responds({"Set-Cookie": TOO_LONG}),
+        sends_no_http,
+        sends_a_control_character,
+        sends_a_broken_chunk,
+        closes_amid_its_headers,
+    ],
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_answer_that_cannot_be_parsed_fails_the_request_and_no_header_of_it_is_shown(caplog, role, behaviour):
