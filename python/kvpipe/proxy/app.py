@@ -169,7 +169,8 @@ def _recorded(record: RequestRecord) -> Iterator[RequestRecord]:
         record.refused(error.status, error.text or error.reason)
         raise
     except InstanceError as error:
-        record.failed(error.status, str(error))
+        end = record.refused if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else record.failed
+        end(error.status, str(error))
         raise
     except ConnectionError:
         raise
