@@ -1,5 +1,6 @@
 """The HTTP surface: routes, and errors in OpenAI's form."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -30,6 +31,8 @@ from kvpipe.proxy.upstream import DecodeQueue, InstanceError, Upstream, open_ses
 
 # The log has no more of a client's name for a request.
 _MAX_REQUEST_ID = 64
+# A larger body is parsed in a thread: one with numbers that are none in JSON can take seconds.
+_PARSED_AT_ONCE_BYTES = 1 << 20
 # The parser's own text may quote the body.
 _BROKEN_BODY = "the request's body breaks off, or is not encoded as its headers say"
 
@@ -97,7 +100,7 @@ class _Proxy:
                 record.failed(HTTPStatus.NOT_IMPLEMENTED, text)
                 return _error(HTTPStatus.NOT_IMPLEMENTED, text)
             read = await self._read(request)
-            body = OpaqueBody(read) if request.path in AUDIO else parse_body(read)
+            body = OpaqueBody(read) if request.path in AUDIO else await _parsed(read)
             call = Call(body, len(read), request_headers(request.headers), record)
             async with self._dispatcher.answer(call) as answer:
                 return await relay(request, answer, self._config.client_timeout_s, record)
@@ -144,6 +147,11 @@ class _Proxy:
             text = f"no byte of the body for {self._config.client_timeout_s:g} s (--client-timeout)"
             raise web.HTTPRequestTimeout(text=text) from None
         return bytes(body)
+
+
+async def _parsed(raw: bytes) -> dict[str, Any]:
+    """As `parse_body`, beside the other requests."""
+    return parse_body(raw) if len(raw) <= _PARSED_AT_ONCE_BYTES else await asyncio.to_thread(parse_body, raw)
 
 
 async def _show_queue(queue: DecodeQueue, request: web.Request) -> web.Response:

@@ -399,10 +399,9 @@ def _describe(error: Exception, silence_timeout_s: float) -> str:
         return silent_for(silence_timeout_s)
     if isinstance(error, aiohttp.ClientResponseError):  # its text may quote a header
         return f"its answer is not valid HTTP, or has a header of more than {MAX_LINE_BYTES} bytes"
-    if isinstance(error, aiohttp.ClientPayloadError):  # its text may quote the answer
-        return "its answer breaks off"
-    if isinstance(error, aiohttp.ServerDisconnectedError):  # its text may be all headers of the answer
-        return "closed the connection before its answer was complete"
+    # Their texts may quote the answer, or have all its headers.
+    if isinstance(error, (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError)):
+        return "its answer does not come, or breaks off"
     # The operating system's own words; the text of any other error may quote what was sent.
     reason = error.strerror if isinstance(error, OSError) else None
     return reason or type(error).__name__
