@@ -13,7 +13,7 @@ from aiohttp.typedefs import Handler
 
 from kvpipe.proxy.bodies import BodyError, OpaqueBody, error_body, parse_body
 from kvpipe.proxy.config import ProxyConfig
-from kvpipe.proxy.connections import METRICS
+from kvpipe.proxy.connections import CORS, METRICS
 from kvpipe.proxy.control import Control
 from kvpipe.proxy.cors import Cors
 from kvpipe.proxy.dispatch import Dispatcher
@@ -45,7 +45,8 @@ def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None 
     The caller owns `control` and closes it after the application's cleanup.
     """
     app = web.Application()
-    _cors(config).install(app)
+    app[CORS] = _cors(config)
+    app[CORS].install(app)
     app.middlewares.append(_openai_errors)
     app[METRICS] = Metrics()
     proxy = _Proxy(config, control, queue, app[METRICS])
