@@ -191,7 +191,7 @@ def _recorded(record: RequestRecord) -> Iterator[RequestRecord]:
 
 
 def _story(recent: RecentHandoff) -> dict[str, Any]:
-    """What the proxy adds to a handoff's result: its timing, and its attempts where there was more than one."""
+    """The proxy's additions to a handoff's result: its timing, and its attempts where there was more than one."""
     attempts = [attempt.report() for attempt in recent.record.attempts]
     timing = {} if recent.timing is None else {"dispatch": recent.timing.report()}
     return timing | ({"attempts": attempts} if len(attempts) > 1 else {})

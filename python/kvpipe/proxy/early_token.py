@@ -35,7 +35,7 @@ class ContradictionError(KVPipeError):
 
 
 def allows_early_token(body: dict[str, Any]) -> bool:
-    """Whether the proxy may send P's token to the client of this request before D's stream begins."""
+    """True if the proxy may send P's token to the client of this request before D's stream begins."""
     options = body.get("stream_options")
     has_usage_in_chunks = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
     is_plain = not any(_is_set(body.get(field)) for field in _INSTANCE_FIELDS)
@@ -43,14 +43,14 @@ def allows_early_token(body: dict[str, Any]) -> bool:
 
 
 def repeats_first_token(described: dict[str, Any] | None, path: str) -> bool:
-    """Whether a D, by its description, begins its stream with P's token unchanged; a reasoning parser may split it."""
+    """True if a D, by its description, begins its stream with P's token unchanged; a reasoning parser may split it."""
     if described is None or described.get("forces_first_tokens") is not True:
         return False
     return path != CHAT_PATH or not described.get("reasoning_parser")
 
 
 def _is_set(value: Any) -> bool:
-    """Whether a field requests something; `logprobs: 0` does."""
+    """True if a field requests something; `logprobs: 0` does."""
     return value is not None and value is not False and value not in ("", [])
 
 

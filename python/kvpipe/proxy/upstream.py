@@ -72,7 +72,7 @@ class InstanceError(KVPipeError):
 
     @property
     def has_broken_off(self) -> bool:
-        """Whether the request may have ended the engine; vLLM answers 500 to the requests of an engine that died."""
+        """True if the request may have ended the engine; vLLM answers 500 to the requests of an engine that died."""
         is_500 = self.answer is not None and self.answer.status == HTTPStatus.INTERNAL_SERVER_ERROR
         return self.failure == "broken" or is_500
 
