@@ -1,6 +1,7 @@
 """`kvpipe proxy --dispatch amqp` as its clients see it: P's stand-in, a real broker, stand-ins for decode instances."""
 
 import asyncio
+import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -165,7 +166,9 @@ def test_without_a_broker_clients_get_503_and_prefill_is_not_asked(own_broker):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_request_that_is_too_large_for_the_queue_is_refused_before_prefill_computes_it(broker, way):
+def test_a_request_that_is_too_large_for_the_queue_is_refused_before_prefill_computes_it(caplog, broker, way):
+    caplog.set_level(logging.INFO, "kvpipe.proxy")
+
     async def scene():
         topology = Topology(f"too-large-{way}", max_message_bytes=256 << 10)
         async with deployment(broker, way, topology=topology) as it:
@@ -174,6 +177,7 @@ def test_a_request_that_is_too_large_for_the_queue_is_refused_before_prefill_com
             status, answer = await it.post(body(user="x" * topology.max_message_bytes))
             assert status == 413
             assert "at most 262144; raise --max-message-bytes" in orjson.loads(answer)["error"]["message"]
+            assert "status=413 outcome=refused" in caplog.text
             assert it.prefill.bodies == decode.bodies == []
             assert (await it.post(body()))[0] == 200
 

@@ -7,6 +7,7 @@ import orjson
 import pytest
 from aiohttp import web
 
+from kvpipe.proxy.connections import MAX_HEAD_BYTES
 from kvpipe.proxy.headers import MAX_LINE_BYTES
 
 from .harness import COMPLETIONS, REQUEST, run, stage
@@ -23,6 +24,7 @@ REFUSED = {
     "name of a header": f"{POST}{TOO_LONG}: 1\r\n\r\n",
     "url": f"POST {COMPLETIONS}?key={TOO_LONG} HTTP/1.1\r\nHost: x\r\n\r\n",
     "too many headers": POST + f"A: {SECRET}\r\n" * 300 + "\r\n",
+    "all headers": (POST + f"A: {SECRET * 9000}\r\n" * 20)[: MAX_HEAD_BYTES + 1],
     "no HTTP": f"{SECRET} hello\r\n\r\n",
     "version": f"POST {COMPLETIONS} {SECRET}/9\r\n\r\n",
     "control character": f"{POST}Authorization: {SECRET}\x01\r\n\r\n",
@@ -67,6 +69,41 @@ def test_what_the_parser_refuses_gets_an_error_is_counted_once_and_no_header_is_
             assert s.prefill[0].bodies == s.decode[0].bodies == []
 
     run(scene)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_readable"),
+    [
+        ({"allowed_origins": ("*",)}, True),
+        ({"allowed_origins": ("*",), "allow_credentials": True}, False),
+        ({"allowed_origins": ("https://page.example",)}, False),
+        ({}, False),
+    ],
+)
+@pytest.mark.parametrize("case", ["authorization", "no HTTP"])
+def test_what_the_parser_refuses_can_be_read_by_pages_where_all_may_read(case, settings, is_readable):
+    async def scene():
+        async with stage(**settings) as s:
+            head = (await sent(s, REFUSED[case].encode())).partition(b"\r\n\r\n")[0]
+            assert (b"\r\nAccess-Control-Allow-Origin: *" in head) is is_readable
+
+    run(scene)
+
+
+def test_bodies_and_later_requests_of_a_connection_do_not_count_as_its_headers():
+    async def scene():
+        async with stage() as s:
+            for _ in range(3):
+                assert (await s.post(body=REQUEST | {"user": "x" * (2 * MAX_HEAD_BYTES)}))[0] == 200
+            large = "".join(f"A{index}: {'x' * 60_000}\r\n" for index in range(12))
+            request = f"{HEAD}Content-Length: {len(BODY)}\r\n{large}\r\n".encode() + BODY
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rpartition(":")[2]))
+            for _ in range(6):
+                writer.write(request)
+                assert (await reader.readuntil(b'{"id":"x"}')).startswith(b"HTTP/1.1 200 OK")
+            writer.close()
+
+    run(scene, 60)
 
 
 def test_headers_and_urls_as_vllm_takes_them_reach_both_instances():
@@ -115,9 +152,21 @@ async def sends_a_broken_chunk(request):
     return web.Response()
 
 
+async def closes_amid_its_headers(request):
+    request.transport.write(f"HTTP/1.1 200 OK\r\nSet-Cookie: {SECRET}\r\nX-Next: 1\r\n".encode())
+    request.transport.close()
+    return web.Response()
+
+
 @pytest.mark.parametrize(
     "behaviour",
-    [responds({"Set-Cookie": TOO_LONG}), sends_no_http, sends_a_control_character, sends_a_broken_chunk],
+    [
+        responds({"Set-Cookie": TOO_LONG}),
+        sends_no_http,
+        sends_a_control_character,
+        sends_a_broken_chunk,
+        closes_amid_its_headers,
+    ],
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_answer_that_cannot_be_parsed_fails_the_request_and_no_header_of_it_is_shown(caplog, role, behaviour):

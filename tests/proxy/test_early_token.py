@@ -84,6 +84,16 @@ def test_a_stream_that_ends_before_the_end_of_the_early_token_is_no_answer():
         reconciled.end()
 
 
+@pytest.mark.parametrize("said", [[], [chunk("ab"), chunk("c")]], ids=["before", "after"])
+def test_an_event_without_an_end_is_given_up_before_it_fills_the_memory(said):
+    reconciled = Continuation(prefilled())
+    for piece in said:
+        list(reconciled.feed(piece))
+    assert not [found for _ in range(16) for found in reconciled.feed(b"x" * (1 << 20))]
+    with pytest.raises(ContradictionError, match="more than 16777216 bytes"):
+        list(reconciled.feed(b"x"))
+
+
 def test_usage_and_errors_pass():
     reconciled = Continuation(prefilled())
     usage = b'data: {"id":"other","created":6,"choices":[],"usage":{"prompt_tokens":3}}\n\n'

@@ -1,6 +1,10 @@
 """JSON of clients reaches P and D with the values that vLLM reads in the client's own bytes, or not at all."""
 
+import asyncio
 import json
+import sys
+import threading
+from io import BytesIO
 
 import orjson
 import pytest
@@ -8,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpipe.proxy import exact_json
+from kvpipe.proxy.bodies import parse_body
 
 from .harness import CHAT, COMPLETIONS, run, stage
 
@@ -26,6 +31,7 @@ PASSED = {
     "UTF-32": (TEXT % "").encode("utf-32"),
     "NaN": with_field("[NaN, Infinity, -Infinity]"),
     "beyond a float": with_field("[1e400, -1e400, 1E+999]"),
+    "many digits, and an exponent": with_field("[" + "1" * 250 + "e99, -" + "2" * 310 + ".5]"),
     "64 bits": with_field("[18446744073709551615, -9223372036854775808]"),
     "over 64 bits": with_field("[18446744073709551616, -9223372036854775809, 123456789012345678901234567890]"),
     "4,000 digits": with_field("1" * 4000),
@@ -58,7 +64,7 @@ FIELDS = [
 
 async def posted(s, raw, path=COMPLETIONS):
     headers = {"Content-Type": "application/json"}
-    async with s.client.post(s.url + path, data=raw, headers=headers) as response:
+    async with s.client.post(s.url + path, data=BytesIO(raw), headers=headers) as response:
         return response.status, await response.read()
 
 
@@ -100,6 +106,45 @@ def test_a_number_that_the_proxy_does_not_know_is_refused_by_an_instance_and_bre
             assert repr(s.decode[0].bodies[0][field]) == "nan"
 
     run(scene)
+
+
+@pytest.mark.parametrize(
+    "more",
+    ['"12345678901234567890123"', '"1e400\\""', "18446744073709551615", "NaN", "0.1000000000000000055511151231257827"],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_the_numbers_of_a_body_cost_no_call_each(more, encoding):
+    raw = f"[{'1, 0.5, ' * 1000}{more}]".encode(encoding)
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
+    try:
+        value = exact_json.read(raw)
+    finally:
+        sys.setprofile(None)
+    assert len(value) == 2001
+    assert len(calls) < 100
+
+
+def test_a_large_body_is_parsed_while_other_requests_are_answered(monkeypatch):
+    is_begun, is_answered = threading.Event(), threading.Event()
+
+    def parse(raw):
+        is_begun.set()
+        assert is_answered.wait(20), "the other request waits"
+        return parse_body(raw)
+
+    monkeypatch.setattr("kvpipe.proxy.app.parse_body", parse)
+
+    async def scene():
+        async with stage() as s:
+            large = asyncio.create_task(posted(s, with_field(f'"{"x" * (2 << 20)}"')))
+            await asyncio.to_thread(is_begun.wait, 20)
+            async with s.client.get(s.url + "/metrics") as response:
+                assert response.status == 200
+            is_answered.set()
+            assert (await large)[0] == 200
+
+    run(scene, 60)
 
 
 numbers = st.integers() | st.floats() | st.integers(-(1 << 70), 1 << 70)

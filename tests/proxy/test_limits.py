@@ -186,6 +186,37 @@ def test_a_request_goes_to_the_instances_that_it_fits():
     run(scene)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"echo": True},
+        {"n": 2},
+        {"prompt_logprobs": 1},
+        {"min_tokens": 9},
+        {"prompt": "x" * SHORT, "use_beam_search": True},
+    ],
+)
+def test_a_request_without_a_handoff_goes_to_a_decode_that_it_fits(more):
+    async def scene():
+        decode = [counting(SHORT, answers())] * 2
+        async with stage(decode=decode, control=limited_to(prefill=[LONG], decode=[SHORT, LONG])) as s:
+            for _ in range(3):
+                assert (await s.post(body=ids(SHORT) | more))[0] == 200
+            assert [each.paths.count(COMPLETIONS) for each in (*s.prefill, *s.decode)] == [0, 0, 3]
+
+    run(scene)
+
+
+def test_decodes_with_one_limit_are_not_asked_for_the_length_of_a_request_without_a_handoff():
+    async def scene():
+        control = limited_to(prefill=[LONG], decode=[SHORT, SHORT])
+        async with stage(decode=[answers(*REFUSAL)] * 2, control=control) as s:
+            assert (await s.post(body=REQUEST | {"prompt": "x" * SHORT, "echo": True}))[0] == 400
+            assert [each.paths.count("/tokenize") for each in s.decode] == [0, 0]
+
+    run(scene)
+
+
 def listing(limit, then):
     """An instance whose list of models has this limit."""
 

@@ -10,7 +10,7 @@ ABORT_REASON = "has aborted the request, as an instance does that is shut down"
 
 
 def is_aborted(body: bytes) -> bool:
-    """Whether an answer that is no stream was aborted."""
+    """True if an answer that is no stream was aborted."""
     return _ABORTED in body
 
 

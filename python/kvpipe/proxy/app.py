@@ -1,5 +1,6 @@
 """The HTTP surface: routes, and errors in OpenAI's form."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -12,7 +13,7 @@ from aiohttp.typedefs import Handler
 
 from kvpipe.proxy.bodies import BodyError, OpaqueBody, error_body, parse_body
 from kvpipe.proxy.config import ProxyConfig
-from kvpipe.proxy.connections import METRICS
+from kvpipe.proxy.connections import CORS, METRICS
 from kvpipe.proxy.control import Control
 from kvpipe.proxy.cors import Cors
 from kvpipe.proxy.dispatch import Dispatcher
@@ -30,6 +31,8 @@ from kvpipe.proxy.upstream import DecodeQueue, InstanceError, Upstream, open_ses
 
 # The log has no more of a client's name for a request.
 _MAX_REQUEST_ID = 64
+# A larger body is parsed in a thread: one with numbers that are none in JSON can take seconds.
+_PARSED_AT_ONCE_BYTES = 1 << 20
 # The parser's own text may quote the body.
 _BROKEN_BODY = "the request's body breaks off, or is not encoded as its headers say"
 
@@ -42,7 +45,8 @@ def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None 
     The caller owns `control` and closes it after the application's cleanup.
     """
     app = web.Application()
-    _cors(config).install(app)
+    app[CORS] = _cors(config)
+    app[CORS].install(app)
     app.middlewares.append(_openai_errors)
     app[METRICS] = Metrics()
     proxy = _Proxy(config, control, queue, app[METRICS])
@@ -97,7 +101,7 @@ class _Proxy:
                 record.failed(HTTPStatus.NOT_IMPLEMENTED, text)
                 return _error(HTTPStatus.NOT_IMPLEMENTED, text)
             read = await self._read(request)
-            body = OpaqueBody(read) if request.path in AUDIO else parse_body(read)
+            body = OpaqueBody(read) if request.path in AUDIO else await _parsed(read)
             call = Call(body, len(read), request_headers(request.headers), record)
             async with self._dispatcher.answer(call) as answer:
                 return await relay(request, answer, self._config.client_timeout_s, record)
@@ -146,6 +150,11 @@ class _Proxy:
         return bytes(body)
 
 
+async def _parsed(raw: bytes) -> dict[str, Any]:
+    """As `parse_body`, beside the other requests."""
+    return parse_body(raw) if len(raw) <= _PARSED_AT_ONCE_BYTES else await asyncio.to_thread(parse_body, raw)
+
+
 async def _show_queue(queue: DecodeQueue, request: web.Request) -> web.Response:
     """The queues and workers: a page for browsers, else JSON."""
     state = await queue.state()
@@ -169,7 +178,8 @@ def _recorded(record: RequestRecord) -> Iterator[RequestRecord]:
         record.refused(error.status, error.text or error.reason)
         raise
     except InstanceError as error:
-        record.failed(error.status, str(error))
+        end = record.refused if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else record.failed
+        end(error.status, str(error))
         raise
     except ConnectionError:
         raise
@@ -181,7 +191,7 @@ def _recorded(record: RequestRecord) -> Iterator[RequestRecord]:
 
 
 def _story(recent: RecentHandoff) -> dict[str, Any]:
-    """What the proxy adds to a handoff's result: its timing, and its attempts where there was more than one."""
+    """The proxy's additions to a handoff's result: its timing, and its attempts where there was more than one."""
     attempts = [attempt.report() for attempt in recent.record.attempts]
     timing = {} if recent.timing is None else {"dispatch": recent.timing.report()}
     return timing | ({"attempts": attempts} if len(attempts) > 1 else {})

@@ -99,7 +99,7 @@ def written(body: dict[str, Any]) -> bytes:
 
 
 def may_begin_with_error(first: bytes) -> bool:
-    """Whether the first bytes of a stream may be a part of an event with an error."""
+    """True if the first bytes of a stream may be a part of an event with an error."""
     is_open = b"\n\n" not in first and len(first) < _MAX_ERROR_BYTES
     return is_open and (first.startswith(_ERROR_EVENT) or _ERROR_EVENT.startswith(first))
 

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class Moment(Protocol):
-    """What ended a subscription; `kvpipe.control.Moment` is one."""
+    """The end of a subscription; `kvpipe.control.Moment` is one."""
 
     @property
     def kind(self) -> Literal["due", "finished", "watched", "ended"]:

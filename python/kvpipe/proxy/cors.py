@@ -42,6 +42,12 @@ class Cors:
         app.middlewares.append(answer_preflight)
         app.on_response_prepare.append(self._add_headers)
 
+    @property
+    def headers_for_unknown_origin(self) -> dict[str, str]:
+        """Headers of an answer to a request whose origin cannot be read: those that are the same for all pages."""
+        is_for_all = _ALL in self.origins and not self.allow_credentials
+        return {hdrs.ACCESS_CONTROL_ALLOW_ORIGIN: _ALL} if is_for_all else {}
+
     def _preflight(self, request: web.Request) -> web.Response | None:
         """The answer to a preflight; None to any other request."""
         origin, method = map(request.headers.get, (hdrs.ORIGIN, hdrs.ACCESS_CONTROL_REQUEST_METHOD))

@@ -158,6 +158,8 @@ class Dispatcher:
         if not reason:
             fit = await self._length.fit(call, prefill, decode)
             prefill, decode, reason = list(fit.prefill), list(fit.decode), fit.alone
+        elif call.path in HANDED_OFF:
+            decode = list(await self._length.decode_alone(call, decode))
         route: Route = self._way
         if reason:
             route = "decode"

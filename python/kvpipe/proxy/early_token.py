@@ -12,6 +12,7 @@ import orjson
 
 from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.bodies import CHAT_PATH
+from kvpipe.proxy.events import Events
 
 # Fields that change the chunk of a token, or delay it, in a way that only the instance knows.
 _INSTANCE_FIELDS = (
@@ -25,12 +26,16 @@ _INSTANCE_FIELDS = (
 )
 
 
+# An event has the text of one step; nothing of it goes to the client before its end.
+_MAX_EVENT_BYTES = 16 << 20
+
+
 class ContradictionError(KVPipeError):
-    """D's stream does not begin with the early token."""
+    """D's stream does not begin with the early token, or cannot go on after it."""
 
 
 def allows_early_token(body: dict[str, Any]) -> bool:
-    """Whether the proxy may send P's token to the client of this request before D's stream begins."""
+    """True if the proxy may send P's token to the client of this request before D's stream begins."""
     options = body.get("stream_options")
     has_usage_in_chunks = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
     is_plain = not any(_is_set(body.get(field)) for field in _INSTANCE_FIELDS)
@@ -38,14 +43,14 @@ def allows_early_token(body: dict[str, Any]) -> bool:
 
 
 def repeats_first_token(described: dict[str, Any] | None, path: str) -> bool:
-    """Whether a D, by its description, begins its stream with P's token unchanged; a reasoning parser may split it."""
+    """True if a D, by its description, begins its stream with P's token unchanged; a reasoning parser may split it."""
     if described is None or described.get("forces_first_tokens") is not True:
         return False
     return path != CHAT_PATH or not described.get("reasoning_parser")
 
 
 def _is_set(value: Any) -> bool:
-    """Whether a field requests something; `logprobs: 0` does."""
+    """True if a field requests something; `logprobs: 0` does."""
     return value is not None and value is not False and value not in ("", [])
 
 
@@ -109,20 +114,22 @@ class Continuation:
         self._head = {name: token.head[name] for name in ("id", "created")}
         self._missing = token.text
         self._is_chat = token.head["object"] != "text_completion"
-        self._rest = b""
+        self._events = Events()
         self.has_sent = False
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
         """Yields events for the client that a piece of D's stream completes.
 
         Raises:
-            ContradictionError: D's stream does not begin with the early token; nothing of it was forwarded.
+            ContradictionError: D's stream does not begin with the early token, and nothing of it was forwarded; or an
+                event is too large.
         """
-        *events, self._rest = (self._rest + piece).split(b"\n\n")
-        for event in events:
+        for event in self._events.feed(piece):
             if (continued := self._continued(event)) is not None:
                 self.has_sent = True
                 yield continued
+        if self._events.num_bytes_left > _MAX_EVENT_BYTES:
+            raise ContradictionError(f"decode sent an event of more than {_MAX_EVENT_BYTES} bytes")
 
     def end(self) -> bytes:
         """Returns an incomplete event at the end of D's stream.
@@ -132,7 +139,7 @@ class Continuation:
         """
         if self._missing:
             raise ContradictionError(f"decode ended without {self._missing!r}, which prefill had sampled")
-        return self._rest
+        return self._events.end()
 
     def _continued(self, event: bytes) -> bytes | None:
         data = event.strip().removeprefix(b"data:").strip()

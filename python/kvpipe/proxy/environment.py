@@ -19,7 +19,7 @@ _NAMES = ("PREFILL_ENDPOINTS", "DECODE_ENDPOINTS", "LISTEN_HOST", "LISTEN_PORT")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """What the environment says of a proxy; flags come before it.
+    """The settings of a proxy in the environment; flags come before it.
 
     Attributes:
         prefill: instances of `PREFILL_ENDPOINTS`.

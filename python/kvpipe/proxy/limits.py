@@ -73,7 +73,7 @@ class LengthCheck:
         exceeds_at = {("prefill", it): self._exceeds(call, it, 1) for it in prefill}
         exceeds_at |= {("decode", it): self._exceeds(call, it, num_output) for it in decode}
         if None in exceeds_at.values():
-            num_prompt_tokens = await self._tokenized(call, prefill[0], decode[0])
+            num_prompt_tokens = await self._tokenized(call, prefill, decode)
             for (role, instance), is_known in exceeds_at.items():
                 if is_known is None:
                     num_tokens = (num_prompt_tokens or 0) + (1 if role == "prefill" else num_output)
@@ -86,6 +86,11 @@ class LengthCheck:
             return Fit((), decode, "too_long")
         return fit if fit.prefill else Fit((), fit.decode, "exceeds_prefill")
 
+    async def decode_alone(self, call: Call, decode: Sequence[Instance]) -> Sequence[Instance]:
+        """The D's that a completion or a chat without a handoff can be sent to; all of them if none has room."""
+        has_one_limit = len({self._limit_of(instance) for instance in decode}) == 1
+        return decode if has_one_limit else (await self.fit(call, (), decode)).decode
+
     def _exceeds(self, call: Call, instance: Instance, num_output: int) -> bool | None:
         limit = self._limit_of(instance)
         return limit is not None and exceeds(call.body, call.num_bytes, num_output, limit)
@@ -95,10 +100,10 @@ class LengthCheck:
         limit = (known or {}).get("max_model_len")
         return limit if type(limit) is int else None
 
-    async def _tokenized(self, call: Call, prefill: Instance, decode: Instance) -> int | None:
+    async def _tokenized(self, call: Call, prefill: Sequence[Instance], decode: Sequence[Instance]) -> int | None:
         """The tokens of the prompt, by D's tokenizer, or by P's where D is behind a broker."""
-        role: Role = "decode" if "://" in decode.url else "prefill"
-        instance = decode if role == "decode" else prefill
+        role: Role = "decode" if "://" in decode[0].url else "prefill"
+        instance = decode[0] if role == "decode" else prefill[0]
         try:
             async with asyncio.timeout(self._timeout_s):
                 body = tokenize_body(call.body)
@@ -116,7 +121,7 @@ def output_limit(body: dict[str, Any], path: str) -> int | None:
 
 
 def is_contradictory(body: dict[str, Any], path: str) -> bool:
-    """Whether fields that P does not get as they are may be refused by D: wrong types, or values that exclude others.
+    """True if D may refuse fields that P does not get as they are: wrong types, or values that exclude others.
 
     In doubt D works alone, which is always correct, only slower.
     """

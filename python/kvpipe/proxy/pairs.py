@@ -1,4 +1,4 @@
-"""Which decode instances can use which prefill instances: asked in the background, for the log and `/health`."""
+"""The pairs of P and D that can work together: asked in the background, for the log and `/health`."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ class Pairs:
                 await self._task
 
     def is_usable(self, decode: str, prefill: str) -> bool:
-        """Whether handoffs between two instances, by their URLs, may succeed."""
+        """True if handoffs between two instances, by their URLs, may succeed."""
         pair = self._known.get((decode, prefill))
         return pair is None or pair.is_usable
 
@@ -77,7 +77,7 @@ class Pairs:
         return found
 
     def report(self, prefill: Mapping[str, str], decode: Mapping[str, str]) -> tuple[bool, dict[str, Any]]:
-        """Whether the proxy can answer requests, and the report of `/health`.
+        """True if the proxy can answer requests, and the report of `/health`.
 
         Its status is `ok` if some P and some D can work together, and `degraded` if requests are only answered because
         some D computes their prompts too.

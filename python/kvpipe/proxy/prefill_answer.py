@@ -1,4 +1,4 @@
-"""What P's answer reports besides the KV: its token, its usage, and whether that token ends the request. Pure."""
+"""The facts in P's answer besides the KV: its token, its usage, and whether that token ends the request. Pure."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -44,7 +44,7 @@ class PrefillAnswer:
         return handoff if isinstance(handoff, str) else ""
 
     def ends_request(self, body: dict[str, Any]) -> bool:
-        """Whether the token ends the client's request, by its end of sequence or a stop string.
+        """True if the token ends the client's request, by its end of sequence or a stop string.
 
         A stream's events can only be written by an instance: there D repeats the token and the end.
         """

@@ -13,7 +13,7 @@ from kvpipe.proxy.limits import token_ids
 _MAX_MODELS = 64
 # Until a model's first answer. English text has about so many.
 _USUAL_BYTES_PER_TOKEN = 4.0
-# What a prompt still counts after the next one: the ratio is that of about the last 50 prompts, longer ones count more.
+# A prompt counts by this share after each later one: the ratio is that of about the last 50 prompts, by their length.
 _KEPT = 0.98
 
 
@@ -72,7 +72,7 @@ def _text_bytes(body: dict[str, Any], path: str) -> int | None:
 
 
 def _is_text(message: object) -> bool:
-    """Whether a message has no image, audio or the like, whose tokens its bytes do not tell."""
+    """True if a message has no image, audio or the like, whose tokens its bytes do not tell."""
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(content, list):
         return all(isinstance(part, dict) and part.get("type") == "text" for part in content)

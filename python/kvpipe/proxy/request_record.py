@@ -1,4 +1,4 @@
-"""What the proxy knows about one request of a client: its log line, and its share of the metrics."""
+"""The proxy's knowledge of one request of a client: its log line, and its share of the metrics."""
 
 import logging
 import time

@@ -21,7 +21,7 @@ _ABORTED_AFTER_S = 2.0
 
 @dataclass(slots=True)
 class RecentHandoff:
-    """What the proxy knows about a handoff.
+    """The proxy's knowledge of a handoff.
 
     Attributes:
         addresses: control addresses to ask about it, in this order.

@@ -37,7 +37,7 @@ class RoundRobin:
 
 
 def goes_to_decode_alone(body: dict[str, Any]) -> bool:
-    """Whether a request cannot be one handoff: it has several sequences, or returns outputs about its prompt.
+    """True if a request cannot be one handoff: it has several sequences, or returns outputs about its prompt.
 
     Values are parsed as leniently as in vLLM (`"n": "2"` is 2 there). In doubt D works alone, which is always correct,
     only slower.

@@ -72,7 +72,7 @@ class InstanceError(KVPipeError):
 
     @property
     def has_broken_off(self) -> bool:
-        """Whether the request may have ended the engine; vLLM answers 500 to the requests of an engine that died."""
+        """True if the request may have ended the engine; vLLM answers 500 to the requests of an engine that died."""
         is_500 = self.answer is not None and self.answer.status == HTTPStatus.INTERNAL_SERVER_ERROR
         return self.failure == "broken" or is_500
 
@@ -399,6 +399,9 @@ def _describe(error: Exception, silence_timeout_s: float) -> str:
         return silent_for(silence_timeout_s)
     if isinstance(error, aiohttp.ClientResponseError):  # its text may quote a header
         return f"its answer is not valid HTTP, or has a header of more than {MAX_LINE_BYTES} bytes"
-    if isinstance(error, aiohttp.ClientPayloadError):  # its text may quote the answer
-        return "its answer breaks off"
-    return str(error) or type(error).__name__
+    # Their texts may quote the answer, or have all its headers.
+    if isinstance(error, (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError)):
+        return "its answer does not come, or breaks off"
+    # The operating system's own words; the text of any other error may quote what was sent.
+    reason = error.strerror if isinstance(error, OSError) else None
+    return reason or type(error).__name__

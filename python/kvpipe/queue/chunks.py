@@ -14,31 +14,6 @@ _SHOWN_BYTES = 200
 _TOKEN_FIELDS = ("token_ids", "prompt_token_ids")
 
 
-class Events:
-    """Splits the bytes of a stream into its events."""
-
-    def __init__(self) -> None:
-        self._rest = bytearray()
-
-    @property
-    def num_bytes_left(self) -> int:
-        """Size of what there is of an event that is not complete."""
-        return len(self._rest)
-
-    def feed(self, piece: bytes) -> list[bytes]:
-        """Returns the events that are complete, without the empty line after each."""
-        searched = max(0, len(self._rest) - 1)  # an event may have any number of pieces
-        self._rest += piece
-        if self._rest.find(b"\n\n", searched) < 0:
-            return []
-        *events, self._rest = self._rest.split(b"\n\n")
-        return [bytes(event) for event in events if event.strip()]
-
-    def end(self) -> bytes:
-        """Returns what is left at the end of the stream."""
-        return bytes(self._rest)
-
-
 def chunk_of(event: bytes) -> dict[str, Any] | None:
     """Parses an event; `None` if it is no chunk, as the end mark."""
     try:

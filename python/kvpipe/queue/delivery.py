@@ -15,9 +15,9 @@ from multidict import CIMultiDict
 from kvpipe import transfer_params
 from kvpipe.proxy import exact_json
 from kvpipe.proxy.bodies import PARAMS
+from kvpipe.proxy.events import Events
 from kvpipe.proxy.upstream import Answer, InstanceError, failed
 from kvpipe.queue.chunks import (
-    Events,
     chunk_of,
     event_of,
     failure_in,
