@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+import traceback
 
 import pytest
 
 from kvpipe.exceptions import ConfigError
 from kvpipe.store import LocalStore, open_store
 from kvpipe.store.urls import redact, resolve_url
+from kvpipe.store.valkey.settings import ValkeySettings
 
 
 class OwnStore(LocalStore):
@@ -53,6 +55,28 @@ def test_a_url_that_names_nothing_is_an_error_that_says_what_is_expected(url, me
     with pytest.raises(ConfigError) as caught:
         resolve_url(url)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:12/geheim@host",
+        "redis://user:12/0/geheim@host",
+        "redis://:geheim#x@host",
+        "redis://:x#geheim@host",
+        "redis://:a@geheim#b@host",
+        "redis://:geheim[@host:1",
+        "redis://:geheim\u2100@host",
+        "redis://user:geheim?x@host",
+        "redis://user:12?geheim@host",
+        "redis://user:12?connections=geheim@host",
+    ],
+)
+def test_a_login_that_is_not_percent_encoded_is_an_error_that_quotes_nothing_of_it(url):
+    with pytest.raises(ConfigError, match=r"login.*must be percent-encoded") as caught:
+        ValkeySettings.from_url(url)
+    assert "geheim" not in "".join(traceback.format_exception_only(caught.value))
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
 def test_a_password_is_in_no_message():

@@ -127,6 +127,28 @@ def test_a_call_that_waits_at_a_demoted_server_goes_on_at_the_next_one(pair):
             assert value.read() == b"abc"
 
 
+def test_a_subscription_that_opens_while_the_primary_changes_is_made_again_at_the_new_one(pair, monkeypatch):
+    with ThreadPoolExecutor(1) as threads, ValkeyStore.open(url_of(pair, "answer_s=60")) as store:
+        connections = store._context.client.connections
+        subscribe = connections.subscribe
+
+        def subscribe_and_change(servers):
+            subscription = subscribe(servers)
+            monkeypatch.undo()
+            demote(pair[0])
+            assert store.exists([b"k"]) == [False]
+            return subscription
+
+        monkeypatch.setattr(connections, "subscribe", subscribe_and_change)
+        waiting = threads.submit(store.select, b"k", timeout=LONG_S)
+        with pair[1].client() as second:
+            eventually(lambda: second.pubsub_numsub("kvpipe:w:{k}")[0][1] == 1)
+        with ValkeyStore.open(pair[1].url()) as writer:
+            assert writer.put(b"k", b"abc")
+        with waiting.result(LONG_S) as value:
+            assert value.read() == b"abc"
+
+
 def test_values_that_were_replicated_are_read_at_the_new_primary(running, tmp_path, tls_or_none):
     tls = ("--tls-replication", "yes") if tls_or_none else ()
     with (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvpipe.exceptions import ConfigError
 from kvpipe.store.base import RESERVATION_S
@@ -13,6 +13,8 @@ Address = tuple[str, int]
 
 _TLS_OF_SCHEME = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
 _DEFAULT_PORT = 6379
+# It quotes nothing: a part of the password may be anywhere in such a URL.
+_UNREADABLE = "the store's URL cannot be read: the login and the parameters of the URL must be percent-encoded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,20 @@ class ValkeySettings:
         Raises:
             ConfigError: It is none, or has an unknown parameter.
         """
-        parts = urlsplit(url)
+        try:
+            return cls._from_parts(urlsplit(url))
+        except ConfigError:
+            # A password that has a `?` ends in the query.
+            if "@" not in url.partition("?")[2]:
+                raise
+            raise ConfigError(_UNREADABLE) from None
+        except ValueError:
+            raise ConfigError(_UNREADABLE) from None
+
+    @classmethod
+    def _from_parts(cls, parts: SplitResult) -> ValkeySettings:
+        if "@" in parts.path + parts.fragment:
+            raise ConfigError(_UNREADABLE)
         if parts.scheme not in _TLS_OF_SCHEME:
             message = f"scheme {parts.scheme!r}: expected one of {', '.join(_TLS_OF_SCHEME)}"
             raise ConfigError(message)

@@ -73,14 +73,19 @@ class Wakeups:
             generation = client.primary.generation
             return client.connections.subscribe(client.servers()), generation
 
-        subscription, generation = client.renewing(subscribe)
-        with self._lock:
-            if self._subscription is not None:
-                self._subscription.close()
-            self._subscription, self._generation = subscription, generation
-            if self._is_closed:
-                subscription.close()
-        return subscription
+        while True:
+            subscription, generation = client.renewing(subscribe)
+            with self._lock:
+                if self._is_closed:
+                    subscription.close()
+                    return subscription
+                # A change before this has closed the older subscription only; one after it closes this one.
+                if generation == client.primary.generation:
+                    if self._subscription is not None:
+                        self._subscription.close()
+                    self._subscription, self._generation = subscription, generation
+                    return subscription
+            subscription.close()
 
     def _end_subscription(self) -> None:
         """Ends the subscription at a server that is the primary no more; it may keep the connection."""
