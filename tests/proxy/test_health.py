@@ -82,7 +82,7 @@ def test_a_trial_that_freezes_is_over():
     health.asked()
     health.probed(10.0)
     assert health.freeze(15.0)
-    health.left()
+    health.trial_left()
     assert health.is_frozen
 
 

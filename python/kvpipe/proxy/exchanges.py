@@ -97,7 +97,8 @@ class Exchanges:
     async def get(self, role: Role, instance: Instance, path: str, headers: CIMultiDict[str]) -> Answer:
         """Send a GET; errors as those of `post`."""
         exchange = self._upstream.get(role, instance, path, headers)
-        return await self._checked(self._pools[role].unless_frozen(instance, exchange, lambda: True))
+        bounded = self._pools[role].unless_frozen(instance, exchange, lambda: True, is_generation=False)
+        return await self._checked(bounded)
 
     async def _logged(self, exchange: Awaitable[T]) -> T:
         """Returns the result of an exchange; logs its failure."""

@@ -63,19 +63,26 @@ class Health:
         self._silent_since_s = None
         self._end_trial("up")
 
-    def asked(self) -> None:
-        """Note that a request goes to it."""
-        if self._state == "half-open":
+    def asked(self) -> bool:
+        """Note that a request goes to it; returns true if that is its trial."""
+        is_trial = self._state == "half-open"
+        if is_trial:
             self._state = "trial"
+        return is_trial
 
-    def left(self) -> None:
-        """Note that a request has been taken from it before its answer."""
+    def trial_left(self) -> None:
+        """Note that its trial has been taken from it before its answer."""
         self._end_trial("half-open")
 
     def probed(self, now_s: float) -> None:
         """Note that a probe goes to its ports."""
         if self._silent_since_s is None:
             self._silent_since_s = now_s
+
+    def excuse(self, seconds: float) -> None:
+        """Note that so much of its silence is none: its answers may not have been read."""
+        if self._silent_since_s is not None:
+            self._silent_since_s += seconds
 
     def answered(self, *, is_http: bool) -> None:
         """Note that a port has answered a probe; a control port does so while HTTP is slow."""

@@ -32,6 +32,9 @@ T = TypeVar("T")
 
 # HTTP stalls while a healthy API server tokenizes. Without a control port its silence has to last so much longer.
 _PATIENCE = 6
+# A request leaves a frozen instance so long after the freeze, and looks again so often whether another one takes it:
+# several may freeze, or thaw, at about the same time.
+_LOOK_S = 1.0
 
 
 class Pool(ABC):
@@ -65,13 +68,21 @@ class Pool(ABC):
         """Returns true if an instance may be sent a request now."""
         return True
 
-    async def unless_frozen(self, instance: Instance, exchange: Awaitable[T], may_leave: Callable[[], bool]) -> T:  # noqa: ARG002
+    async def unless_frozen(
+        self,
+        instance: Instance,  # noqa: ARG002
+        exchange: Awaitable[T],
+        may_leave: Callable[[], bool],  # noqa: ARG002
+        *,
+        is_generation: bool = True,  # noqa: ARG002
+    ) -> T:
         """Returns the result of an exchange that awaits the first byte of an answer.
 
         Args:
             instance: the instance that owes it.
             exchange: the exchange; it is cancelled where the instance freezes.
             may_leave: whether another instance can be asked then; else the exchange goes on.
+            is_generation: whether its answer shows that a half-open instance works again.
 
         Raises:
             InstanceError: that of the exchange, or the instance is frozen.
@@ -164,24 +175,43 @@ class HttpPool(Pool):
         if all(health.is_frozen for health in self._health.values()):
             raise self._frozen(self.instances[0], "unavailable")
 
-    async def unless_frozen(self, instance: Instance, exchange: Awaitable[T], may_leave: Callable[[], bool]) -> T:
+    async def unless_frozen(
+        self,
+        instance: Instance,
+        exchange: Awaitable[T],
+        may_leave: Callable[[], bool],
+        *,
+        is_generation: bool = True,
+    ) -> T:
         """As `Pool.unless_frozen`."""
-        loop = asyncio.get_running_loop()
+        loop, health = asyncio.get_running_loop(), self._health[instance]
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal timer
+            timer = None
+            if health.is_frozen and may_leave():
+                bound.reschedule(loop.time())
+            elif health.is_frozen:
+                when_frozen()
 
         def when_frozen() -> None:
-            if may_leave():
-                bound.reschedule(loop.time())
+            nonlocal timer
+            timer = timer or loop.call_later(_LOOK_S, look)
 
         try:
             async with asyncio.timeout(None) as bound:
-                with self._probes[instance].owing(when_frozen):
-                    if self._health[instance].is_frozen:
+                with self._probes[instance].owing(when_frozen, is_generation=is_generation):
+                    if health.is_frozen:
                         when_frozen()
                     return await exchange
         except TimeoutError:
             if not bound.expired():
                 raise
             raise self._frozen(instance, "frozen") from None
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def is_frozen(self, instance: Instance) -> bool:
         """As `Pool.is_frozen`."""

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 
 from kvpipe.proxy.health import Health
 from kvpipe.proxy.tasks import OwnedTasks
+from kvpipe.proxy.upstream import InstanceError
 
 # Between two probes, and before the first one: most answers begin earlier.
 _INTERVAL_S = 1.0
 # An HTTP port that takes longer is slow. It may tokenize a long prompt.
 _SLOW_S = 1.0
+# Silence is counted in slices of so much: one in which this process got no CPU for longer counts as one.
+_SLICE_S = 0.5
 # A probe of a frozen instance waits for its thaw; a new one follows for hosts that have lost the connection.
 _LONGEST_S = 30.0
 
@@ -44,20 +47,25 @@ class Probes:
         self._thawed.set()
 
     @contextmanager
-    def owing(self, when_frozen: Callable[[], None]) -> Iterator[None]:
-        """The instance owes an answer while this is entered; `when_frozen` is called each time it freezes meanwhile."""
+    def owing(self, when_frozen: Callable[[], None], *, is_generation: bool) -> Iterator[None]:
+        """The instance owes an answer while this is entered; `when_frozen` is called each time it freezes meanwhile.
+
+        Only the answer to a generation tells whether a half-open instance works again.
+        """
         key = object()
         self._owed[key] = when_frozen
-        self._health.asked()
+        is_trial = is_generation and self._health.asked()
         if self._running is None or self._running.done():
             self._running = self._tasks.spawn(self._run())
         try:
             yield
-        except asyncio.CancelledError:
-            self._health.left()
+        except BaseException as error:
+            if is_trial and not isinstance(error, InstanceError):  # which is noted as a failure
+                self._health.trial_left()
             raise
         else:
-            self._health.served()
+            if is_generation:
+                self._health.served()
         finally:
             del self._owed[key]
 
@@ -79,7 +87,7 @@ class Probes:
         http = asyncio.ensure_future(self._ask(self._http, is_http=True))
         control = asyncio.ensure_future(self._ask(self._control, is_http=False))
         try:
-            await asyncio.wait({http}, timeout=_SLOW_S)
+            await self._wait({http}, _SLOW_S)
             if not _has_answered(http):
                 health.slow()
             if health.is_frozen:
@@ -90,7 +98,7 @@ class Probes:
                 left_s = health.left_s(loop.time())
                 if left_s <= 0:
                     break
-                _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                pending = await self._wait(pending, left_s)
         finally:
             http.cancel()
             control.cancel()
@@ -99,6 +107,17 @@ class Probes:
             logger.warning("instance.frozen %s waiting=%s", self._name, len(self._owed))
             for when_frozen in list(self._owed.values()):
                 when_frozen()
+
+    async def _wait(self, asked: "set[asyncio.Task[bool]]", timeout_s: float) -> "set[asyncio.Task[bool]]":
+        """Waits until one has answered; returns the others. Time in which this process got no CPU is no silence."""
+        now_s, left_s = asyncio.get_running_loop().time, timeout_s
+        pending = asked
+        while left_s > 0 and len(pending) == len(asked):
+            slice_s, began_s = min(left_s, _SLICE_S), now_s()
+            _, pending = await asyncio.wait(asked, timeout=slice_s, return_when=asyncio.FIRST_COMPLETED)
+            self._health.excuse(max(0.0, now_s() - began_s - slice_s))
+            left_s -= slice_s
+        return pending
 
     async def _ask(self, ask: Ask, *, is_http: bool) -> bool:
         has_answered = await ask()
@@ -110,5 +129,5 @@ class Probes:
         return has_answered
 
 
-def _has_answered(task: "asyncio.Future[bool]") -> bool:
+def _has_answered(task: "asyncio.Task[bool]") -> bool:
     return task.done() and not task.cancelled() and task.exception() is None and task.result()
