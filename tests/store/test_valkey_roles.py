@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvpipe.exceptions import AuthenticationError, KVPipeError, PeerLostError, TransferTimeoutError
+from kvpipe.exceptions import AuthenticationError, KVPipeError, PeerLostError, ProtocolError, TransferTimeoutError
 from kvpipe.store.valkey import ValkeyStore
+from kvpipe.store.valkey.connections import check_role
 from kvpipe.store.valkey.errors import NotServingError, check_serves
 from tests.store.contract import LONG_S, eventually
 from tests.store.valkey_servers import free_port
@@ -68,6 +69,23 @@ def test_a_refusal_for_what_the_server_is_now_is_known_by_its_kind(text):
     with pytest.raises(NotServingError):
         check_serves([b"OK", text], "host:1")
     check_serves([b"OK", None, "NOPERM no", "OOM no", "MOVED 1 host:2"], "host:1")
+
+
+HELLO = [b"role", b"master", b"mode", b"standalone", b"version", b"8.0.0", b"modules", []]
+
+
+@pytest.mark.parametrize(
+    "reply", [1, None, [], b"text", [b"a", b"b", b"c"], HELLO[:4], HELLO[2:4], [[], b"x"], [b"mode", 1, b"version", 2]]
+)
+def test_a_reply_that_is_none_to_hello_is_a_protocol_error_that_names_the_server(reply):
+    with pytest.raises(ProtocolError, match=r"^host:1 answers HELLO with"):
+        check_role(reply, "host:1")
+
+
+def test_a_role_that_is_no_text_is_no_primary():
+    check_role(HELLO, "host:1")
+    with pytest.raises(NotServingError, match="host:1 is a"):
+        check_role([b"role", b"\xff", *HELLO[2:]], "host:1")
 
 
 CALLS = {
