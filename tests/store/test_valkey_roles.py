@@ -116,6 +116,20 @@ def test_a_server_that_is_demoted_and_keeps_its_connections_answers_no_call(pair
         assert store.stats().num_lost == 0
 
 
+def test_a_list_that_is_under_way_begins_again_at_a_new_primary(pair):
+    names = [{f"{letter}{number}".encode() for number in range(1000)} for letter in "ab"]
+    for server, of_server in zip(pair, names, strict=True):
+        with server.client() as client, client.pipeline() as many:
+            for name in of_server:
+                many.hset(b"kvpipe:v:{%s}" % name, mapping={"e": "1", "n": "1"})
+            many.execute()
+    with ValkeyStore.open(url_of(pair)) as store:
+        listing = store.list()
+        assert next(listing).key in names[0]
+        demote(pair[0])
+        assert {info.key for info in listing} - names[0] == names[1]
+
+
 def test_parts_that_a_demoted_server_refuses_are_written_to_the_next_one_and_their_commit_fails(pair):
     with ValkeyStore.open(url_of(pair)) as store:
         reservation = store.reserve(b"k", 8 * MIB)
