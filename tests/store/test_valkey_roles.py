@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvpipe.exceptions import AuthenticationError, KVPipeError, PeerLostError, TransferTimeoutError
+from kvpipe.exceptions import AuthenticationError, KVPipeError, PeerLostError, ProtocolError, TransferTimeoutError
 from kvpipe.store.valkey import ValkeyStore
+from kvpipe.store.valkey.connections import check_role
 from kvpipe.store.valkey.errors import NotServingError, check_serves
 from tests.store.contract import LONG_S, eventually
 from tests.store.valkey_servers import free_port
@@ -70,6 +71,23 @@ def test_a_refusal_for_what_the_server_is_now_is_known_by_its_kind(text):
     check_serves([b"OK", None, "NOPERM no", "OOM no", "MOVED 1 host:2"], "host:1")
 
 
+HELLO = [b"role", b"master", b"mode", b"standalone", b"version", b"8.0.0", b"modules", []]
+
+
+@pytest.mark.parametrize(
+    "reply", [1, None, [], b"text", [b"a", b"b", b"c"], HELLO[:4], HELLO[2:4], [[], b"x"], [b"mode", 1, b"version", 2]]
+)
+def test_a_reply_that_is_none_to_hello_is_a_protocol_error_that_names_the_server(reply):
+    with pytest.raises(ProtocolError, match=r"^host:1 answers HELLO with"):
+        check_role(reply, "host:1")
+
+
+def test_a_role_that_is_no_text_is_no_primary():
+    check_role(HELLO, "host:1")
+    with pytest.raises(NotServingError, match="host:1 is a"):
+        check_role([b"role", b"\xff", *HELLO[2:]], "host:1")
+
+
 CALLS = {
     "exists": lambda store: store.exists([b"k", b"other"]) == [False, False],
     "put": lambda store: store.put(b"new", bytes(MIB)),
@@ -96,6 +114,20 @@ def test_a_server_that_is_demoted_and_keeps_its_connections_answers_no_call(pair
         with second.client() as client:
             assert client.exists("kvpipe:v:{after}")
         assert store.stats().num_lost == 0
+
+
+def test_a_list_that_is_under_way_begins_again_at_a_new_primary(pair):
+    names = [{f"{letter}{number}".encode() for number in range(1000)} for letter in "ab"]
+    for server, of_server in zip(pair, names, strict=True):
+        with server.client() as client, client.pipeline() as many:
+            for name in of_server:
+                many.hset(b"kvpipe:v:{%s}" % name, mapping={"e": "1", "n": "1"})
+            many.execute()
+    with ValkeyStore.open(url_of(pair)) as store:
+        listing = store.list()
+        assert next(listing).key in names[0]
+        demote(pair[0])
+        assert {info.key for info in listing} - names[0] == names[1]
 
 
 def test_parts_that_a_demoted_server_refuses_are_written_to_the_next_one_and_their_commit_fails(pair):

@@ -8,7 +8,7 @@ from threading import Condition, Lock
 from typing import TYPE_CHECKING, Any
 
 from kvpipe import _kvpipe
-from kvpipe.exceptions import ClosedError, ConnectError, IncompatiblePeerError, PeerLostError
+from kvpipe.exceptions import ClosedError, ConnectError, IncompatiblePeerError, PeerLostError, ProtocolError
 from kvpipe.store.valkey.errors import LoginError, NotServingError, UnreachedError, error_of
 
 if TYPE_CHECKING:
@@ -36,17 +36,28 @@ class Greeting:
 
 
 def check_role(hello: Any, address: str) -> None:
-    """Raises `NotServingError` if the reply to `HELLO` is not that of a primary or of a cluster's server."""
+    """Raises `NotServingError` if the reply to `HELLO` is not that of a primary or of a cluster's server.
+
+    Raises:
+        ProtocolError: It is no reply to `HELLO`.
+    """
     if isinstance(hello, str):
         raise error_of(hello, address)
-    facts = _facts(hello)
+    facts = _facts(hello, address)
     if facts.get(b"role") != b"master" and facts.get(b"mode") != b"cluster":
-        role = facts.get(b"role", facts.get(b"mode", b"unknown")).decode()
+        role = facts.get(b"role", facts[b"mode"]).decode(errors="replace")
         raise NotServingError(f"{address} is a {role}, and no primary: name its primary in the URL of the store")
 
 
-def _facts(hello: Any) -> dict[bytes, Any]:
-    return dict(zip(hello[::2], hello[1::2], strict=True))
+def _facts(hello: Any, address: str) -> dict[bytes, bytes]:
+    """The texts of a reply to `HELLO`, among them its mode and version."""
+    facts: dict[bytes, bytes] = {}
+    if isinstance(hello, list):
+        pairs = zip(hello[::2], hello[1::2], strict=False)
+        facts = {name: value for name, value in pairs if isinstance(name, bytes) and isinstance(value, bytes)}
+    if not {b"mode", b"version"} <= facts.keys():
+        raise ProtocolError(f"{address} answers HELLO with {hello!r}: expected a Valkey or Redis server, 6.2 or newer")
+    return facts
 
 
 class Connections:
@@ -101,6 +112,7 @@ class Connections:
             LoginError: It refuses the user or password.
             IncompatiblePeerError: It is too old.
             NotServingError: It is no primary, or loads its data.
+            ProtocolError: It is another kind of server.
             UnreachedError: It was not reached.
         """
         connection = self._open(server, timeout_s)
@@ -109,14 +121,14 @@ class Connections:
             hello, info = connection.receive(2)
         finally:
             connection.close()
-        facts = _facts(hello)
-        version = facts[b"version"].decode()
-        if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < _OLDEST:
+        facts = _facts(hello, _name(server))
+        version = facts[b"version"].decode(errors="replace")
+        if tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) < _OLDEST:
             raise IncompatiblePeerError(f"{_name(server)} has version {version}: expected 6.2 or newer")
         # A user without the right to ask gets an error.
         lines = info.splitlines() if isinstance(info, bytes) else ()
-        limits = [int(line.partition(b":")[2]) for line in lines if line.startswith(b"maxmemory:")]
-        return Greeting(facts[b"mode"] == b"cluster", sum(limits) or None)
+        limits = [line.partition(b":")[2] for line in lines if line.startswith(b"maxmemory:")]
+        return Greeting(facts[b"mode"] == b"cluster", sum(int(limit) for limit in limits if limit.isdigit()) or None)
 
     def discard(self, server: Address) -> None:
         """Ends the connections to a server; those that calls use, when they give them back."""

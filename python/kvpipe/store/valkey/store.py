@@ -188,7 +188,7 @@ class ValkeyStore(KVStore):
         seen: set[bytes] = set()
         client = self._context.client
         for server in client.cluster.servers() if client.cluster is not None else [None]:
-            cursor = None
+            cursor, generation = None, client.primary.generation
             while cursor != b"0":
                 scan = (b"SCAN", cursor or b"0", b"MATCH", self._keys.pattern(prefix), b"COUNT", b"%d" % _LIST_PAGE)
                 cursor, page = client.run_at(server, *scan)
@@ -197,6 +197,9 @@ class ValkeyStore(KVStore):
                 for manifest, found in zip(manifests, self._context.bulk.describe(manifests), strict=True):
                     if found is not None:
                         yield ValueInfo(self._keys.key_of(manifest), found[0], is_leased=not found[1])
+                if generation != client.primary.generation:
+                    # The cursor of one server means nothing to another one.
+                    cursor, generation = None, client.primary.generation
 
     def stats(self) -> StoreStats:
         """Returns counters of this client. The content is not counted: other clients and the server change it."""
