@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import sys
+import time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvpipe import ConnectError, _kvpipe
 from kvpipe.control import ControlClient
+from kvpipe.proxy.health import Health
 
 from .harness import COMPLETIONS, REQUEST, RecordingControl, answers, never_ends, run, stage, streams
 from .test_early_streams import STREAMED, prefilled
@@ -231,6 +233,54 @@ def test_the_only_decode_keeps_its_requests_while_it_is_frozen_and_new_ones_get_
             assert (await posting)[0] == 200
             while (await s.post())[0] != 200:  # noqa: ASYNC110 - what is awaited is the proxy's
                 await asyncio.sleep(0.05)
+
+
+def test_a_request_at_a_frozen_decode_goes_to_another_one_that_goes_on_before_it():
+    @scene
+    async def _(first):
+        async with stoppable() as second, frozen_stage(None, [first, second]) as s:
+            posting = [asyncio.create_task(s.post()) for _ in range(2)]
+            for each in (first, second):
+                await each.until_state(s, lambda state: len(state["handoffs"]) == 1)
+            async with s.client.post(first.url + "/go"):
+                first.stop()
+            await second.until_state(s, lambda state: len(state["handoffs"]) == 2)
+            second.stop()
+            while (await refused_or_none(s))[0] != 503:
+                pass
+            first.go_on()
+            done, _ = await asyncio.wait(posting, return_when=asyncio.FIRST_COMPLETED)
+            assert [task.result()[0] for task in done] == [200]
+            second.go_on()
+            async with s.client.post(second.url + "/go"):
+                pass
+            assert [status for status, _, _ in await asyncio.gather(*posting)] == [200, 200]
+
+
+def test_a_proxy_that_gets_no_cpu_freezes_no_instance(monkeypatch):
+    has_blocked = asyncio.Event()
+
+    def probed(health, now_s):
+        original(health, now_s)
+        if not has_blocked.is_set():
+            has_blocked.set()
+            # The probe is under way, and its answer waits to be read.
+            asyncio.get_running_loop().call_soon(time.sleep, 2 * FROZEN_AFTER_S)
+
+    original = Health.probed
+    monkeypatch.setattr(Health, "probed", probed)
+
+    @scene
+    async def _(p):
+        async with frozen_stage([p]) as s:
+            posting = asyncio.create_task(s.post())
+            await has_blocked.wait()
+            async with s.client.post(p.url + "/go"):
+                pass
+            assert (await posting)[0] == 200
+            assert ("kvpipe_prefill_fallbacks_total",) not in {
+                key for key, value in (await metrics(s)).items() if value
+            }
 
 
 async def refused_or_none(s):

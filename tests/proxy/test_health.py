@@ -63,7 +63,9 @@ def test_a_control_port_does_not_thaw_and_http_opens_by_half():
     assert (health.is_frozen, health.takes_requests) == (False, True)
 
 
-@pytest.mark.parametrize(("end", "takes_next"), [("served", True), ("failed", True), ("left", True), (None, False)])
+@pytest.mark.parametrize(
+    ("end", "takes_next"), [("served", True), ("failed", True), ("trial_left", True), (None, False)]
+)
 def test_a_half_open_instance_gets_one_request_until_that_has_ended(end, takes_next):
     health = frozen()
     health.answered(is_http=True)

@@ -119,6 +119,23 @@ def test_kv_that_a_prefix_cache_keeps_over_a_reset_is_shared_with_none_once_the_
     assert loads(other, shared) == 3
 
 
+def test_a_block_that_was_not_full_at_a_failed_reset_is_shared_with_none_once_the_weights_have_changed(
+    new_engine: Any,
+) -> None:
+    engine = new_engine()
+    running = engine.add(prompt(2), 2 * CHUNK + 4)
+    engine.until(lambda: running.num_output_tokens > 0)
+    assert not engine.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=True)
+    update(engine)
+    engine.until(lambda: running.num_output_tokens >= 2 * CHUNK + 2)
+    longer = [*list(running.all_token_ids)[: 2 * CHUNK], 5, 6, 7]
+    stored(engine, longer)
+    other = new_engine()
+    reset(other)
+    update(other)
+    assert loads(other, longer) == 0
+
+
 def test_weights_that_are_changed_back_are_those_of_the_start(new_engine: Any) -> None:
     engine = new_engine()
     stored(engine, TOKENS)

@@ -123,8 +123,10 @@ class Names:
         """
         if is_cache_empty:
             self._kept = None
+        elif not self.namespace:  # the weights between two resets are not known
+            self._kept = []
         elif self._kept is None:
-            self._kept = self._merged() if self.namespace else []
+            self._kept = self._merged()
         self.namespace, self.private_reason = b"", ""
         self._ranks.clear()
 

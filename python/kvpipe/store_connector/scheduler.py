@@ -391,8 +391,11 @@ class SchedulerRole:
             self._entries.forget(prompt)
         if self._names.namespace:
             self._out.stats.set_namespace(self._names.namespace, is_shared=False)
-        # vLLM does not empty it while requests have blocks, unless it may preempt them.
-        is_cache_empty = self._manager is not None and not len(self._manager.block_pool.cached_block_hash_to_block)
+        # vLLM does not empty it while requests have blocks, unless it may preempt them. Their first block may not be
+        # full yet: it gets its hash later, with KV of both weights. One block, the null block, is always in use.
+        pool = None if self._manager is None else self._manager.block_pool
+        are_blocks_free = pool is not None and pool.num_gpu_blocks - pool.get_num_free_blocks() == 1
+        is_cache_empty = are_blocks_free and not len(pool.cached_block_hash_to_block)
         self._names.reset(is_cache_empty=is_cache_empty)
         self._num_resets, self._is_reset = self._num_resets + 1, True
         now_s = time.monotonic()
