@@ -62,6 +62,24 @@ def test_a_request_that_is_too_large_for_the_broker_fails_alone(broker, is_limit
         run(scene)
 
 
+def test_clients_that_leave_at_any_moment_of_a_large_request_end_no_connection(broker):
+    async def scene():
+        async with stage(broker.url) as s:
+            front = await s.front()
+            await s.pair(num_slots=NUM_BESIDE)
+            await until_healthy(front)
+            link = front._broker.link
+            for number in range(300):
+                asking = asyncio.create_task(ask(front, large()))
+                await asyncio.sleep(0.00003 * number)
+                asking.cancel()
+                await asyncio.wait({asking})
+            await front.state()  # an answer of the broker after all that was sent before
+            assert front._broker.link is link
+
+    run(scene)
+
+
 def test_a_dead_letter_that_is_too_large_now_is_not_answered_and_stays(broker, monkeypatch):
     monkeypatch.setattr("kvpipe.queue.messages._LONGEST_TTL_S", 0.3)
     topology = Topology("letters-large")

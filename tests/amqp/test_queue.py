@@ -190,7 +190,8 @@ def test_a_channel_that_closes_counts_against_the_oldest_of_its_requests_alone(b
                 await client.until(3)
             for num_deliveries in (3, 6):
                 await decode.until(lambda num=num_deliveries: len(decode.bodies) == num)
-                await s.workers[0]._broker.link.requests.close()
+                channel = await s.workers[0]._broker.link.requests.get_underlay_channel()
+                await channel.basic_ack(1 << 40)  # the broker closes it, with the reply code of a late delivery
             with pytest.raises(InstanceError, match="delivery_limit"):
                 await oldest.answering
             await decode.until(lambda: len(decode.bodies) == 8)
@@ -198,6 +199,23 @@ def test_a_channel_that_closes_counts_against_the_oldest_of_its_requests_alone(b
             for client in beside:
                 await has_one_answer(client, written(decode.tokens()))
             assert [asked["user"] for asked in decode.bodies[6:]] == ["beside", "beside"]
+
+    run(scene)
+
+
+def test_connections_that_are_lost_count_against_no_request(broker):
+    async def scene():
+        async with stage(broker.url, topology=Topology("lost-connections", delivery_limit=1)) as s:
+            front, decode = await s.front(), await s.pair()
+            decode.pause_after = 3
+            client = Client(front, body(), {})
+            for num_deliveries in range(1, 5):
+                await decode.until(lambda num=num_deliveries: len(decode.bodies) == num)
+                await client.until(3)
+                if num_deliveries < 4:
+                    await s.workers[0]._broker.link.connection.close()
+            decode.go_on.set()
+            await has_one_answer(client, written(decode.tokens()))
 
     run(scene)
 

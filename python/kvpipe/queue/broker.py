@@ -47,8 +47,8 @@ class Link(Protocol):
     def channels(self) -> tuple[AbstractChannel, ...]:
         """Its channels; a broker closes one that was used wrongly."""
 
-    def lost(self) -> None:
-        """The connection has ended: nothing can be sent or settled on it any more."""
+    def lost(self, error: BaseException | None) -> None:
+        """The connection, or one of the channels, has ended by this error: nothing can be sent or settled any more."""
 
 
 L = TypeVar("L", bound=Link)
@@ -139,12 +139,13 @@ class Broker(Generic[L]):
             self._is_tried.set()
             self._is_open.set()
             logger.info("broker.connected address=%s", self.address)
+            error = None
             try:
                 error = await _first_end(connection, link.channels)
             finally:
                 self._link = None
                 self._is_open.clear()
-                link.lost()
+                link.lost(error)
             self._note(str(error or "") or "the connection was closed")
         finally:
             with contextlib.suppress(*BROKER_ERRORS):
@@ -183,6 +184,27 @@ async def called(work: Awaitable[T], timeout_s: float = CALL_TIMEOUT_S) -> T:
     return task.result()
 
 
+# Calls whose callers may have left.
+_uncut: set[asyncio.Task[Any]] = set()
+
+
+async def uncut(work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of calls that go on where the caller is cancelled, up to limits of their own.
+
+    Half an exchange about a channel is an error of the whole connection.
+    """
+    task = asyncio.create_task(work)
+    _uncut.add(task)
+    task.add_done_callback(_forget)
+    return await asyncio.shield(task)
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    _uncut.discard(task)
+    if not task.cancelled():
+        task.exception()  # the caller has it, or has left
+
+
 async def publish_alone(
     connection: AbstractConnection, message: AbstractMessage, queue: str, timeout_s: float, *, mandatory: bool = True
 ) -> None:
@@ -190,25 +212,40 @@ async def publish_alone(
 
     A broker closes the channel of a message that it refuses.
     """
-    channel = await called(connection.channel(publisher_confirms=True, on_return_raises=True))
+    has_left = False
+
+    async def publish() -> None:
+        channel = await called(connection.channel(publisher_confirms=True, on_return_raises=True))
+        try:
+            if not has_left:
+                await called(channel.default_exchange.publish(message, queue, mandatory=mandatory), timeout_s)
+        finally:
+            with contextlib.suppress(*BROKER_ERRORS):
+                await called(channel.close())
+
     try:
-        await called(channel.default_exchange.publish(message, queue, mandatory=mandatory), timeout_s)
-    finally:
-        with contextlib.suppress(*BROKER_ERRORS):
-            await called(channel.close())
+        await uncut(publish())
+    except asyncio.CancelledError:
+        has_left = True
+        raise
 
 
 async def num_consumers(connection: AbstractConnection, queue: str) -> int | None:
     """Returns how many consumers a queue has; `None` if the broker has no such queue."""
-    # A channel of its own: the broker closes it where there is no such queue.
-    channel = await connection.channel(publisher_confirms=False)
-    try:
-        found = await channel.declare_queue(queue, passive=True)
-    except ChannelNotFoundEntity:
-        return None
-    finally:
-        await channel.close()
-    return found.declaration_result.consumer_count
+
+    async def ask() -> int | None:
+        # A channel of its own: the broker closes it where there is no such queue.
+        channel = await called(connection.channel(publisher_confirms=False))
+        try:
+            found = await called(channel.declare_queue(queue, passive=True))
+        except ChannelNotFoundEntity:
+            return None
+        finally:
+            with contextlib.suppress(*BROKER_ERRORS):
+                await called(channel.close())
+        return found.declaration_result.consumer_count
+
+    return await uncut(ask())
 
 
 async def _first_end(connection: AbstractConnection, channels: Sequence[AbstractChannel]) -> BaseException | None:

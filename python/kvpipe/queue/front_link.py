@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aio_pika.exceptions import ChannelPreconditionFailed
 
-from kvpipe.queue.broker import CALL_TIMEOUT_S, called, publish_alone
+from kvpipe.queue.broker import BROKER_ERRORS, CALL_TIMEOUT_S, called, publish_alone, uncut
 from kvpipe.queue.topology import SMALL_MESSAGE_BYTES
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class FrontLink:
         """All of them."""
         return self.requests, self.controls
 
-    def lost(self) -> None:
+    def lost(self, error: BaseException | None) -> None:
         """Requests are the broker's, and their replies come to the same queue after it has come back."""
 
     async def publish(self, message: Message, queue: str, timeout_s: float) -> None:
@@ -99,8 +100,19 @@ class FrontLink:
 
 async def depths_of(connection: AbstractConnection, names: Sequence[str]) -> dict[str, dict[str, int]]:
     """Messages and consumers of queues, on a channel of its own: the broker closes it where one is missing."""
-    async with connection.channel() as channel:
-        counts = {name: (await channel.declare_queue(name, passive=True)).declaration_result for name in names}
+
+    async def ask() -> list[AbstractQueue]:
+        channel = await called(connection.channel())
+        try:
+            return {
+                name: (await called(channel.declare_queue(name, passive=True))).declaration_result for name in names
+            }
+        finally:
+            with contextlib.suppress(*BROKER_ERRORS):
+                await called(channel.close())
+        return queues
+
+    counts = {queue.name: queue.declaration_result for queue in await uncut(ask())}
     return {
         name: {"messages": count.message_count or 0, "consumers": count.consumer_count or 0}
         for name, count in counts.items()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 from aio_pika import DeliveryMode, Message
+from aio_pika.exceptions import ChannelPreconditionFailed
 
 from kvpipe.exceptions import ProtocolError
 from kvpipe.proxy.tasks import OwnedTasks
@@ -70,14 +71,15 @@ class _Link:
         """All of them."""
         return self.requests, self.replies
 
-    def lost(self) -> None:
-        """The broker gives all of them to other workers.
+    def lost(self, error: BaseException | None) -> None:
+        """The broker gives all of them to other workers, and counts that. Interrupted ones count for the front end not.
 
-        A delivery that has taken too long ends its channel, and it is the oldest one. The others count as interrupted.
+        A delivery that has taken too long ends its channel by `PRECONDITION_FAILED`, and it is the oldest one.
         """
         self.is_lost = True
         self.outbox.close()
-        self.interrupted += [delivery for delivery, _ in self.deliveries.values()][1:]
+        num_at_fault = int(isinstance(error, ChannelPreconditionFailed))
+        self.interrupted += [delivery for delivery, _ in self.deliveries.values()][num_at_fault:]
         for _, task in self.deliveries.values():
             task.cancel()
 

@@ -394,8 +394,11 @@ class SchedulerRole:
         # vLLM does not empty it while requests have blocks, unless it may preempt them. Their first block may not be
         # full yet: it gets its hash later, with KV of both weights. One block, the null block, is always in use.
         pool = None if self._manager is None else self._manager.block_pool
-        are_blocks_free = pool is not None and pool.num_gpu_blocks - pool.get_num_free_blocks() == 1
-        is_cache_empty = are_blocks_free and not len(pool.cached_block_hash_to_block)
+        is_cache_empty = (
+            pool is not None
+            and pool.num_gpu_blocks - pool.get_num_free_blocks() == 1
+            and not len(pool.cached_block_hash_to_block)
+        )
         self._names.reset(is_cache_empty=is_cache_empty)
         self._num_resets, self._is_reset = self._num_resets + 1, True
         now_s = time.monotonic()
