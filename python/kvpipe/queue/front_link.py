@@ -104,13 +104,10 @@ async def depths_of(connection: AbstractConnection, names: Sequence[str]) -> dic
     async def ask() -> list[AbstractQueue]:
         channel = await called(connection.channel())
         try:
-            return {
-                name: (await called(channel.declare_queue(name, passive=True))).declaration_result for name in names
-            }
+            return [await called(channel.declare_queue(name, passive=True)) for name in names]
         finally:
             with contextlib.suppress(*BROKER_ERRORS):
                 await called(channel.close())
-        return queues
 
     counts = {queue.name: queue.declaration_result for queue in await uncut(ask())}
     return {
