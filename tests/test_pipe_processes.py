@@ -65,7 +65,7 @@ def test_receivers_that_are_killed_while_they_are_connected_to_end_nobody_else()
 
 @contextlib.contextmanager
 def stopped_after_its_welcome(receiver):
-    """The address of a relay to a receiver, which stops when it has said the third thing, its welcome."""
+    """The address of a relay to a receiver, which stops when it has said the second thing, its welcome."""
     host, _, port = receiver.read().rpartition(":")
     with socket.create_server(("127.0.0.1", 0)) as between:
         relay = threading.Thread(target=relay_until_welcome, args=(between, (host, int(port)), receiver))
@@ -78,11 +78,10 @@ def relay_until_welcome(between, address, receiver):
     with between.accept()[0] as near, socket.create_connection(address) as far:
         back = threading.Thread(target=hand_on, args=(near, far))
         back.start()
-        for said in range(3):
-            chunk = far.recv(1 << 16)
-            if said == 2:
-                receiver.stop()
-            near.sendall(chunk)
+        near.sendall(far.recv(1 << 16))
+        welcome = far.recv(1 << 16)
+        receiver.stop()
+        near.sendall(welcome)
         back.join()  # until the other side gives up
 
 
