@@ -32,8 +32,8 @@ class Deployment:
     client: aiohttp.ClientSession
     control: RecordingControl
 
-    async def post(self, raw):
-        async with self.client.post(self.url + COMPLETIONS, data=raw) as response:
+    async def post(self, raw, headers=None):
+        async with self.client.post(self.url + COMPLETIONS, data=raw, headers=headers) as response:
             return response.status, await response.read()
 
     async def status(self):
@@ -178,6 +178,8 @@ def test_a_request_that_is_too_large_for_the_queue_is_refused_before_prefill_com
             assert status == 413
             assert "at most 262144; raise --max-message-bytes" in orjson.loads(answer)["error"]["message"]
             assert "status=413 outcome=refused" in caplog.text
+            most = topology.max_message_bytes - (20 << 10)
+            assert (await it.post(body(user="x" * most), {"x-large": "x" * (40 << 10)}))[0] == 413
             assert it.prefill.bodies == decode.bodies == []
             assert (await it.post(body()))[0] == 200
 

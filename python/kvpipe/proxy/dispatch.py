@@ -152,7 +152,7 @@ class Dispatcher:
     async def _begin(self, call: Call) -> Attempts:
         """Decide how a request is answered, as far as the request and D's limits tell."""
         self._budget.add_request()
-        self._pools["decode"].check(call.num_bytes)
+        self._pools["decode"].check(call.num_queued_bytes)
         prefill, decode = self._pools["prefill"].order(), self._pools["decode"].order()
         reason = self._alone_reason(call)
         if not reason:

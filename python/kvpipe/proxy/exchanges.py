@@ -32,6 +32,11 @@ class Call:
         """The API path."""
         return self.record.path
 
+    @property
+    def num_queued_bytes(self) -> int:
+        """Bytes of body and headers, which a broker gets."""
+        return self.num_bytes + sum(len(name) + len(value) for name, value in self.headers.items())
+
 
 class Exchanges:
     """Exchanges with instances; every server error is an `InstanceError`.

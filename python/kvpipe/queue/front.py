@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Two busy cores took 5.5 s for the first messages of new queues.
 _CONFIRM_TIMEOUT_S = 10.0
 _BLOCKED = "does not take requests: it confirms none in time"
-# What a request has besides its client's body: headers, and where P's KV is.
+# A request has these besides its client's body and headers: fields of its own, and where P's KV is.
 _ADDED_BYTES = 4 << 10
 # For what has been sent to workers when the front end ends.
 _CLOSE_TIMEOUT_S = 1.0
@@ -118,7 +118,7 @@ class DecodeQueue:
         await self._broker.__aexit__(*error)
 
     def check(self, num_bytes: int = 0) -> None:
-        """Refuses requests while there is no broker, and one whose body has more bytes than the queue takes.
+        """Refuses requests while there is no broker, and one with more bytes of body and headers than the queue takes.
 
         Raises:
             InstanceError: There is none, and why, or the request is too large.
