@@ -1,4 +1,4 @@
-"""What failures and probes say of an instance, with a clock that is passed in."""
+"""The state of an instance after failures, probes and answers."""
 
 import pytest
 
@@ -7,10 +7,10 @@ from kvpipe.proxy.health import Health
 FROZEN_AFTER_S = 5.0
 
 
-def frozen(at_s=0.0):
+def frozen():
     health = Health(FROZEN_AFTER_S)
-    health.probed(at_s)
-    assert health.freeze(at_s + FROZEN_AFTER_S)
+    health.silent(FROZEN_AFTER_S)
+    assert health.freeze()
     return health
 
 
@@ -22,34 +22,32 @@ def test_an_instance_that_has_failed_is_avoided_for_five_seconds():
     assert health.takes_requests
 
 
-def test_silence_of_all_ports_freezes_and_counts_from_the_first_probe_without_an_answer():
+def test_silence_of_all_ports_freezes():
     health = Health(FROZEN_AFTER_S)
-    health.probed(1.0)
-    health.probed(3.0)
-    assert health.left_s(4.0) == 2.0
-    assert not health.freeze(5.9)
-    assert health.freeze(6.0)
-    assert not health.freeze(7.0)  # that is known
+    health.silent(2.0)
+    assert (health.left_s, health.freeze()) == (3.0, False)
+    health.silent(3.0)
+    assert health.freeze()
+    assert not health.freeze()  # that is known
     assert (health.is_frozen, health.takes_requests, health.is_doubtful) == (True, False, True)
 
 
 @pytest.mark.parametrize("is_http", [True, False])
 def test_an_answer_of_either_port_ends_the_silence(is_http):
     health = Health(FROZEN_AFTER_S)
-    health.probed(0.0)
+    health.silent(4.9)
     health.answered(is_http=is_http)
-    assert not health.freeze(100.0)
-    health.probed(100.0)
-    assert not health.freeze(104.9)
+    health.silent(4.9)
+    assert not health.freeze()
 
 
 def test_slow_http_beside_a_control_port_that_answers_only_lowers_the_preference():
     health = Health(FROZEN_AFTER_S)
     for at_s in range(60):
-        health.probed(at_s)
+        health.silent(1.0)
         health.slow()
         health.answered(is_http=False)
-        assert not health.freeze(at_s + 1)
+        assert not health.freeze()
         assert (health.takes_requests, health.is_avoided(at_s), health.is_doubtful) == (True, True, True)
     health.answered(is_http=True)
     assert (health.is_avoided(60), health.is_doubtful) == (False, False)
@@ -82,14 +80,15 @@ def test_a_trial_that_freezes_is_over():
     health = frozen()
     health.answered(is_http=True)
     health.asked()
-    health.probed(10.0)
-    assert health.freeze(15.0)
+    health.silent(FROZEN_AFTER_S)
+    assert health.freeze()
     health.trial_left()
     assert health.is_frozen
 
 
 def test_an_answer_to_a_request_is_a_sign_of_life():
     health = Health(FROZEN_AFTER_S)
-    health.probed(0.0)
+    health.silent(4.9)
     health.served()
-    assert not health.freeze(100.0)
+    health.silent(4.9)
+    assert not health.freeze()

@@ -1,6 +1,6 @@
 """Health of one instance: what its failures and its answers to probes say of it.
 
-Pure: no input or output; instants are passed in, in seconds of one clock.
+Pure: no input or output, no clock.
 """
 
 import math
@@ -25,7 +25,7 @@ class Health:
         self._frozen_after_s = frozen_after_s
         self._state: Literal["up", "frozen", "half-open", "trial"] = "up"
         self._failed_at_s = -math.inf
-        self._silent_since_s: float | None = None
+        self._silent_s = 0.0
         self._is_slow = False
 
     @property
@@ -48,10 +48,10 @@ class Health:
         has_failed = now_s - self._failed_at_s < _AVOIDED_S
         return has_failed or self._is_slow or not self.takes_requests
 
-    def left_s(self, now_s: float) -> float:
+    @property
+    def left_s(self) -> float:
         """Seconds of silence until it is frozen; 0 or less when it is."""
-        since_s = now_s if self._silent_since_s is None else self._silent_since_s
-        return since_s + self._frozen_after_s - now_s
+        return self._frozen_after_s - self._silent_s
 
     def failed(self, now_s: float) -> None:
         """Note that it has failed a request."""
@@ -60,7 +60,7 @@ class Health:
 
     def served(self) -> None:
         """Note that it has begun to answer a request."""
-        self._silent_since_s = None
+        self._silent_s = 0.0
         self._end_trial("up")
 
     def asked(self) -> bool:
@@ -74,19 +74,13 @@ class Health:
         """Note that its trial has been taken from it before its answer."""
         self._end_trial("half-open")
 
-    def probed(self, now_s: float) -> None:
-        """Note that a probe goes to its ports."""
-        if self._silent_since_s is None:
-            self._silent_since_s = now_s
-
-    def excuse(self, seconds: float) -> None:
-        """Note that so much of its silence is none: its answers may not have been read."""
-        if self._silent_since_s is not None:
-            self._silent_since_s += seconds
+    def silent(self, seconds: float) -> None:
+        """Note that no port has answered a probe for so long."""
+        self._silent_s += seconds
 
     def answered(self, *, is_http: bool) -> None:
         """Note that a port has answered a probe; a control port does so while HTTP is slow."""
-        self._silent_since_s = None
+        self._silent_s = 0.0
         if is_http:
             self._is_slow = False
             if self.is_frozen:
@@ -96,9 +90,9 @@ class Health:
         """Note that HTTP has not answered a probe in time."""
         self._is_slow = True
 
-    def freeze(self, now_s: float) -> bool:
+    def freeze(self) -> bool:
         """Freeze it if it has been silent for too long; returns whether that is new."""
-        is_new = not self.is_frozen and self._silent_since_s is not None and self.left_s(now_s) <= 0
+        is_new = not self.is_frozen and self.left_s <= 0
         if is_new:
             self._state = "frozen"
         return is_new

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from kvpipe.proxy.health import Health
+from kvpipe.proxy.silence import wait_awake
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import InstanceError
 
@@ -13,8 +14,6 @@ from kvpipe.proxy.upstream import InstanceError
 _INTERVAL_S = 1.0
 # An HTTP port that takes longer is slow. It may tokenize a long prompt.
 _SLOW_S = 1.0
-# Silence is counted in slices of so much: one in which this process got no CPU for longer counts as one.
-_SLICE_S = 0.5
 # A probe of a frozen instance waits for its thaw; a new one follows for hosts that have lost the connection.
 _LONGEST_S = 30.0
 
@@ -82,42 +81,30 @@ class Probes:
 
     async def _probe(self) -> None:
         """Probe once: until HTTP answers, or the control port where HTTP is slow, or the instance is frozen."""
-        loop, health = asyncio.get_running_loop(), self._health
-        health.probed(loop.time())
+        health = self._health
         http = asyncio.ensure_future(self._ask(self._http, is_http=True))
         control = asyncio.ensure_future(self._ask(self._control, is_http=False))
         try:
-            await self._wait({http}, _SLOW_S)
+            waited_s = await wait_awake({http}, _SLOW_S)
             if not _has_answered(http):
                 health.slow()
             if health.is_frozen:
                 await asyncio.wait({http}, timeout=_LONGEST_S)
                 return
-            pending = {task for task in (http, control) if not task.done()}
-            while pending and not _has_answered(http) and not _has_answered(control):
-                left_s = health.left_s(loop.time())
-                if left_s <= 0:
+            while not any(map(_has_answered, (http, control))):
+                health.silent(waited_s)
+                pending = {port for port in (http, control) if not port.done()}
+                if not pending or health.left_s <= 0:
                     break
-                pending = await self._wait(pending, left_s)
+                waited_s = await wait_awake(pending, health.left_s)
         finally:
             http.cancel()
             control.cancel()
-        if health.freeze(loop.time()):
+        if health.freeze():
             self._thawed.clear()
             logger.warning("instance.frozen %s waiting=%s", self._name, len(self._owed))
             for when_frozen in list(self._owed.values()):
                 when_frozen()
-
-    async def _wait(self, asked: "set[asyncio.Task[bool]]", timeout_s: float) -> "set[asyncio.Task[bool]]":
-        """Waits until one has answered; returns the others. Time in which this process got no CPU is no silence."""
-        now_s, left_s = asyncio.get_running_loop().time, timeout_s
-        pending = asked
-        while left_s > 0 and len(pending) == len(asked):
-            slice_s, began_s = min(left_s, _SLICE_S), now_s()
-            _, pending = await asyncio.wait(asked, timeout=slice_s, return_when=asyncio.FIRST_COMPLETED)
-            self._health.excuse(max(0.0, now_s() - began_s - slice_s))
-            left_s -= slice_s
-        return pending
 
     async def _ask(self, ask: Ask, *, is_http: bool) -> bool:
         has_answered = await ask()

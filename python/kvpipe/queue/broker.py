@@ -18,6 +18,7 @@ from aio_pika.exceptions import (
 from yarl import URL
 
 from kvpipe.exceptions import ConfigError, KVPipeError
+from kvpipe.proxy.silence import wait_awake
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -31,9 +32,6 @@ CALL_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 1.0
-# A time limit is waited for in so many slices. An event loop that got no CPU for seconds runs the timers that are due
-# before, or together with, the first step of what has arrived meanwhile: all of that time counts as one slice.
-_NUM_SLICES = 10
 # What a broker raises that cannot be used, or not now.
 BROKER_ERRORS = (AMQPError, ChannelInvalidStateError, OSError, TimeoutError)
 
@@ -171,9 +169,7 @@ async def called(work: Awaitable[T], timeout_s: float = CALL_TIMEOUT_S) -> T:
     """
     task = asyncio.ensure_future(work)
     try:
-        for _ in range(_NUM_SLICES):
-            if (await asyncio.wait({task}, timeout=timeout_s / _NUM_SLICES))[0]:
-                break
+        await wait_awake({task}, timeout_s)
     finally:
         if not task.done():
             task.cancel()
