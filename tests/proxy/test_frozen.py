@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import sys
-import time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -11,7 +10,6 @@ import pytest
 
 from kvpipe import ConnectError, _kvpipe
 from kvpipe.control import ControlClient
-from kvpipe.proxy.health import Health
 
 from .harness import COMPLETIONS, REQUEST, RecordingControl, answers, never_ends, run, stage, streams
 from .test_early_streams import STREAMED, prefilled
@@ -255,32 +253,6 @@ def test_a_request_at_a_frozen_decode_goes_to_another_one_that_goes_on_before_it
             async with s.client.post(second.url + "/go"):
                 pass
             assert [status for status, _, _ in await asyncio.gather(*posting)] == [200, 200]
-
-
-def test_a_proxy_that_gets_no_cpu_freezes_no_instance(monkeypatch):
-    has_blocked = asyncio.Event()
-
-    def probed(health, now_s):
-        original(health, now_s)
-        if not has_blocked.is_set():
-            has_blocked.set()
-            # The probe is under way, and its answer waits to be read.
-            asyncio.get_running_loop().call_soon(time.sleep, 2 * FROZEN_AFTER_S)
-
-    original = Health.probed
-    monkeypatch.setattr(Health, "probed", probed)
-
-    @scene
-    async def _(p):
-        async with frozen_stage([p]) as s:
-            posting = asyncio.create_task(s.post())
-            await has_blocked.wait()
-            async with s.client.post(p.url + "/go"):
-                pass
-            assert (await posting)[0] == 200
-            assert ("kvpipe_prefill_fallbacks_total",) not in {
-                key for key, value in (await metrics(s)).items() if value
-            }
 
 
 async def refused_or_none(s):

@@ -6,6 +6,7 @@ import time
 import pytest
 import uvloop
 
+import kvpipe.proxy.probes
 from kvpipe.proxy.health import Health
 from kvpipe.proxy.probes import Probes
 from kvpipe.proxy.silence import wait_awake
@@ -76,6 +77,29 @@ def test_time_without_cpu_counts_as_one_slice(new_loop):
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(scene()) <= timeout_s / 2
+
+
+def test_a_proxy_that_gets_no_cpu_freezes_no_instance(monkeypatch):
+    frozen_after_s = 1.0
+    has_probed = asyncio.Event()
+    monkeypatch.setattr(kvpipe.proxy.probes, "_INTERVAL_S", 0.0)
+
+    async def answers_in_some_steps():
+        if not has_probed.is_set():
+            asyncio.get_running_loop().call_soon(time.sleep, 2 * frozen_after_s)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        has_probed.set()
+        return True
+
+    async def scene():
+        freezes = []
+        probes = Probes("role=prefill", Health(frozen_after_s), answers_in_some_steps, silent, OwnedTasks())
+        with probes.owing(lambda: freezes.append(1), is_generation=True):
+            await has_probed.wait()
+        return len(freezes)
+
+    assert asyncio.run(scene()) == 0
 
 
 def test_a_wait_for_nothing_takes_its_timeout():
