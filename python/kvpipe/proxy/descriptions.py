@@ -17,7 +17,7 @@ from kvpipe.exceptions import KVPipeError, ProtocolError
 from kvpipe.proxy.control import Describes, FailureLog
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.tasks import OwnedTasks
-from kvpipe.proxy.upstream import Upstream, failed
+from kvpipe.proxy.upstream import Answer, Upstream, failed
 
 _REFRESH_S = 10.0
 # While an address does not answer, and when instances fail one request after the other.
@@ -30,8 +30,8 @@ _FORCING_SAMPLE = re.compile(_FORCING + r'\{(?:.*,)?reasoning_parser="([^"\\]*)"
 _LONGEST_LINE = 200
 
 
-class StoreDescriber:
-    """Describes engines with KVStoreConnector, which have no control port, by what it reports in vLLM's metrics.
+class _PageDescriber:
+    """Describes engines without a control port by a page of theirs.
 
     Args:
         upstream: HTTP client of the instances.
@@ -39,6 +39,16 @@ class StoreDescriber:
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
+
+    async def _get(self, url: str, path: str, timeout_s: float) -> Answer:
+        async with asyncio.timeout(timeout_s):
+            answer = await self._upstream.get("decode", Instance(url), path, CIMultiDict())
+        answer.close()
+        return answer
+
+
+class StoreDescriber(_PageDescriber):
+    """Describes engines with KVStoreConnector by its samples among vLLM's metrics."""
 
     async def describe(self, address: str, timeout: float = 5.0) -> dict[str, Any]:  # noqa: ASYNC109 - of `Describes`
         """Returns whether the engine at this URL forces first tokens, and its reasoning parser.
@@ -47,23 +57,14 @@ class StoreDescriber:
             InstanceError: it is not reached, or answers with an error.
             ProtocolError: its metrics cannot be parsed.
         """
-        async with asyncio.timeout(timeout):
-            answer = await self._upstream.get("decode", Instance(address), "/metrics", CIMultiDict())
-        answer.close()
+        answer = await self._get(address, "/metrics", timeout)
         if answer.status != HTTPStatus.OK:
             raise failed(answer)
         return described_in(answer.body.decode(errors="replace"))
 
 
-class ModelDescriber:
-    """Describes engines that have no control port by vLLM's list of models.
-
-    Args:
-        upstream: HTTP client of the instances.
-    """
-
-    def __init__(self, upstream: Upstream) -> None:
-        self._upstream = upstream
+class ModelDescriber(_PageDescriber):
+    """Describes engines by vLLM's list of models."""
 
     async def describe(self, address: str, timeout: float = 5.0) -> dict[str, Any]:  # noqa: ASYNC109 - of `Describes`
         """Returns `max_model_len` of the engine at this URL; nothing where it is not told, as with an API key.
@@ -71,9 +72,7 @@ class ModelDescriber:
         Raises:
             InstanceError: it is not reached, or has failed.
         """
-        async with asyncio.timeout(timeout):
-            answer = await self._upstream.get("decode", Instance(address), "/v1/models", CIMultiDict())
-        answer.close()
+        answer = await self._get(address, "/v1/models", timeout)
         if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise failed(answer)
         try:
