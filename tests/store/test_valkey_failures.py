@@ -349,6 +349,16 @@ def test_a_manifest_that_was_changed_is_a_miss(client, store, field):
         assert store.exists([b"k"]) == [False]
 
 
+def test_a_lease_that_is_no_number_is_none(client, store):
+    assert store.put(b"k", b"value")
+    client.hset("kvpipe:v:{k}", "l", b"for ever")
+    assert store.exists([b"k"]) == [True]
+    with store.take(b"k") as value:
+        assert value.read() == b"value"
+    client.hset("kvpipe:v:{k}", "l", b"for ever")
+    assert store.delete([b"k"]) == 1
+
+
 def test_a_manifest_of_another_type_is_a_miss(client, store):
     client.set("kvpipe:v:{k}", b"text")
     assert store.exists([b"k"]) == [False]

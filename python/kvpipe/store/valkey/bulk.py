@@ -143,4 +143,5 @@ def _checked(reply: Any) -> list[Any] | None:
 
 
 def _is_free(leased_until_ms: bytes | None, now_ms: int) -> bool:
-    return leased_until_ms is None or int(leased_until_ms) <= now_ms
+    """True without a lease, and where the field is no number: nothing of kvpipe's has written it."""
+    return leased_until_ms is None or not leased_until_ms.isdigit() or int(leased_until_ms) <= now_ms

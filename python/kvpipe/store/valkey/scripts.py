@@ -25,6 +25,9 @@ class Script:
 
 
 _FUNCTIONS = """
+local function lease_ms(field)
+  return tonumber(field or 0) or 0
+end
 local function now_ms()
   local now = redis.call('TIME')
   return now[1] * 1000 + math.floor(now[2] / 1000)
@@ -105,7 +108,7 @@ FIND = Script.of(
 local found = redis.call('HMGET', KEYS[1], 'e', 'n', 'p', 'r', 'c', 'l')
 if not found[1] then return {'missing'} end
 local now = now_ms()
-local leased = tonumber(found[6] or 0)
+local leased = lease_ms(found[6])
 if leased > now then return {'busy', leased - now} end
 local keys = parts(found[1], found[5])
 for _, key in ipairs(keys) do
@@ -154,7 +157,7 @@ LEASE = Script.of(
     + """
 local found = redis.call('HMGET', KEYS[1], 'e', 'c', 'l', 't')
 local now = now_ms()
-if found[4] ~= ARGV[2] or tonumber(found[3] or 0) <= now then return 0 end
+if found[4] ~= ARGV[2] or lease_ms(found[3]) <= now then return 0 end
 if ARGV[1] == 'renew' then
   redis.call('HSET', KEYS[1], 'l', string.format('%.0f', now + ARGV[3]))
 elseif ARGV[1] == 'release' then
@@ -173,7 +176,7 @@ DELETE = Script.of(
     + """
 local found = redis.call('HMGET', KEYS[1], 'e', 'c', 'l')
 local now = now_ms()
-if not found[1] or tonumber(found[3] or 0) > now or last_pin_ms(now) > now then return 0 end
+if not found[1] or lease_ms(found[3]) > now or last_pin_ms(now) > now then return 0 end
 redis.call('UNLINK', KEYS[1])
 unlink(parts(found[1], found[2]))
 return 1
