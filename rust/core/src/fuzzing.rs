@@ -24,7 +24,7 @@ use crate::tensor::Meta;
 use crate::transfer::Message;
 use crate::transfer::exposed::BufferDescription;
 use crate::transfer::region::RemoteRegion;
-use crate::transport::{Memory, Payload, Transport, Worker};
+use crate::transport::{Memory, Transport, Worker};
 
 pub use crate::reactor::manual::{Round, without_threads};
 pub use unreached::Unreached;
@@ -80,11 +80,10 @@ impl PeerPlane {
         Ok(())
     }
 
-    /// Sends an active message, if the endpoint is connected and usable.
-    pub fn send(&self, header: Vec<u8>, payload: &[u8]) {
+    /// Sends a message over the endpoint, if that is connected and usable.
+    pub fn send(&self, header: Vec<u8>) {
         if let Some(endpoint) = self.endpoint {
-            let payload = Payload::Bytes(payload.to_vec());
-            let _ = self.worker.am_send(endpoint, header, payload, 0);
+            let _ = self.worker.am_send(endpoint, header, 0);
         }
     }
 
@@ -152,9 +151,6 @@ fn offered_blocks(bytes: &[u8]) -> Option<Vec<u8>> {
     let header = reader.bytes(1 << 10).ok()?;
     let read = AgentMessage::decode(OFFER, Reader::new(header), reader.rest()).ok()?;
     let (header, payload) = read.encode(Writer::default());
-    let Payload::Bytes(payload) = payload else {
-        return None;
-    };
     Some(join(&header.finish(), &payload))
 }
 

@@ -48,6 +48,7 @@ mod reaper;
 mod request;
 mod rma;
 mod shared_bytes;
+pub mod socket;
 mod status;
 mod sys;
 mod worker;

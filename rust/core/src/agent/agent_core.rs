@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::AmData;
 
 use super::SharedState;
 use super::inbox::Drained;
@@ -21,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::codec::Reader;
 use crate::reactor::Timers;
-use crate::session::ReactorContext;
+use crate::session::{Payload, ReactorContext};
 use crate::transfer::{Handled, Message, TransferEngine};
 use crate::work::Completer;
 
@@ -148,36 +147,38 @@ impl AgentCore {
         self.regions_down(session);
     }
 
-    /// A frame; true when it described the peer's regions.
-    pub(crate) fn frame(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        frame: &[u8],
-    ) -> Result<bool> {
-        let mut reader = Reader::new(frame);
-        match reader.u8()? {
-            REGIONS => {
-                self.receive_regions(cx, session, read_regions(reader)?)?;
-                return Ok(true);
-            }
-            RELEASED => {
-                let region = reader.u32()?;
-                reader.end()?;
-                self.released(session, region)?;
-            }
-            other => return Err(Error::protocol(format_args!("frame {other} to an agent"))),
-        }
-        Ok(false)
-    }
-
-    /// A message.
+    /// A message; true when it described the peer's regions.
     pub(crate) fn message(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
+        (kind, mut header): (u8, Reader<'_>),
+        data: &Payload,
+    ) -> Result<bool> {
+        match kind {
+            REGIONS => {
+                self.receive_regions(cx, session, read_regions(header)?)?;
+                Ok(true)
+            }
+            RELEASED => {
+                let region = header.u32()?;
+                header.end()?;
+                self.released(session, region)?;
+                Ok(false)
+            }
+            _ => {
+                self.handle_message(cx, session, (kind, header), data)?;
+                Ok(false)
+            }
+        }
+    }
+
+    fn handle_message(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         (kind, header): (u8, Reader<'_>),
-        data: &AmData,
+        data: &Payload,
     ) -> Result<()> {
         if Message::is_kind(kind) {
             let handled = self.engine.message(cx, session, (kind, header), data)?;

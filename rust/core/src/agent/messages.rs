@@ -9,7 +9,6 @@ use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;
 use crate::transfer::message::{BLOCKS_CAP, REASON_CAP};
 use crate::transfer::region::RemoteRegion;
-use crate::transport::Payload;
 
 pub(crate) const OFFER: u8 = 36;
 const ACCEPTED: u8 = 37;
@@ -20,11 +19,11 @@ const VOID: u8 = 41;
 const NOTED: u8 = 42;
 const WITHDRAW: u8 = 47;
 
-/// Frame over TCP: the regions of the sender, all of them, in the order of their ids.
+/// The regions of the sender, all of them, in the order of their ids.
 ///
-/// A region that was in the frame before and is not any more has been closed.
+/// A region that was in the message before and is not any more has been closed.
 pub(super) const REGIONS: u8 = 1;
-/// Frame over TCP: nothing of this region, which the receiver has closed, is being read any more.
+/// Nothing of this region, which the receiver has closed, is being read any more.
 pub(super) const RELEASED: u8 = 2;
 /// Most regions of an agent.
 pub(super) const REGIONS_CAP: usize = 4096;
@@ -96,7 +95,7 @@ impl AgentMessage<'_> {
     }
 
     /// Continues a header after its kind, and makes the payload.
-    pub(crate) fn encode(self, header: Writer) -> (Writer, Payload) {
+    pub(crate) fn encode(self, header: Writer) -> (Writer, Vec<u8>) {
         match self {
             Self::Offer(offer) => {
                 let header = header.u64(offer.id).u32(offer.to).u32(offer.from);
@@ -109,18 +108,18 @@ impl AgentMessage<'_> {
                     .list(&offer.to_ids, |w, id| w.u32(*id))
                     .list(&offer.from_ids, |w, id| w.u32(*id))
                     .bytes(tag);
-                (header, Payload::Bytes(payload.finish()))
+                (header, payload.finish())
             }
             Self::Withdraw { offer } | Self::Accepted { offer } => {
-                (header.u64(offer), Payload::None)
+                (header.u64(offer), Vec::new())
             }
             Self::Declined { offer, reason } | Self::Corrupt { offer, reason } => {
                 let text = Writer::default().text(&reason, REASON_CAP);
-                (header.u64(offer), Payload::Bytes(text.finish()))
+                (header.u64(offer), text.finish())
             }
-            Self::Notify { number, tag } => (header.u64(number), Payload::Bytes(tag)),
-            Self::Void { number } => (header.u64(number), Payload::None),
-            Self::Noted { received, drained } => (header.u64(received).u64(drained), Payload::None),
+            Self::Notify { number, tag } => (header.u64(number), tag),
+            Self::Void { number } => (header.u64(number), Vec::new()),
+            Self::Noted { received, drained } => (header.u64(received).u64(drained), Vec::new()),
         }
     }
 
@@ -159,9 +158,9 @@ impl AgentMessage<'_> {
     }
 
     pub(super) fn send(self, cx: &mut ReactorContext, session: SessionKey) {
-        let header = cx.header(session, self.kind());
+        let header = ReactorContext::header(self.kind());
         let (header, payload) = self.encode(header);
-        cx.message(session, header, payload);
+        cx.message(session, header, &payload);
     }
 }
 
@@ -202,10 +201,6 @@ mod tests {
 
     fn to_bytes(message: AgentMessage<'_>) -> (Vec<u8>, Vec<u8>) {
         let (header, payload) = message.encode(Writer::default());
-        let payload = match payload {
-            Payload::Bytes(bytes) => bytes,
-            _ => Vec::new(),
-        };
         (header.finish(), payload)
     }
 

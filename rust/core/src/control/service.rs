@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
 use crate::net::identity::Identity;
-use crate::session::{ReactorContext, Service};
+use crate::session::{Payload, ReactorContext, Service};
 use crate::trace::{Trace, Track};
 
 #[derive(Debug)]
@@ -285,8 +285,14 @@ impl Service for ControlService {
         self.out.flush(cx);
     }
 
-    fn frame(&mut self, cx: &mut ReactorContext, session: SessionKey, frame: &[u8]) -> Result<()> {
-        self.receive(cx, session, ControlMessage::decode(frame)?);
+    fn message(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        header: &[u8],
+        _payload: Payload,
+    ) -> Result<()> {
+        self.receive(cx, session, ControlMessage::decode(header)?);
         self.out.flush(cx);
         Ok(())
     }

@@ -11,7 +11,7 @@ use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::Secrets;
 use crate::reactor::Reactor;
-use crate::session::{ReactorConfig, ReactorContext, Service, SessionTimeouts, spawn};
+use crate::session::{Payload, ReactorConfig, ReactorContext, Service, SessionTimeouts, spawn};
 use crate::transport::Transport;
 
 struct UnreachedService;
@@ -40,13 +40,14 @@ impl Service for UnreachedService {
         // A peer influences the text, and must not fill the log.
         assert!(error.to_string().len() < 20_000);
     }
-    fn frame(
+    fn message(
         &mut self,
         _cx: &mut ReactorContext,
         _session: SessionKey,
-        _frame: &[u8],
+        _header: &[u8],
+        _payload: Payload,
     ) -> Result<()> {
-        panic!("a frame of a stranger")
+        panic!("a message of a stranger")
     }
 }
 

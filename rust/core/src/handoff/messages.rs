@@ -7,7 +7,6 @@ use crate::ids::{Epoch, HandoffId, SessionKey};
 use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;
 use crate::transfer::message::{BLOCKS_CAP, REASON_CAP};
-use crate::transport::Payload;
 
 const SELECT: u8 = 48;
 const BLOCKS_READY: u8 = 49;
@@ -58,24 +57,24 @@ impl HandoffMessage {
         (SELECT..=INVALID).contains(&kind)
     }
 
-    fn encode(&self, header: Writer, handoff: &HandoffId) -> (Writer, Payload) {
+    fn encode(&self, header: Writer, handoff: &HandoffId) -> (Writer, Vec<u8>) {
         let header = header.raw(handoff);
         match self {
-            Self::Select { first, end } => (header.u32(*first).u32(*end), Payload::None),
+            Self::Select { first, end } => (header.u32(*first).u32(*end), Vec::new()),
             Self::BlocksReady { epoch, blocks } => {
                 let list = Writer::default().list(blocks, write_block);
-                (header.u64(*epoch), Payload::Bytes(list.finish()))
+                (header.u64(*epoch), list.finish())
             }
             Self::Ended { reason } => {
                 let text = Writer::default().text(reason, REASON_CAP);
-                (header, Payload::Bytes(text.finish()))
+                (header, text.finish())
             }
-            Self::Ack => (header, Payload::None),
+            Self::Ack => (header, Vec::new()),
             Self::Validate { epoch, question } => {
-                (header.u64(*epoch).u64(*question), Payload::None)
+                (header.u64(*epoch).u64(*question), Vec::new())
             }
             Self::Valid { question } | Self::Invalid { question } => {
-                (header.u64(*question), Payload::None)
+                (header.u64(*question), Vec::new())
             }
         }
     }
@@ -120,8 +119,8 @@ impl HandoffMessage {
     }
 
     pub(super) fn send(&self, cx: &mut ReactorContext, session: SessionKey, handoff: &HandoffId) {
-        let (header, payload) = self.encode(cx.header(session, self.kind()), handoff);
-        cx.message(session, header, payload);
+        let (header, payload) = self.encode(ReactorContext::header(self.kind()), handoff);
+        cx.message(session, header, &payload);
     }
 }
 
@@ -148,10 +147,6 @@ impl HandoffMessage {
     /// Kind and header, then the payload.
     pub(crate) fn to_bytes(&self, handoff: &HandoffId) -> (Vec<u8>, Vec<u8>) {
         let (header, payload) = self.encode(Writer::new(self.kind()), handoff);
-        let payload = match payload {
-            Payload::Bytes(bytes) => bytes,
-            _ => Vec::new(),
-        };
         (header.finish(), payload)
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Status};
+use kvpipe_ucx::Status;
 
 use super::active_loads::ActiveLoads;
 use super::agent::{Event, HandoffShared};
@@ -19,7 +19,7 @@ use crate::ids::{HandoffId, RegionId, SessionKey};
 use crate::integrity::Integrity;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{ReactorContext, Service};
+use crate::session::{Payload, ReactorContext, Service};
 use crate::sync::lock;
 use crate::trace::{Trace, Track};
 use crate::transport::DataPath;
@@ -238,28 +238,20 @@ impl Service for HandoffService {
         self.drain(cx);
     }
 
-    fn frame(&mut self, cx: &mut ReactorContext, session: SessionKey, frame: &[u8]) -> Result<()> {
-        if self.agent.frame(cx, session, frame)? {
-            self.regions_described(cx, session);
-        }
-        self.drain(cx);
-        Ok(())
-    }
-
     fn message(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         header: &[u8],
-        data: AmData,
+        data: Payload,
     ) -> Result<()> {
         let mut header = Reader::new(header);
         let kind = header.u8()?;
         if HandoffMessage::is_kind(kind) {
             let (handoff, message) = HandoffMessage::decode(kind, header, &data)?;
             self.handoff_message(cx, session, handoff, message);
-        } else {
-            self.agent.message(cx, session, (kind, header), &data)?;
+        } else if self.agent.message(cx, session, (kind, header), &data)? {
+            self.regions_described(cx, session);
         }
         self.drain(cx);
         Ok(())

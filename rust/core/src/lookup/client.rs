@@ -8,7 +8,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Status};
+use kvpipe_ucx::Status;
 
 use super::command_queue::{CommandQueue, LookupCommand};
 use super::messages::LookupMessage;
@@ -17,7 +17,7 @@ use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::identity::Identity;
-use crate::session::{ReactorContext, Service};
+use crate::session::{Payload, ReactorContext, Service};
 use crate::work::Completer;
 use inserts::Inserts;
 use selects::PendingSelect;
@@ -209,7 +209,7 @@ impl Service for LookupClient {
         cx: &mut ReactorContext,
         session: SessionKey,
         header: &[u8],
-        data: AmData,
+        data: Payload,
     ) -> Result<()> {
         match self.tensors.message(cx, session, header, &data)? {
             Some((operation, Ok(message))) => self.receive(cx, session, operation, message)?,

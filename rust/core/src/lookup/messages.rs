@@ -12,7 +12,6 @@ use crate::net::fields::{
     check_seal, read_refusal, read_timeout, seal, write_refusal, write_timeout,
 };
 use crate::session::ReactorContext;
-use crate::transport::Payload;
 
 // Kinds besides those of `crate::transfer::Message`.
 const INSERT: u8 = 16;
@@ -70,9 +69,9 @@ pub(crate) enum LookupMessage<'a> {
 
 impl LookupMessage<'_> {
     pub(super) fn send(self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
-        let header = cx.header(session, self.kind()).u64(operation);
+        let header = ReactorContext::header(self.kind()).u64(operation);
         let (header, payload) = self.encode(header);
-        cx.message(session, header, payload);
+        cx.message(session, header, &payload);
     }
 
     pub(super) fn kind(&self) -> u8 {
@@ -92,7 +91,7 @@ impl LookupMessage<'_> {
     }
 
     /// Appends to the header, and returns it with the payload.
-    fn encode(self, header: Writer) -> (Writer, Payload) {
+    fn encode(self, header: Writer) -> (Writer, Vec<u8>) {
         match self {
             Self::Insert {
                 timeout,
@@ -105,22 +104,22 @@ impl LookupMessage<'_> {
                 with_checksum(header, writer.raw(&tensors).finish())
             }
             Self::Offer { tensors } => with_checksum(header, tensors.into_owned()),
-            Self::Refused(error) => (header, Payload::Bytes(write_refusal(&error))),
+            Self::Refused(error) => (header, write_refusal(&error)),
             Self::Select { query, timeout } => {
                 let writer = write_timeout(Writer::default(), timeout);
                 let writer = match &query {
                     LookupQuery::Any => writer.u8(0),
                     LookupQuery::Tokens(tokens) => write_tokens(writer.u8(1), tokens),
                 };
-                (header, Payload::Bytes(writer.finish()))
+                (header, writer.finish())
             }
-            Self::Settle { is_consumed } => (header.u8(is_consumed.into()), Payload::None),
+            Self::Settle { is_consumed } => (header.u8(is_consumed.into()), Vec::new()),
             Self::Inserted
             | Self::Nothing
             | Self::Consume
             | Self::Consumed
             | Self::Withdraw
-            | Self::Cancel => (header, Payload::None),
+            | Self::Cancel => (header, Vec::new()),
         }
     }
 }
@@ -179,8 +178,8 @@ impl<'a> LookupMessage<'a> {
     }
 }
 
-fn with_checksum(header: Writer, payload: Vec<u8>) -> (Writer, Payload) {
-    (seal(header, &payload), Payload::Bytes(payload))
+fn with_checksum(header: Writer, payload: Vec<u8>) -> (Writer, Vec<u8>) {
+    (seal(header, &payload), payload)
 }
 
 fn write_tokens(writer: Writer, tokens: &[i64]) -> Writer {
@@ -200,10 +199,6 @@ impl LookupMessage<'_> {
     /// The header after the operation's number, and the payload.
     pub(crate) fn into_bytes(self) -> (Vec<u8>, Vec<u8>) {
         let (header, payload) = self.encode(Writer::default());
-        let payload = match payload {
-            Payload::Bytes(bytes) => bytes,
-            _ => Vec::new(),
-        };
         (header.finish(), payload)
     }
 }

@@ -9,7 +9,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Status};
+use kvpipe_ucx::Status;
 
 use super::LookupQuery;
 use super::messages::LookupMessage;
@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{ReactorContext, Service};
+use crate::session::{Payload, ReactorContext, Service};
 use answers::late;
 use session::{ClientInsert, ClientSelect, ClientSession};
 
@@ -76,14 +76,14 @@ impl LookupServer {
             }
             LookupMessage::Consume => {
                 self.client(session)?.consume(operation)?;
-                self.tensors.release(session, operation);
+                self.tensors.release(cx, session, operation);
                 // Counted when the client has the entry, and not any more if it returns it.
                 let _ = self.change(|state| state.store.num_consumed += 1);
                 LookupMessage::Consumed.send(cx, session, operation);
             }
             LookupMessage::Settle { is_consumed } => {
                 let select = self.client(session)?.settle(operation, is_consumed)?;
-                self.tensors.release(session, operation);
+                self.tensors.release(cx, session, operation);
                 self.end_select(select, is_consumed);
             }
             LookupMessage::Withdraw => self.withdraw(cx, (session, operation))?,
@@ -111,7 +111,7 @@ impl LookupServer {
         (session, operation): ClientOperation,
     ) -> Result<()> {
         if let Some(select) = self.client(session)?.selects.remove(&operation) {
-            self.tensors.release(session, operation);
+            self.tensors.release(cx, session, operation);
             self.end_select(select, false);
         } else if self.tensors.forget(cx, session, operation)
             && let Some(insert) = self.client(session)?.inserts.remove(&operation)
@@ -199,7 +199,7 @@ impl Service for LookupServer {
         cx: &mut ReactorContext,
         session: SessionKey,
         header: &[u8],
-        data: AmData,
+        data: Payload,
     ) -> Result<()> {
         match self.tensors.message(cx, session, header, &data)? {
             Some((operation, Ok(message))) => self.receive(cx, (session, operation), message)?,

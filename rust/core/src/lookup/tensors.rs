@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use kvpipe_ucx::{AmData, Buffer};
+use kvpipe_ucx::Buffer;
 
 use super::messages::LookupMessage;
 use super::transfer::{EntryTransfer, INLINE, INLINE_CAP, NOTHING, OFFERED, source_id};
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
 use crate::net::codec::{Reader, Writer};
-use crate::session::ReactorContext;
+use crate::session::{Payload, ReactorContext};
 use crate::transfer::exposed::BufferDescription;
 use crate::transfer::{BufferExchange, Completion, Message};
 
@@ -94,7 +94,7 @@ impl Tensors {
         cx: &mut ReactorContext,
         session: SessionKey,
         header: &[u8],
-        data: &'a AmData,
+        data: &'a Payload,
     ) -> Result<Option<(u64, Result<LookupMessage<'a>>)>> {
         let mut reader = Reader::new(header);
         let kind = reader.u8()?;
@@ -154,9 +154,14 @@ impl Tensors {
     }
 
     /// The peer has, or will never have, the tensors of an operation.
-    pub(super) fn release(&mut self, session: SessionKey, operation: u64) {
+    pub(super) fn release(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+    ) {
         for source in (0..NUM_ITEMS).map(|index| source_id(operation, index)) {
-            self.exchange.withdraw(session, source);
+            self.exchange.withdraw(cx, session, source);
         }
     }
 }

@@ -4,18 +4,22 @@ use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
 use crate::net::record::{Sealer, TAG_LEN};
 
-/// Largest frame of an authenticated peer.
-pub(crate) const FRAME_CAP: usize = 16 << 20;
-/// Most bytes that wait for a peer that does not read.
-const UNSENT_CAP: usize = 64 << 20;
+/// Largest frame of an authenticated peer. An offer of 4 Mi blocks has 32 MiB.
+pub(crate) const FRAME_CAP: usize = 33 << 20;
+/// Most bytes of messages that wait for a peer that does not read. What peers may have asked for and offered at once has
+/// 448 MiB: 4 reads and 8 writes of 4 Mi blocks, and the checksums of 4 more.
+const UNSENT_CAP: usize = 512 << 20;
 /// Longest reason in a goodbye.
 const REASON_CAP: usize = 4096;
 
 const HEARTBEAT: u8 = 32;
-const APPLICATION: u8 = 33;
+const MESSAGE: u8 = 33;
 const GOODBYE: u8 = 34;
 const PING: u8 = 35;
 const DATA_PATH: u8 = 36;
+const STREAM: u8 = 37;
+/// Bytes that a buffer without content keeps for the next frames.
+const KEPT_BYTES: usize = 1 << 20;
 /// Longest name of a transport.
 const TRANSPORT_CAP: usize = 64;
 
@@ -25,7 +29,16 @@ pub(crate) enum SessionFrame<'a> {
     /// The sender is alive.
     Heartbeat,
     /// A message of a service.
-    Application(&'a [u8]),
+    Message {
+        header: &'a [u8],
+        payload: &'a [u8],
+    },
+    /// A part of a stream, whose sender has its memory back if `is_aborted`: then the bytes mean nothing.
+    Stream {
+        header: &'a [u8],
+        payload: &'a [u8],
+        is_aborted: bool,
+    },
     /// The sender closes the session, for this reason.
     Goodbye(String),
     /// The receiver is to send a heartbeat now.
@@ -38,7 +51,19 @@ impl<'a> SessionFrame<'a> {
     pub(crate) fn encode(&self) -> Vec<u8> {
         match self {
             Self::Heartbeat => vec![HEARTBEAT],
-            Self::Application(message) => Writer::new(APPLICATION).raw(message).finish(),
+            Self::Message { header, payload } => {
+                let writer = Writer::with_capacity(1 + 4 + header.len() + payload.len());
+                writer.u8(MESSAGE).bytes(header).raw(payload).finish()
+            }
+            Self::Stream {
+                header,
+                payload,
+                is_aborted,
+            } => {
+                let writer = Writer::with_capacity(STREAM_OVERHEAD + header.len() + payload.len());
+                let writer = writer.raw(&stream_head(header)).raw(payload);
+                writer.u8((*is_aborted).into()).finish()
+            }
             Self::Goodbye(reason) => Writer::new(GOODBYE).text(reason, REASON_CAP).finish(),
             Self::Ping => vec![PING],
             Self::DataPath { is_read, transport } => Writer::new(DATA_PATH)
@@ -53,7 +78,26 @@ impl<'a> SessionFrame<'a> {
     pub(crate) fn decode(frame: &'a [u8]) -> Result<Self> {
         match frame.split_first() {
             Some((&HEARTBEAT, _)) => Ok(Self::Heartbeat),
-            Some((&APPLICATION, message)) => Ok(Self::Application(message)),
+            Some((&MESSAGE, fields)) => {
+                let mut reader = Reader::new(fields);
+                let header = reader.bytes(FRAME_CAP)?;
+                let payload = reader.rest();
+                Ok(Self::Message { header, payload })
+            }
+            Some((&STREAM, fields)) => {
+                let mut reader = Reader::new(fields);
+                let len = reader.u8()?.into();
+                let header = reader.raw(len)?;
+                let (is_aborted, payload) = match reader.rest().split_last() {
+                    Some((&last, payload)) => (Reader::new(&[last]).flag()?, payload),
+                    None => return Err(Error::protocol("a part of a stream without an end")),
+                };
+                Ok(Self::Stream {
+                    header,
+                    payload,
+                    is_aborted,
+                })
+            }
             Some((&GOODBYE, reason)) => Ok(Self::Goodbye(Reader::new(reason).str(REASON_CAP)?)),
             Some((&PING, _)) => Ok(Self::Ping),
             Some((&DATA_PATH, fields)) => {
@@ -70,6 +114,23 @@ impl<'a> SessionFrame<'a> {
     }
 }
 
+/// Bytes of a stream's frame besides header and payload: type, length of the header, end.
+pub(crate) const STREAM_OVERHEAD: usize = 3;
+
+/// How the frame of a part of a stream begins, after its length. Payload and a byte follow, which is 1 if the part is
+/// aborted.
+pub(crate) fn stream_head(header: &[u8]) -> Vec<u8> {
+    let len = u8::try_from(header.len()).unwrap_or(u8::MAX);
+    Writer::new(STREAM).u8(len).raw(header).finish()
+}
+
+/// The beginning of a stream's frame.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct StreamHead {
+    pub(crate) header: Vec<u8>,
+    pub(crate) payload_len: usize,
+}
+
 /// Splits received bytes into frames.
 #[derive(Debug, Default)]
 pub(crate) struct FrameReader {
@@ -81,7 +142,58 @@ impl FrameReader {
     /// Where to append received bytes.
     pub(crate) fn buffer(&mut self) -> &mut Vec<u8> {
         self.bytes.drain(..std::mem::take(&mut self.start));
+        if self.bytes.is_empty() {
+            // After a large frame.
+            self.bytes.shrink_to(KEPT_BYTES);
+        }
         &mut self.bytes
+    }
+
+    /// Bytes that have come and are not taken.
+    pub(crate) fn unread(&self) -> &[u8] {
+        &self.bytes[self.start..]
+    }
+
+    /// Takes the next `len` bytes, which have come.
+    pub(crate) fn take(&mut self, len: usize) {
+        self.start += len;
+    }
+
+    /// How many bytes of the next frame are missing, as far as its length is known.
+    pub(crate) fn num_missing(&self) -> usize {
+        let unread = self.unread();
+        let length = unread.first_chunk::<4>().map_or(0, |length| u32::from_le_bytes(*length));
+        (4 + length as usize).saturating_sub(unread.len())
+    }
+
+    /// Takes the beginning of the next frame if that is one of a stream and its header has come. The payload and its end
+    /// follow in [`unread`](Self::unread), and on the connection.
+    ///
+    /// # Errors
+    /// It is too short or longer than the cap; the text does not name the peer.
+    pub(crate) fn next_stream(&mut self) -> Result<Option<StreamHead>> {
+        let Some((length, rest)) = self.unread().split_first_chunk::<4>() else {
+            return Ok(None);
+        };
+        let length = u32::from_le_bytes(*length) as usize;
+        let (Some(&STREAM), Some(&header_len)) = (rest.first(), rest.get(1)) else {
+            return Ok(None);
+        };
+        let header_len = usize::from(header_len);
+        if length > FRAME_CAP || length < STREAM_OVERHEAD + header_len {
+            return Err(Error::protocol(format_args!(
+                "a part of a stream in a frame of {length} bytes"
+            )));
+        }
+        let Some(header) = rest[2..].get(..header_len) else {
+            return Ok(None);
+        };
+        let head = StreamHead {
+            header: header.to_vec(),
+            payload_len: length - STREAM_OVERHEAD - header_len,
+        };
+        self.take(4 + 2 + header_len);
+        Ok(Some(head))
     }
 
     /// The next frame, once it is complete.
@@ -105,10 +217,21 @@ impl FrameReader {
 }
 
 /// Frames that have not been sent.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct SendBuffer {
     bytes: Vec<u8>,
     start: usize,
+    cap: usize,
+}
+
+impl Default for SendBuffer {
+    fn default() -> Self {
+        Self {
+            bytes: Vec::new(),
+            start: 0,
+            cap: UNSENT_CAP,
+        }
+    }
 }
 
 impl SendBuffer {
@@ -117,7 +240,7 @@ impl SendBuffer {
     /// # Errors
     /// The sealer seals no more.
     pub(crate) fn append(&mut self, frame: &[u8], sealer: Option<&mut Sealer>) -> Result<bool> {
-        let fits = self.unsent().len() + frame.len() <= UNSENT_CAP;
+        let fits = self.unsent().len() + frame.len() <= self.cap;
         if fits {
             let len = frame.len() + if sealer.is_some() { TAG_LEN } else { 0 };
             self.bytes.extend_from_slice(&(len as u32).to_le_bytes());
@@ -142,11 +265,6 @@ impl SendBuffer {
             self.bytes.drain(..std::mem::take(&mut self.start));
         }
     }
-
-    /// Forgets what has not been sent.
-    pub(crate) fn clear(&mut self) {
-        *self = Self::default();
-    }
 }
 
 #[cfg(test)]
@@ -167,7 +285,15 @@ mod tests {
     fn every_frame_is_decoded_as_encoded() {
         for frame in [
             SessionFrame::Heartbeat,
-            SessionFrame::Application(b"message"),
+            SessionFrame::Message {
+                header: b"header",
+                payload: b"payload",
+            },
+            SessionFrame::Stream {
+                header: b"header",
+                payload: b"payload",
+                is_aborted: true,
+            },
             SessionFrame::Goodbye("reason".to_owned()),
             SessionFrame::Ping,
             SessionFrame::DataPath {
@@ -194,9 +320,15 @@ mod tests {
 
     #[test]
     fn a_peer_that_does_not_read_is_sent_no_more_than_the_cap() {
-        let (mut sent, frame) = (SendBuffer::default(), vec![0; FRAME_CAP - 4]);
-        assert!((0..UNSENT_CAP / FRAME_CAP).all(|_| sent.append(&frame, None).unwrap()));
+        let cap = 64 << 10;
+        let mut sent = SendBuffer {
+            cap,
+            ..SendBuffer::default()
+        };
+        assert!((0..64).all(|_| sent.append(&[0; 1020], None).unwrap()));
         assert!(!sent.append(b"!", None).unwrap());
+        sent.consume(cap / 2);
+        assert!(sent.append(b"!", None).unwrap());
     }
 
     proptest! {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvpipe_ucx::{AmData, Buffer};
+use kvpipe_ucx::Buffer;
 
 use super::messages::{OFFER, ReceiverMessage, SenderMessage};
 use super::receiver::Receiver;
@@ -10,7 +10,7 @@ use super::{Deadline, MESSAGES_IN_FLIGHT};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::session::ReactorContext;
+use crate::session::{Payload, ReactorContext};
 use crate::tensor::{Meta, Received};
 use crate::transfer::exposed::BufferDescription;
 use crate::work::Completer;
@@ -76,7 +76,7 @@ impl Receiver {
         cx: &mut ReactorContext,
         session: SessionKey,
         (kind, mut header): (u8, Reader<'_>),
-        data: AmData,
+        data: Payload,
     ) -> Result<()> {
         let sequence = header.u64()?;
         let (meta, content) = match SenderMessage::decode(kind, header, &data) {

@@ -13,7 +13,6 @@ use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;
 use crate::tensor::Meta;
 use crate::transfer::exposed::BufferDescription;
-use crate::transport::Payload;
 
 pub(super) const EAGER: u8 = 1;
 pub(super) const OFFER: u8 = 2;
@@ -25,6 +24,8 @@ const REFUSED: u8 = 11;
 const VALIDATE: u8 = 12;
 const VALID: u8 = 13;
 const INVALID: u8 = 14;
+/// With this byte alone a sender ends the pipe in order, after all tensors have been acknowledged.
+pub(super) const END: u8 = 15;
 
 /// Longest reason of a refusal.
 const REASON_CAP: usize = 4096;
@@ -68,9 +69,9 @@ impl<'a> SenderMessage<'a> {
         };
         let payload = payload.finish();
         let checksum = is_checksummed.then(|| checksum::of(&payload));
-        let header = cx.header(session, kind).u64(sequence);
+        let header = ReactorContext::header(kind).u64(sequence);
         let header = header.u8(is_checksummed.into()).u64(checksum.unwrap_or(0));
-        cx.message(session, header, Payload::Bytes(payload))
+        cx.message(session, header, &payload)
     }
 
     /// Decodes the header after the sequence number, and the payload.
@@ -111,8 +112,8 @@ impl<'a> SenderMessage<'a> {
 
 /// Sends a message that is its kind and its tensor; false if the session is lost.
 fn send_bare(cx: &mut ReactorContext, session: SessionKey, kind: u8, sequence: u64) -> bool {
-    let header = cx.header(session, kind).u64(sequence);
-    cx.message(session, header, Payload::None)
+    let header = ReactorContext::header(kind).u64(sequence);
+    cx.message(session, header, &[])
 }
 
 /// Compares a payload with the checksum in the rest of its header, if there is one.
@@ -145,18 +146,18 @@ impl ReceiverMessage<'_> {
         let (kind, payload) = match self {
             Self::Ack { others } => {
                 let list = Writer::default().list(others, |w, sequence| w.u64(*sequence));
-                (ACK, Payload::Bytes(list.finish()))
+                (ACK, list.finish())
             }
-            Self::Withdrawn => (WITHDRAWN, Payload::None),
-            Self::Corrupt => (CORRUPT, Payload::None),
-            Self::Validate => (VALIDATE, Payload::None),
+            Self::Withdrawn => (WITHDRAWN, Vec::new()),
+            Self::Corrupt => (CORRUPT, Vec::new()),
+            Self::Validate => (VALIDATE, Vec::new()),
             Self::Refused { reason } => {
                 let reason = Writer::default().text(reason, REASON_CAP);
-                (REFUSED, Payload::Bytes(reason.finish()))
+                (REFUSED, reason.finish())
             }
         };
-        let header = cx.header(session, kind).u64(sequence);
-        cx.message(session, header, payload);
+        let header = ReactorContext::header(kind).u64(sequence);
+        cx.message(session, header, &payload);
     }
 
     /// Decodes what follows the sequence number.

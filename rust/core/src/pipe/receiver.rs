@@ -4,25 +4,22 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Status};
+use kvpipe_ucx::Status;
 
 use super::incoming::{Content, IncomingTensor, PendingReceive};
 use super::large_receive::LargeReceive;
-use super::messages::ReceiverMessage;
+use super::messages::{END, ReceiverMessage};
 use super::{EAGER_CAP, MESSAGES_IN_FLIGHT, SharedInfo, TRANSFERS_IN_FLIGHT};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{ReactorContext, Service};
+use crate::session::{Payload, ReactorContext, Service};
 use crate::tensor::Received;
 use crate::transfer::{Handled, Message, TransferEngine};
 use crate::transport::Pool;
 use crate::work::Work;
-
-/// The frame with which a sender ends the pipe in order, after all tensors have been acknowledged.
-pub(super) const END: &[u8] = b"end";
 
 /// Longest delay of the acknowledgement of a small tensor.
 const MAX_ACK_DELAY: Duration = Duration::from_micros(500);
@@ -202,30 +199,19 @@ impl Service for Receiver {
         self.advance(cx);
     }
 
-    fn frame(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _session: SessionKey,
-        frame: &[u8],
-    ) -> Result<()> {
-        if frame != END {
-            return Err(Error::protocol(
-                "the sender of a pipe sent an unknown frame",
-            ));
-        }
-        self.has_ended = true;
-        Ok(())
-    }
-
     fn message(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         header: &[u8],
-        data: AmData,
+        data: Payload,
     ) -> Result<()> {
         let mut reader = Reader::new(header);
         let kind = reader.u8()?;
+        if kind == END {
+            self.has_ended = true;
+            return reader.end();
+        }
         if Message::is_kind(kind) {
             match self.engine.message(cx, session, (kind, reader), &data)? {
                 Handled::Done => {}

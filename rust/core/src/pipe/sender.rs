@@ -5,9 +5,8 @@ use std::collections::VecDeque;
 use std::iter::once;
 use std::time::Instant;
 
-use kvpipe_ucx::AmData;
 
-use super::messages::{ReceiverMessage, SenderMessage};
+use super::messages::{END, ReceiverMessage, SenderMessage};
 use super::posted::{LargeSend, PostedSend, QueuedSend};
 use super::{EAGER_CAP, MESSAGES_IN_FLIGHT, SharedInfo, TRANSFERS_IN_FLIGHT};
 use crate::earliest::Earliest;
@@ -16,7 +15,7 @@ use crate::ids::SessionKey;
 use crate::integrity::Integrity;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::grace::GracePeriod;
+use crate::session::{Payload, grace::GracePeriod};
 use crate::session::{ReactorContext, Service};
 use crate::transfer::exposed::ExposedBuffer;
 use crate::transfer::{Handled, Message, TransferEngine};
@@ -144,8 +143,14 @@ impl Sender {
     }
 
     /// Ends a posted tensor, which the receiver does not read any more; false if it is not posted.
-    fn end_posted(&mut self, session: SessionKey, sequence: u64, outcome: Result<()>) -> bool {
-        self.engine.withdraw_source(session, sequence);
+    fn end_posted(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        sequence: u64,
+        outcome: Result<()>,
+    ) -> bool {
+        self.engine.withdraw_source(cx, session, sequence);
         let is_it = |posted: &PostedSend| posted.sequence == sequence;
         let at = self.posted.iter().position(is_it);
         let Some(posted) = at.and_then(|at| self.posted.remove(at)) else {
@@ -165,7 +170,7 @@ impl Sender {
         cx: &mut ReactorContext,
         session: SessionKey,
         message: (u8, Reader<'_>),
-        data: &AmData,
+        data: &Payload,
     ) -> Result<()> {
         match self.engine.message(cx, session, message, data)? {
             Handled::Done => {}
@@ -193,7 +198,7 @@ impl Sender {
             return;
         }
         if let Some(session) = self.session {
-            cx.send(session, super::receiver::END);
+            cx.send(session, &[END]);
             cx.close(session, "the sender closed the pipe");
         }
         for caller in self.closing.drain(..) {
@@ -298,7 +303,7 @@ impl Service for Sender {
         cx: &mut ReactorContext,
         session: SessionKey,
         header: &[u8],
-        data: AmData,
+        data: Payload,
     ) -> Result<()> {
         let mut reader = Reader::new(header);
         let kind = reader.u8()?;
@@ -309,7 +314,7 @@ impl Service for Sender {
         match ReceiverMessage::decode(kind, &data)? {
             ReceiverMessage::Ack { others } => {
                 for acknowledged in once(sequence).chain(others.iter().copied()) {
-                    if !self.end_posted(session, acknowledged, Ok(())) {
+                    if !self.end_posted(cx, session, acknowledged, Ok(())) {
                         return Err(Error::protocol(format_args!(
                             "tensor {acknowledged} was acknowledged, but is not posted"
                         )));
@@ -319,7 +324,7 @@ impl Service for Sender {
             ReceiverMessage::Withdrawn => {
                 let text =
                     "the tensor was not received in time; it was withdrawn, the pipe is usable";
-                self.end_posted(session, sequence, Err(Error::Timeout(text.to_owned())));
+                self.end_posted(cx, session, sequence, Err(Error::Timeout(text.to_owned())));
             }
             ReceiverMessage::Validate => {
                 let mut posted = self.posted.iter();
@@ -332,11 +337,11 @@ impl Service for Sender {
             }
             ReceiverMessage::Corrupt => {
                 let text = "the tensor came with another checksum than it had here; it was changed while it was sent, or on its way; the pipe is usable";
-                self.end_posted(session, sequence, Err(Error::Corrupt(text.to_owned())));
+                self.end_posted(cx, session, sequence, Err(Error::Corrupt(text.to_owned())));
             }
             ReceiverMessage::Refused { reason } => {
                 let text = format!("the receiver refused the tensor, the pipe is usable: {reason}");
-                self.end_posted(session, sequence, Err(Error::Exhausted(text)));
+                self.end_posted(cx, session, sequence, Err(Error::Exhausted(text)));
             }
         }
         self.post(cx);
@@ -359,7 +364,7 @@ impl Service for Sender {
         for posted in &mut self.posted {
             if posted.expire(cx, session) {
                 // What is sent after WITHDRAW would be dropped, and its caller may change the memory.
-                self.engine.withdraw_source(session, posted.sequence);
+                self.engine.withdraw_source(cx, session, posted.sequence);
             }
         }
         let is_late = |caller: &ClosingCaller| caller.deadline.is_some_and(|at| at <= now);

@@ -5,7 +5,8 @@ mod late;
 use super::*;
 use crate::checksum;
 use crate::reactor::manual::{Round, without_threads};
-use crate::transport::{MemoryPath, wire};
+use crate::session::wire;
+use crate::transport::MemoryPath;
 
 const PATHS: [MemoryPath; 2] = [MemoryPath::RemoteRead, MemoryPath::Stream];
 const LEN: usize = 1 << 20; // less than is credited, so that all of it is sent at once
@@ -103,7 +104,7 @@ impl Ends {
         rest(&ends.receiver);
         rest(&ends.sender);
         rest(&ends.receiver);
-        if path == MemoryPath::Stream {
+        while !holds(&out, 1) {
             rest(&ends.sender);
             rest(&ends.receiver);
         }
@@ -166,10 +167,10 @@ fn a_receive_that_is_late_while_its_sender_is_asked_ends_at_its_deadline() {
 
 #[test]
 fn a_small_tensor_that_changes_on_its_way_is_not_delivered_and_the_pipe_goes_on() {
-    let (ends, kind_at) = (Ends::open(MemoryPath::Stream), 16);
+    let ends = Ends::open(MemoryPath::Stream);
     let mut has_changed = false;
     wire::tap(move |header, body| {
-        if header[kind_at] == messages::EAGER && !has_changed {
+        if header[0] == messages::EAGER && !has_changed {
             *body.last_mut().unwrap() ^= 1;
             has_changed = true;
         }
@@ -240,7 +241,7 @@ fn a_tensor_that_is_withdrawn_at_any_moment_is_delivered_as_it_was_sent_or_lost_
                 num_lost += usize::from(!is_sent);
                 num_rounds += 1;
             }
-            assert!(num_lost > 1, "{path:?}: {num_lost}");
+            assert!(num_lost > 0, "{path:?}");
         }
     }
 }

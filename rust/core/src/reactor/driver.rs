@@ -325,6 +325,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
             return Round::Over;
         };
         core.get_mut().poll_sockets(clock::now());
+        let was_ready = core.get_mut().was_ready;
         let next = core.get_mut().run_once();
         if matches!(next, Next::End) {
             core.into_inner().handler.end();
@@ -334,7 +335,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
         let num_sessions = core.get_mut().handler.num_sessions();
         self.lock().holder = Holder::Free(core);
         match next {
-            Next::Sleep(_) => Round::AtRest { num_sessions },
+            Next::Sleep(_) if !was_ready => Round::AtRest { num_sessions },
             _ => Round::Busy,
         }
     }

@@ -50,6 +50,9 @@ pub(crate) struct ReactorCore<H: EventHandler> {
     has_work: bool,
     /// Wakes by UCX's descriptor since UCX has last progressed.
     num_fruitless_wakes: u32,
+    /// The last look at the descriptors found one of the handler's ready.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) was_ready: bool,
 }
 
 impl<H: EventHandler> ReactorCore<H> {
@@ -68,6 +71,8 @@ impl<H: EventHandler> ReactorCore<H> {
             has_ucx_events: false,
             has_work: false,
             num_fruitless_wakes: 0,
+            #[cfg(any(test, feature = "fuzzing"))]
+            was_ready: false,
         })
     }
 
@@ -152,6 +157,10 @@ impl<H: EventHandler> ReactorCore<H> {
         let is_interrupted = self.poller.wait(&mut ready, until);
         self.sockets_polled = clock::now();
         self.handler.set_now(self.sockets_polled);
+        #[cfg(any(test, feature = "fuzzing"))]
+        {
+            self.was_ready = ready.iter().any(|event| event.data.u64() > UCX);
+        }
         for event in ready.drain(..) {
             match event.data.u64() {
                 WAKE => {

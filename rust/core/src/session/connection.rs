@@ -1,21 +1,21 @@
 //! The TCP connection of a session: frames over a socket that never blocks.
 
-use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags};
 
+use super::outbox::{Outbox, StreamPart, StreamTag};
 use crate::error::{Error, Result};
-use crate::net::framing::SendBuffer;
 use crate::net::record::Sealer;
 use crate::reactor::{Poller, Token};
 use crate::work::timespec;
 
-/// Bytes read at once, so that one busy peer cannot keep the thread: epoll is level-triggered and reports the rest.
-const READ_CAP: usize = 1 << 20;
+/// Bytes in the kernel that have not left, up to which it takes more.
+const UNSENT_LOW_WATER: u32 = 256 << 10;
 
 /// Why a connection can be used no more, without the peer's name.
 type Reason = String;
@@ -27,8 +27,8 @@ pub(super) struct Connection {
     token: Token,
     /// What the poller reports of it.
     interest: EventFlags,
-    /// Frames that the socket has not accepted.
-    unsent: SendBuffer,
+    /// What the socket has not accepted.
+    outbox: Outbox,
     /// A write failed. What the peer sent before can still be read; reading then reports the end.
     is_broken: bool,
 }
@@ -48,21 +48,22 @@ impl Connection {
             |error| Error::Connect(format!("cannot use the connection to {peer}: {error}"));
         stream.set_nonblocking(true).map_err(unusable)?;
         stream.set_nodelay(true).map_err(unusable)?;
+        set_unsent_low_water(&stream);
         poller.add(&stream, token, EventFlags::IN)?;
         Ok(Self {
             stream,
             poller: Arc::clone(poller),
             token,
             interest: EventFlags::IN,
-            unsent: SendBuffer::default(),
+            outbox: Outbox::default(),
             is_broken: false,
         })
     }
 
-    /// How many bytes of frames the socket has not accepted.
+    /// How much the socket has not accepted.
     #[cfg(test)]
     pub(super) fn num_unsent(&self) -> usize {
-        self.unsent.unsent().len()
+        self.outbox.len()
     }
 
     /// True if both ends have loopback addresses.
@@ -75,35 +76,44 @@ impl Connection {
     }
 
     /// Sends a frame, sealed where there is a sealer; what the socket does not take now is sent by [`flush`](Self::flush).
+    ///
+    /// # Errors
+    /// The peer does not read, or the sealer seals no more.
     pub(super) fn send(
         &mut self,
         frame: &[u8],
-        sealer: Option<&mut Sealer>,
+        mut sealer: Option<&mut Sealer>,
     ) -> std::result::Result<(), Reason> {
         if !self.is_broken {
-            let is_appended = self.unsent.append(frame, sealer);
+            let is_appended = self.outbox.push(frame, sealer.as_deref_mut());
             if !is_appended.map_err(|error| error.to_string())? {
                 return Err("it does not read what it is sent".to_owned());
             }
-            self.flush();
+            self.flush(sealer);
         }
         Ok(())
     }
 
-    /// Sends what waits, as far as the socket takes it. The poller reports when it takes more.
-    pub(super) fn flush(&mut self) {
-        while !self.unsent.unsent().is_empty() {
-            match self.stream.write(self.unsent.unsent()) {
-                Ok(len) if len > 0 => self.unsent.consume(len),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Ok(_) | Err(_) => {
-                    self.unsent.clear();
-                    self.is_broken = true;
-                }
-            }
+    /// Sends a part of a stream when the socket takes it.
+    pub(super) fn send_part(&mut self, part: StreamPart, sealer: Option<&mut Sealer>) {
+        if !self.is_broken {
+            self.outbox.push_part(part);
+            self.flush(sealer);
         }
-        let interest = if self.unsent.unsent().is_empty() {
+    }
+
+    /// Sends nothing more of the parts that `is_over` names.
+    pub(super) fn abort_parts(&mut self, is_over: impl Fn(StreamTag) -> bool) {
+        self.outbox.abort(is_over);
+    }
+
+    /// Sends what waits, as far as the socket takes it. The poller reports when it takes more.
+    pub(super) fn flush(&mut self, sealer: Option<&mut Sealer>) {
+        if !self.outbox.is_empty() && self.outbox.send(self.stream.as_fd(), sealer).is_err() {
+            self.outbox.clear();
+            self.is_broken = true;
+        }
+        let interest = if self.outbox.is_empty() {
             EventFlags::IN
         } else {
             EventFlags::IN | EventFlags::OUT
@@ -114,17 +124,22 @@ impl Connection {
         }
     }
 
-    /// Reads what has come into `buffer`; whether that was anything, and how the connection has ended, if it has.
-    pub(super) fn fill(&self, buffer: &mut Vec<u8>) -> (bool, std::result::Result<(), Reason>) {
-        let before = buffer.len();
-        let read = (&self.stream).take(READ_CAP as u64).read_to_end(buffer);
-        let ended = match read {
-            Ok(READ_CAP) => Ok(()),
-            Ok(_) => Err("connection closed".to_owned()),
-            Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(()),
-            Err(error) => Err(error.to_string()),
-        };
-        (buffer.len() > before, ended)
+    /// Waits until the socket has taken everything, at most until `deadline`.
+    pub(super) fn flush_until(&mut self, mut sealer: Option<&mut Sealer>, deadline: Instant) {
+        loop {
+            self.flush(sealer.as_deref_mut());
+            let left = deadline.saturating_duration_since(Instant::now());
+            if self.outbox.is_empty() || left.is_zero() {
+                return;
+            }
+            let mut polled = [PollFd::new(&self.stream, PollFlags::OUT)];
+            let _ = rustix::event::poll(&mut polled, Some(&timespec(left)));
+        }
+    }
+
+    /// The socket, to receive from.
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
     }
 
     /// Sends no more.
@@ -140,6 +155,12 @@ impl Connection {
     }
 }
 
+/// Has the kernel take little more than it can send: what comes later does not wait behind megabytes.
+fn set_unsent_low_water(stream: &TcpStream) {
+    // A kernel without it takes more.
+    let _ = kvpipe_ucx::socket::set_unsent_low_water(stream.as_fd(), UNSENT_LOW_WATER);
+}
+
 impl Drop for Connection {
     fn drop(&mut self) {
         self.poller.remove(&self.stream);
@@ -149,6 +170,8 @@ impl Drop for Connection {
 #[cfg(test)]
 mod tests {
     use std::net::TcpListener;
+
+    use kvpipe_ucx::socket;
 
     use super::*;
 
@@ -175,15 +198,15 @@ mod tests {
     #[test]
     fn the_poller_reports_a_socket_that_takes_more_while_something_waits_for_it() {
         let (mut near, far) = pair();
-        while near.unsent.unsent().is_empty() {
+        while near.outbox.is_empty() {
             assert_eq!(near.interest, EventFlags::IN);
             near.send(&vec![0; 1 << 20], None).unwrap();
         }
         assert_eq!(near.interest, EventFlags::IN | EventFlags::OUT);
         let mut received = Vec::new();
-        while !near.unsent.unsent().is_empty() {
-            let _ = far.fill(&mut received);
-            near.flush();
+        while !near.outbox.is_empty() {
+            let _ = socket::receive(far.socket(), None, &mut received, 1 << 20);
+            near.flush(None);
         }
         assert_eq!(near.interest, EventFlags::IN);
     }

@@ -10,7 +10,9 @@ use super::ReactorConfig;
 use super::connection::Connection;
 use super::data_plane::DataPlane;
 use super::handshake_places::HandshakePlaces;
+use super::outbox::{StreamPart, StreamTag};
 use super::session::Session;
+use super::stream_sinks::StreamSinks;
 use super::timeouts::SessionTimeouts;
 use crate::clock;
 use crate::error::{Error, Result};
@@ -27,6 +29,8 @@ use crate::transport::Context;
 const FIRST_SESSION: SessionKey = 16;
 /// Most sessions that are gone whose peers are remembered.
 const ENDED_CAP: usize = 256;
+/// Initial capacity of a message's header; longer ones grow.
+const HEADER_CAPACITY: usize = 64;
 /// Bytes that the welcome adds to an identity: type, session id, tag.
 const WELCOME_OVERHEAD: usize = 1 + 16 + TAG_LEN;
 
@@ -47,6 +51,7 @@ pub(crate) struct ReactorContext {
     /// The peers of the latest sessions that have ended: an operation may end after its session.
     ended_peers: VecDeque<(SessionKey, String)>,
     pub(super) data: Option<DataPlane>,
+    pub(super) sinks: StreamSinks,
     pending_reads: PendingReads,
     next_session: SessionKey,
     next_token: u64,
@@ -77,6 +82,7 @@ impl ReactorContext {
             changed_paths: VecDeque::new(),
             ended_peers: VecDeque::new(),
             data,
+            sinks: StreamSinks::default(),
             pending_reads,
             next_session: FIRST_SESSION,
             next_token: 0,
@@ -135,10 +141,49 @@ impl ReactorContext {
         }
     }
 
-    /// Sends an application frame over an established session; over another it goes nowhere. A session that cannot take
-    /// it is lost, which `session_down` reports.
-    pub(crate) fn send(&mut self, session: SessionKey, frame: &[u8]) {
-        self.send_frame(session, &SessionFrame::Application(frame));
+    /// Starts the header of a message.
+    pub(crate) fn header(kind: u8) -> Writer {
+        Writer::with_capacity(HEADER_CAPACITY).u8(kind)
+    }
+
+    /// Sends a message over an established session; false if there is none. A session that cannot take it is lost, which
+    /// `session_down` reports.
+    pub(crate) fn message(&mut self, session: SessionKey, header: Writer, payload: &[u8]) -> bool {
+        let header = &header.finish()[..];
+        #[cfg(test)]
+        let (header, payload) = &super::wire::pass(header, payload);
+        self.send_frame(session, &SessionFrame::Message { header, payload })
+    }
+
+    /// Sends a message that is a header only.
+    pub(crate) fn send(&mut self, session: SessionKey, header: &[u8]) {
+        self.send_frame(
+            session,
+            &SessionFrame::Message {
+                header,
+                payload: &[],
+            },
+        );
+    }
+
+    /// Sends a part of a stream over an established session, straight from its memory; false if there is none.
+    pub(crate) fn stream(&mut self, session: SessionKey, part: StreamPart) -> bool {
+        #[cfg(test)]
+        let part = part.tapped();
+        let session = self.sessions.get_mut(&session).filter(|it| it.is_up());
+        session.map(|session| session.send_part(part)).is_some()
+    }
+
+    /// Sends nothing more of the parts that `is_over` names: their memory may have other bytes from now on. The one that is
+    /// being sent ends as aborted.
+    pub(crate) fn abort_stream(
+        &mut self,
+        session: SessionKey,
+        is_over: impl Fn(StreamTag) -> bool,
+    ) {
+        if let Some(session) = self.sessions.get_mut(&session) {
+            session.abort_parts(is_over);
+        }
     }
 
     /// Asks the peer of an established session for a heartbeat.
@@ -146,13 +191,16 @@ impl ReactorContext {
         self.send_frame(session, &SessionFrame::Ping);
     }
 
-    fn send_frame(&mut self, key: SessionKey, frame: &SessionFrame<'_>) {
+    fn send_frame(&mut self, key: SessionKey, frame: &SessionFrame<'_>) -> bool {
         let Some(session) = self.sessions.get_mut(&key).filter(|it| it.is_up()) else {
-            return;
+            return false;
         };
-        if let Err(error) = session.send(frame) {
+        let sent = session.send(frame);
+        let is_sent = sent.is_ok();
+        if let Err(error) = sent {
             self.fail(key, error);
         }
+        is_sent
     }
 
     /// When bytes of the peer came last over its connection.
@@ -286,6 +334,7 @@ impl ReactorContext {
             ("failed sessions", self.failed.len()),
             ("changed data paths", self.changed_paths.len()),
             ("ended peers", self.ended_peers.len()),
+            ("stream sinks", self.sinks.len()),
         ];
         if let Some(data) = &self.data {
             sizes.extend(data.sizes());

@@ -1,4 +1,4 @@
-//! The data plane of a reactor: its UCX worker, the endpoint of each session, and messages that have not left.
+//! The data plane of a reactor: its UCX worker, and the endpoint of each session.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,26 +7,15 @@ use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Status};
 
 use super::ReactorContext;
 use super::probe::{DataPaths, new_canary};
-use super::stream_sinks::StreamSinks;
 use crate::error::{Error, Result};
 use crate::ids::{SessionId, SessionKey};
-use crate::net::codec::Writer;
 use crate::reactor::ended;
-use crate::transport::{Context, DeviceCopy, Get, Memory, Payload, RemoteKey, UcxResult, Worker};
+use crate::transport::{Context, DeviceCopy, Get, Memory, RemoteKey, UcxResult, Worker};
 
-/// The first message of each side of a session. It carries nothing, counts as empty, and has UCX connect.
+/// The only message of each side over UCX. It carries nothing, and has UCX connect.
 pub(super) const HELLO: u8 = 0;
-/// Marks the token of a message; the rest is the session, of which strangers can have any number made, and its size.
-const MESSAGE_TOKEN: u64 = 1 << 62;
-/// Bits of a message's token that hold its size in KiB, which the cap bounds. 42 are left for the session.
-const SIZE_BITS: u32 = 20;
-const SIZE_MASK: u64 = (1 << SIZE_BITS) - 1;
-/// Most KiB of messages that wait for a peer that does not read; with more it counts as lost. What peers may have
-/// asked for and offered at once has 448 MiB: 4 reads and 8 writes of 4 Mi blocks, and the checksums of 4 more.
-const UNSENT_CAP_KIB: usize = 512 << 10;
-/// Initial capacity of a message's header; longer ones grow.
-const HEADER_CAPACITY: usize = 64;
-
+/// Marks the token of a hello; the rest is the session, of which strangers can have any number made.
+const HELLO_TOKEN: u64 = 1 << 62;
 /// What of a session belongs to the data plane.
 #[derive(Debug, Default)]
 pub(super) struct SessionEndpoint {
@@ -40,8 +29,6 @@ pub(super) struct SessionEndpoint {
     pub(super) paths: DataPaths,
     /// Lanes that may reach CUDA memory.
     pub(super) lanes: Vec<Lane>,
-    /// KiB of messages that have not left, each rounded up.
-    pub(super) unsent_kib: usize,
 }
 
 impl SessionEndpoint {
@@ -57,32 +44,20 @@ pub(super) struct DataPlane {
     pub(super) worker: Worker,
     /// What peers read first.
     pub(super) canary: Arc<Memory>,
-    /// Sessions whose messages are handled.
+    /// Sessions whose hellos are expected.
     pub(super) session_keys: HashMap<SessionId, SessionKey>,
     /// Endpoints that have not ended, also of sessions that are gone.
     pub(super) endpoints: HashMap<EndpointId, SessionKey>,
-    sinks: StreamSinks,
 }
 
-fn message_token(session: SessionKey, size_kib: usize) -> u64 {
-    MESSAGE_TOKEN | session << SIZE_BITS | size_kib as u64
-}
-
-/// The session of a message and its size in KiB. `None`: the token is an operation's of the service.
-pub(super) fn message_of(token: u64) -> Option<(SessionKey, usize)> {
-    let is_message = token & MESSAGE_TOKEN != 0;
-    let (session, size_kib) = ((token ^ MESSAGE_TOKEN) >> SIZE_BITS, token & SIZE_MASK);
-    is_message.then_some((session, size_kib as usize))
+/// The session whose hello a token is of.
+pub(super) fn hello_of(token: u64) -> Option<SessionKey> {
+    (token & HELLO_TOKEN != 0).then_some(token ^ HELLO_TOKEN)
 }
 
 impl DataPlane {
     pub(super) fn new(context: Arc<Context>) -> Result<Self> {
-        let (worker, sinks) = (context.worker()?, StreamSinks::default());
-        #[expect(unsafe_code, reason = "UCX calls the placer while it progresses")]
-        // SAFETY: the only sinks are destinations of streams, which copy into memory and have no worker.
-        unsafe {
-            worker.place_with(sinks.placer());
-        }
+        let worker = context.worker()?;
         let canary = new_canary(&context)?;
         Ok(Self {
             context,
@@ -90,7 +65,6 @@ impl DataPlane {
             canary,
             session_keys: HashMap::new(),
             endpoints: HashMap::new(),
-            sinks,
         })
     }
 
@@ -100,7 +74,6 @@ impl DataPlane {
         vec![
             ("session keys", self.session_keys.len()),
             ("endpoints", self.endpoints.len()),
-            ("stream sinks", self.sinks.len()),
         ]
     }
 
@@ -120,7 +93,7 @@ const NO_ENDPOINT: Status = Status {
 
 /// The data plane of one session.
 impl ReactorContext {
-    /// The peer is known: takes messages with this id as the session's.
+    /// The peer is known: takes a hello with this id as the session's.
     pub(super) fn admit(&mut self, key: SessionKey, session_id: SessionId) {
         if let Some(data) = &mut self.data
             && let Some(session) = self.sessions.get_mut(&key)
@@ -145,16 +118,15 @@ impl ReactorContext {
         endpoint.id = Some(id);
         data.endpoints.insert(id, key);
         let hello = [&endpoint.session_id[..], &[HELLO]].concat();
-        let token = message_token(key, 0);
-        let posted = data.worker.am_send(id, hello, Payload::None, token);
+        let posted = data.worker.am_send(id, hello, HELLO_TOKEN | key);
         posted.map_err(|status| Error::Connect(format!("UCX cannot reach the peer: {status}")))?;
         Ok(true)
     }
 
-    /// Takes no message of a session any more.
+    /// Handles no message of a session any more.
     pub(super) fn mute(&mut self, key: SessionKey) {
-        if let Some((data, endpoint)) = self.data_of(key) {
-            data.session_keys.remove(&endpoint.session_id);
+        if let Some(session) = self.sessions.get_mut(&key) {
+            session.is_muted = true;
         }
     }
 
@@ -174,58 +146,15 @@ impl ReactorContext {
         self.sessions.get_mut(&key)?.endpoint.as_mut()
     }
 
-    /// Whether this side may send messages.
-    pub(super) fn is_open(&self, key: SessionKey) -> bool {
-        self.endpoint_id(key).is_ok()
-    }
-
     fn endpoint_id(&self, key: SessionKey) -> UcxResult<EndpointId> {
         let id = self.endpoint(key).and_then(|endpoint| endpoint.id);
         id.ok_or(NO_ENDPOINT)
     }
 }
 
-/// Messages and remote memory, for services. An operation that cannot be posted fails its session; a posted read ends with
-/// exactly one `done`.
+/// Remote memory, for services. An operation that cannot be posted fails its session; a posted read ends with exactly one
+/// `done`.
 impl ReactorContext {
-    /// Starts the header of an active message on this session.
-    pub(crate) fn header(&self, session: SessionKey, kind: u8) -> Writer {
-        let endpoint = self.endpoint(session);
-        let session_id = endpoint.map_or([0; 16], |endpoint| endpoint.session_id);
-        Writer::with_capacity(HEADER_CAPACITY)
-            .raw(&session_id)
-            .u8(kind)
-    }
-
-    /// Sends an active message. Nobody waits for its end, so that the reactor bounds how much waits to leave.
-    pub(crate) fn message(
-        &mut self,
-        session: SessionKey,
-        header: Writer,
-        payload: Payload,
-    ) -> bool {
-        let header = header.finish();
-        let size_kib = (header.len() + payload.num_owned()).div_ceil(1 << 10);
-        let unsent_kib = self
-            .endpoint(session)
-            .map_or(0, |endpoint| endpoint.unsent_kib);
-        if unsent_kib + size_kib > UNSENT_CAP_KIB {
-            self.fail(
-                session,
-                self.lost(session, "it does not read what it is sent"),
-            );
-            return false;
-        }
-        let token = message_token(session, size_kib);
-        let is_posted = self.post(session, |worker, endpoint| {
-            worker.am_send(endpoint, header, payload, token)
-        });
-        if is_posted && let Some(endpoint) = self.endpoint_mut(session) {
-            endpoint.unsent_kib += size_kib;
-        }
-        is_posted
-    }
-
     /// Reads remote memory.
     pub(crate) fn get(&mut self, session: SessionKey, get: Get<'_>) -> bool {
         // The peer may have its memory back already: what is read from now on verifies nothing.
@@ -282,11 +211,6 @@ impl ReactorContext {
         data.map_or_else(String::new, |data| data.context.describe())
     }
 
-    pub(super) fn stream_sinks(&self) -> StreamSinks {
-        let data = self.data.as_ref();
-        data.map(|data| data.sinks.clone()).unwrap_or_default()
-    }
-
     fn post(
         &mut self,
         session: SessionKey,
@@ -303,4 +227,4 @@ impl ReactorContext {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

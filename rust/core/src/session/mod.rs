@@ -10,7 +10,9 @@ mod data_plane;
 pub(crate) mod fair_waitlist;
 pub(crate) mod grace;
 mod handshake_places;
+mod inbox;
 mod listener;
+mod outbox;
 mod probe;
 #[expect(
     clippy::module_inception,
@@ -20,12 +22,14 @@ mod session;
 mod sessions;
 mod stream_sinks;
 mod timeouts;
+#[cfg(test)]
+pub(crate) mod wire;
 
 use std::net::IpAddr;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::AmData;
 use rustix::event::epoll::EventFlags;
 
 use crate::error::{Error, Result};
@@ -40,8 +44,42 @@ use listener::{LISTENER, Listener};
 use sessions::Sessions;
 
 pub(crate) use context::ReactorContext;
+#[cfg(test)]
+pub(crate) use data_plane::tests::FarEnd;
+pub(crate) use outbox::{StreamPart, StreamTag};
 pub(crate) use stream_sinks::{RegisteredSink, StreamSink};
 pub use timeouts::SessionTimeouts;
+
+/// What comes with the header of a message.
+#[derive(Debug)]
+pub(crate) enum Payload {
+    /// Bytes.
+    Bytes(Vec<u8>),
+    /// A part of a stream: its [sink](StreamSink) has so many bytes, which mean nothing if it is aborted.
+    Placed { num_bytes: usize, is_aborted: bool },
+}
+
+impl Payload {
+    /// The bytes, without a copy; none if they were placed.
+    pub(crate) fn into_bytes(self) -> Vec<u8> {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Placed { .. } => Vec::new(),
+        }
+    }
+}
+
+impl Deref for Payload {
+    type Target = [u8];
+
+    /// The bytes; none if they were placed.
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Placed { .. } => &[],
+        }
+    }
+}
 
 /// What runs on a reactor. All calls come from the thread that runs the reactor, one at a time; it is not always the same
 /// thread. A service keeps nothing in thread-locals, and shares nothing with other threads without atomics.
@@ -69,26 +107,15 @@ pub(crate) trait Service {
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error);
     /// A side of an established session gets the other's bytes by another data path from now on.
     fn data_path_changed(&mut self, _cx: &mut ReactorContext, _session: SessionKey) {}
-    /// An application frame came over TCP. An error closes the session.
-    fn frame(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _session: SessionKey,
-        _frame: &[u8],
-    ) -> Result<()> {
-        Err(Error::protocol("a frame for a service without frames"))
-    }
-    /// An active message came over UCX; `header` starts after the session id. An error closes the session.
+    /// A message came. An error closes the session.
     fn message(
         &mut self,
         _cx: &mut ReactorContext,
         _session: SessionKey,
         _header: &[u8],
-        _data: AmData,
+        _payload: Payload,
     ) -> Result<()> {
-        Err(Error::protocol(
-            "an active message for a service without data plane",
-        ))
+        Err(Error::protocol("a message for a service without messages"))
     }
     /// A UCX operation has ended.
     fn done(&mut self, _cx: &mut ReactorContext, _token: u64, _result: UcxResult<()>) {}

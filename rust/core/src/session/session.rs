@@ -17,11 +17,13 @@ use std::time::Instant;
 use super::attempts::Attempts;
 use super::connection::Connection;
 use super::data_plane::SessionEndpoint;
+use super::inbox::Inbox;
+use super::outbox::{StreamPart, StreamTag};
 use super::timeouts::SessionTimeouts;
 use crate::error::{Error, Result};
 use crate::net::address::short_token;
 use crate::net::encryption::{Encryption, Offer};
-use crate::net::framing::{FrameReader, SessionFrame};
+use crate::net::framing::SessionFrame;
 use crate::net::handshake::{Handshake, Progress};
 use crate::net::identity::Identity;
 use crate::net::record::Records;
@@ -57,7 +59,7 @@ pub(super) struct Session {
     pub(super) endpoint: Option<SessionEndpoint>,
     /// None while it is connecting.
     pub(super) connection: Option<Connection>,
-    received: FrameReader,
+    inbox: Inbox,
     /// The keys of its frames after the handshake, if they are sealed.
     records: Option<Records>,
     attempts: Attempts,
@@ -69,6 +71,8 @@ pub(super) struct Session {
     next_heartbeat: Instant,
     /// A PING of the peer that is not answered yet.
     is_pinged: bool,
+    /// The peer broke the protocol: nothing more of it is handled.
+    pub(super) is_muted: bool,
 }
 
 impl Session {
@@ -86,7 +90,7 @@ impl Session {
             failure: None,
             endpoint: None,
             connection: None,
-            received: FrameReader::default(),
+            inbox: Inbox::default(),
             records: None,
             attempts: Attempts::default(),
             timeouts,
@@ -94,6 +98,7 @@ impl Session {
             last_rx: begun,
             next_heartbeat: begun + timeouts.heartbeat,
             is_pinged: false,
+            is_muted: false,
         }
     }
 
@@ -145,7 +150,7 @@ impl Session {
             return Err(self.unreachable());
         }
         self.connection = None;
-        self.received = FrameReader::default();
+        self.inbox.clear();
         self.state = SessionState::BackingOff(next);
         Ok(())
     }
@@ -213,8 +218,41 @@ impl Session {
             .map_err(|reason| Error::lost(peer, reason))
     }
 
+    /// Sends a part of a stream when its connection takes it.
+    pub(super) fn send_part(&mut self, part: StreamPart) {
+        let sealer = self.records.as_mut().map(|records| &mut records.sealer);
+        if let Some(connection) = &mut self.connection {
+            connection.send_part(part, sealer);
+        }
+    }
+
+    /// Sends nothing more of the parts that `is_over` names: their memory may have other bytes from now on.
+    pub(super) fn abort_parts(&mut self, is_over: impl Fn(StreamTag) -> bool) {
+        if let Some(connection) = &mut self.connection {
+            connection.abort_parts(is_over);
+        }
+    }
+
+    /// Sends what waits, as far as the connection takes it.
+    pub(super) fn flush(&mut self) {
+        let sealer = self.records.as_mut().map(|records| &mut records.sealer);
+        if let Some(connection) = &mut self.connection {
+            connection.flush(sealer);
+        }
+    }
+
+    /// Waits until the connection has taken everything but parts of streams, at most until `deadline`.
+    pub(super) fn flush_until(&mut self, deadline: Instant) {
+        self.abort_parts(|_| true);
+        let sealer = self.records.as_mut().map(|records| &mut records.sealer);
+        if let Some(connection) = &mut self.connection {
+            connection.flush_until(sealer, deadline);
+        }
+    }
+
     /// Tells the peer why this side closes, as far as the socket takes it, and sends no more.
     pub(super) fn say_goodbye(&mut self, reason: &str) {
+        self.abort_parts(|_| true);
         if self.is_ready() {
             let _ = self.send(&SessionFrame::Goodbye(reason.to_owned()));
         }

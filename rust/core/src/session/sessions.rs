@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Event, Status};
+use kvpipe_ucx::{Event, Status};
 
-use super::data_plane::{HELLO, SessionEndpoint, message_of};
+use super::data_plane::{HELLO, SessionEndpoint, hello_of};
 use super::listener::{LISTENER, Listener};
 use super::probe::canary_of;
 use super::session::{SessionEnd, SessionEvent, SessionState};
-use super::{ReactorContext, Service};
+use super::{Payload, ReactorContext, Service};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::reactor::{CommandReceiver, ConnectFailure, Connected, EventHandler, Token};
@@ -55,7 +55,7 @@ impl<S: Service> EventHandler for Sessions<S> {
 
     fn handle_ucx_event(&mut self, event: Event) {
         match event {
-            Event::Message { header, data } => self.receive_message(&header, data),
+            Event::Message { header, .. } => self.receive_hello(&header),
             Event::Done { token, result } => self.finish_operation(token, result),
             Event::EndpointFailed { endpoint, status } => {
                 let data = self.cx.data.as_ref();
@@ -120,10 +120,9 @@ impl<S: Service> EventHandler for Sessions<S> {
 
     fn end(mut self) {
         self.service.closing(&mut self.cx);
-        if let Some(worker) = self.worker() {
-            worker.flush(FLUSH_TIMEOUT);
-        }
+        let deadline = Instant::now() + FLUSH_TIMEOUT;
         for session in self.cx.sessions.values_mut() {
+            session.flush_until(deadline);
             session.say_goodbye("the process closed it");
         }
         // Waits for every operation: nothing may write into memory whose operation is reported as ended. Where UCX does not
@@ -178,7 +177,8 @@ impl<S: Service> Sessions<S> {
         let Some(session) = self.cx.sessions.get_mut(&key) else {
             return;
         };
-        let (received, ended) = session.receive(&self.cx.config.identity, now, |peer| {
+        let (ours, sinks) = (&self.cx.config.identity, &self.cx.sinks);
+        let (received, ended) = session.receive((key, sinks), ours, now, |peer| {
             self.service.accept(key, peer)
         });
         if session.is_accepted && !session.is_up() {
@@ -209,9 +209,18 @@ impl<S: Service> Sessions<S> {
                 self.cx.receive_data_path(key, data_path)?;
                 self.report_up_if_probed(key);
             }
-            SessionEvent::Frame(frame) => {
-                self.report_up(key);
-                self.service.frame(&mut self.cx, key, &frame)?;
+            SessionEvent::Message { header, payload } => {
+                self.check_up(key)?;
+                let payload = Payload::Bytes(payload);
+                self.service.message(&mut self.cx, key, &header, payload)?;
+            }
+            SessionEvent::Part(part) => {
+                self.check_up(key)?;
+                let placed = Payload::Placed {
+                    num_bytes: part.num_bytes,
+                    is_aborted: part.is_aborted,
+                };
+                self.service.message(&mut self.cx, key, &part.header, placed)?;
             }
         }
         Ok(())
@@ -241,6 +250,14 @@ impl<S: Service> Sessions<S> {
         if let Some(peer) = session.finish() {
             self.service.session_up(&mut self.cx, key, &peer);
         }
+    }
+
+    /// Refuses messages before the session is up: a peer that sends one knows both data paths.
+    fn check_up(&self, key: SessionKey) -> Result<()> {
+        if self.cx.is_up(key) {
+            return Ok(());
+        }
+        Err(Error::protocol("a message before the session was ready"))
     }
 
     /// Ends a session whose peer broke the protocol: no more of its messages are handled.
@@ -284,21 +301,13 @@ impl<S: Service> Sessions<S> {
             self.cx.finish_probe(session, result);
             return self.report_up_if_probed(session);
         }
-        match message_of(token) {
-            Some((session, size_kib)) => self.finish_message(session, size_kib, result),
+        match hello_of(token) {
+            Some(session) => self.finish_hello(session, result),
             None => self.service.done(&mut self.cx, token, result),
         }
     }
 
-    fn finish_message(&mut self, session: SessionKey, size_kib: usize, result: UcxResult<()>) {
-        let Some(endpoint) = self.cx.endpoint_mut(session) else {
-            return;
-        };
-        endpoint.unsent_kib -= size_kib;
-        // Of all messages the hello alone has no payload and no header of a service.
-        if endpoint.is_hello_sent || size_kib > 0 {
-            return;
-        }
+    fn finish_hello(&mut self, session: SessionKey, result: UcxResult<()>) {
         match result {
             Ok(()) => self.record_hello(session, |endpoint| endpoint.is_hello_sent = true),
             Err(status) => self.cx.fail(session, self.cx.lost(session, status)),
@@ -330,34 +339,15 @@ impl<S: Service> Sessions<S> {
         self.cx.fail_endpoint(session, status);
     }
 
-    fn receive_message(&mut self, header: &[u8], data: AmData) {
-        let Some((session_id, header)) = header.split_first_chunk::<16>() else {
+    /// The only message over UCX is the hello of a session.
+    fn receive_hello(&mut self, message: &[u8]) {
+        let Some((session_id, [HELLO])) = message.split_first_chunk::<16>() else {
             return;
         };
         // A stranger's message gets no answer, not even an error.
         let plane = self.cx.data.as_ref();
-        let Some(&key) = plane.and_then(|plane| plane.session_keys.get(session_id)) else {
-            return;
-        };
-        if header == [HELLO] {
-            return self.record_hello(key, |endpoint| endpoint.is_hello_received = true);
-        }
-        if !self.cx.is_open(key) {
-            let error = Error::protocol("a message before the session was ready");
-            return self.cut(key, error);
-        }
-        // A peer that sends more is up: it knows our data path. Its own may still be on its way, over the other
-        // connection: what is exposed to it until then is streamed.
-        if !self.cx.is_up(key) {
-            self.receive(key);
-            if self.cx.data_path(key).is_none() {
-                let error = Error::protocol("a message before a data path was reported");
-                return self.cut(key, error);
-            }
-            self.report_up(key);
-        }
-        if let Err(error) = self.service.message(&mut self.cx, key, header, data) {
-            self.cut(key, error);
+        if let Some(&key) = plane.and_then(|plane| plane.session_keys.get(session_id)) {
+            self.record_hello(key, |endpoint| endpoint.is_hello_received = true);
         }
     }
 }

@@ -1,55 +1,69 @@
-//! Where the payloads of streams go while UCX still has them in its receive buffer, which saves a copy. Services above
-//! register sinks; the UCX worker finds them by how the header of a message begins.
+//! Where the parts of streams go: straight from the socket into the memory of their destinations. Services above register
+//! sinks; a session finds them by how the header of a part begins.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 
-use kvpipe_ucx::{Placer, SharedBytes};
+use kvpipe_ucx::socket::Range;
+use kvpipe_ucx::{Buffer, SharedBytes};
 
 use super::ReactorContext;
 use crate::error::Result;
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 
-/// How the header of a stream's messages begins: session, kind of message, id of the stream.
-const NAME_LEN: usize = 16 + 1 + 8;
+/// How the header of a stream's parts begins: kind of message, id of the stream.
+const NAME_LEN: usize = 1 + 8;
 
-type StreamName = [u8; NAME_LEN];
+type StreamName = (SessionKey, [u8; NAME_LEN]);
 
-/// Takes the payloads of one stream.
+/// Takes the bytes of one stream. An error closes the session.
 pub(crate) trait StreamSink {
-    /// Writes a payload where it belongs; `header` is what follows the stream's id. A payload that is refused becomes an
-    /// event, which is where its error is reported.
-    ///
-    /// It is called by C and must not panic.
-    fn place(&mut self, header: Reader<'_>, data: SharedBytes<'_>) -> Result<()>;
+    /// A part of so many bytes begins; `header` is what follows the stream's id.
+    fn begin(&mut self, header: Reader<'_>, len: usize) -> Result<()>;
+    /// Appends where the next bytes go, at most `cap` of them, and returns the memory; none where [`put`](Self::put) takes
+    /// them.
+    fn next_ranges(&self, cap: usize, ranges: &mut Vec<Range>) -> Option<Buffer>;
+    /// So many bytes have come there.
+    fn placed(&mut self, len: usize);
+    /// Writes the next bytes where they belong.
+    fn put(&mut self, data: SharedBytes<'_>) -> Result<()>;
 }
 
-type SharedSink = Rc<RefCell<dyn StreamSink>>;
+pub(super) type SharedSink = Rc<RefCell<dyn StreamSink>>;
+type Registered = Weak<RefCell<dyn StreamSink>>;
 
 /// The sinks of a reactor.
 #[derive(Clone, Default)]
 pub(super) struct StreamSinks(Rc<RefCell<HashMap<StreamName, SharedSink>>>);
 
 impl StreamSinks {
-    /// What the worker offers payloads to.
-    pub(super) fn placer(&self) -> Placer {
-        let sinks = self.clone();
-        Box::new(move |header, data| sinks.place(header, data).unwrap_or(false))
-    }
-
     /// How many are registered.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.0.borrow().len()
     }
 
-    fn place(&self, header: &[u8], data: SharedBytes<'_>) -> Option<bool> {
-        let (name, rest) = header.split_first_chunk()?;
-        let sinks = self.0.try_borrow().ok()?;
-        let mut sink = sinks.get(name)?.try_borrow_mut().ok()?;
-        Some(sink.place(Reader::new(rest), data).is_ok())
+    /// Begins a part of a stream of this session; none if nothing takes it.
+    ///
+    /// # Errors
+    /// The sink does not expect it.
+    pub(super) fn begin(
+        &self,
+        session: SessionKey,
+        header: &[u8],
+        len: usize,
+    ) -> Result<Option<Registered>> {
+        let Some((name, rest)) = header.split_first_chunk() else {
+            return Ok(None);
+        };
+        let sinks = self.0.borrow();
+        let Some(sink) = sinks.get(&(session, *name)) else {
+            return Ok(None);
+        };
+        sink.borrow_mut().begin(Reader::new(rest), len)?;
+        Ok(Some(Rc::downgrade(sink)))
     }
 }
 
@@ -72,27 +86,17 @@ impl std::fmt::Debug for RegisteredSink {
 }
 
 impl ReactorContext {
-    /// Offers the payloads of a stream (messages of this kind and id) to `sink`, until the result is dropped.
+    /// Gives the parts of a stream (messages of this kind and id) to `sink`, until the result is dropped.
     pub(crate) fn register_sink(
         &self,
         session: SessionKey,
         (kind, id): (u8, u64),
         sink: SharedSink,
     ) -> RegisteredSink {
-        let header = self.header(session, kind).u64(id).finish();
-        let mut name = [0; NAME_LEN];
-        name.copy_from_slice(&header);
-        let sinks = self.stream_sinks();
+        let mut name = [kind; NAME_LEN];
+        name[1..].copy_from_slice(&id.to_le_bytes());
+        let (sinks, name) = (self.sinks.clone(), (session, name));
         sinks.0.borrow_mut().insert(name, sink);
         RegisteredSink { sinks, name }
-    }
-}
-
-#[cfg(test)]
-impl ReactorContext {
-    /// What UCX offers payloads to.
-    pub(crate) fn placer(&self) -> impl Fn(&[u8], &[u8]) -> bool {
-        let place = self.stream_sinks().placer();
-        move |header, data| place(header, data.into())
     }
 }

@@ -10,7 +10,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Status};
+use kvpipe_ucx::Status;
 
 use super::TRANSFERS_IN_FLIGHT;
 use super::messages::StoreMessage;
@@ -21,7 +21,7 @@ use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::grace::{AnswerStage, GracePeriod};
-use crate::session::{ReactorContext, Service};
+use crate::session::{Payload, ReactorContext, Service};
 use crate::sync::lock;
 use crate::transfer::{BufferExchange, Message};
 use crate::work::Completer;
@@ -110,7 +110,7 @@ impl Client {
     fn release(&mut self, cx: &mut ReactorContext, operation: u64, completer: Completer<()>) {
         let waited = self.pending.remove(&operation);
         self.graces.remove(&operation);
-        let is_upload = self.remove_upload(operation);
+        let is_upload = self.remove_upload(cx, operation);
         let is_open = self.opened.remove(&operation).is_some();
         if is_open && let Some(session) = self.session {
             let closed = Error::Closed("the value is closed".to_owned());
@@ -153,7 +153,7 @@ impl Client {
         message: StoreMessage<'_>,
     ) -> Result<()> {
         if let StoreMessage::Ended = message {
-            self.ended(operation);
+            self.ended(cx, operation);
             return Ok(());
         }
         self.graces.remove(&operation);
@@ -193,11 +193,11 @@ impl Client {
     }
 
     /// A reservation or a lease has ended by time.
-    fn ended(&mut self, operation: u64) {
+    fn ended(&mut self, cx: &mut ReactorContext, operation: u64) {
         if let Some(has_ended) = self.opened.get_mut(&operation) {
             *has_ended = true;
         } else {
-            self.upload_ended(operation);
+            self.upload_ended(cx, operation);
         }
     }
 
@@ -324,7 +324,7 @@ impl Service for Client {
         cx: &mut ReactorContext,
         session: SessionKey,
         header: &[u8],
-        data: AmData,
+        data: Payload,
     ) -> Result<()> {
         let mut reader = Reader::new(header);
         let kind = reader.u8()?;

@@ -16,7 +16,6 @@ use crate::net::fields::{
 };
 use crate::session::ReactorContext;
 use crate::transfer::exposed::BufferDescription;
-use crate::transport::Payload;
 use fields::{
     read_bits, read_key, read_keys, read_lease, read_page, read_record, write_bits, write_keys,
     write_page,
@@ -197,9 +196,9 @@ pub(crate) enum StoreMessage<'a> {
 
 impl StoreMessage<'_> {
     pub(super) fn send(self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
-        let header = cx.header(session, self.kind()).u64(operation);
+        let header = ReactorContext::header(self.kind()).u64(operation);
         let (header, payload) = self.encode(header);
-        cx.message(session, header, payload);
+        cx.message(session, header, &payload);
     }
 
     pub(crate) fn kind(&self) -> u8 {
@@ -234,8 +233,8 @@ impl StoreMessage<'_> {
     }
 
     /// Appends to the header, and returns it with the payload.
-    fn encode(self, header: Writer) -> (Writer, Payload) {
-        let plain = |writer: Writer| Payload::Bytes(writer.finish());
+    fn encode(self, header: Writer) -> (Writer, Vec<u8>) {
+        let plain = |writer: Writer| writer.finish();
         match self {
             Self::Exists { keys } | Self::Delete { keys } => (header, plain(write_keys(&keys))),
             Self::Reserve {
@@ -283,15 +282,15 @@ impl StoreMessage<'_> {
                 (header, plain(write_timeout(writer, timeout)))
             }
             Self::Renew { take, lease } => {
-                (write_timeout(header.u64(take), Some(lease)), Payload::None)
+                (write_timeout(header.u64(take), Some(lease)), Vec::new())
             }
             Self::Acknowledge { take: target }
             | Self::Corrupt { select: target }
-            | Self::Release { target } => (header.u64(target), Payload::None),
+            | Self::Release { target } => (header.u64(target), Vec::new()),
             Self::List { prefix, after } => {
                 (header, plain(Writer::default().bytes(&prefix).u64(after)))
             }
-            Self::Refused(error) => (header, Payload::Bytes(write_refusal(&error))),
+            Self::Refused(error) => (header, write_refusal(&error)),
             Self::Present(present) => (header, plain(write_bits(&present))),
             Self::Offer {
                 checksum,
@@ -301,7 +300,7 @@ impl StoreMessage<'_> {
                 let writer = Writer::default().u64(checksum).bytes(&record);
                 sealed(header, bytes.write(writer))
             }
-            Self::Checksum(value) | Self::Deleted(value) => (header.u64(value), Payload::None),
+            Self::Checksum(value) | Self::Deleted(value) => (header.u64(value), Vec::new()),
             Self::Page(page) => (header, plain(write_page(&page))),
             Self::Statistics(info) => (header, plain(info.write(Writer::default()))),
             Self::Stats
@@ -309,7 +308,7 @@ impl StoreMessage<'_> {
             | Self::Reserved
             | Self::Occupied
             | Self::Nothing
-            | Self::Ended => (header, Payload::None),
+            | Self::Ended => (header, Vec::new()),
         }
     }
 }
@@ -425,9 +424,9 @@ impl<'a> StoreMessage<'a> {
     }
 }
 
-fn sealed(header: Writer, payload: Writer) -> (Writer, Payload) {
+fn sealed(header: Writer, payload: Writer) -> (Writer, Vec<u8>) {
     let payload = payload.finish();
-    (seal(header, &payload), Payload::Bytes(payload))
+    (seal(header, &payload), payload)
 }
 
 #[cfg(any(test, feature = "fuzzing"))]
@@ -435,10 +434,6 @@ impl StoreMessage<'_> {
     /// The header after the operation's number, and the payload.
     pub(crate) fn into_bytes(self) -> (Vec<u8>, Vec<u8>) {
         let (header, payload) = self.encode(Writer::default());
-        let payload = match payload {
-            Payload::Bytes(bytes) => bytes,
-            _ => Vec::new(),
-        };
         (header.finish(), payload)
     }
 }

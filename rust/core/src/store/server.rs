@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Status};
+use kvpipe_ucx::Status;
 
 use super::content::Content;
 use super::disk::Disk;
@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{ReactorContext, Service};
+use crate::session::{Payload, ReactorContext, Service};
 use crate::transfer::{BufferExchange, Message};
 use crate::work::Completer;
 use arrival::{Arrival, PendingWrite};
@@ -143,7 +143,7 @@ impl Server {
             StoreMessage::Acknowledge { take } => {
                 let acknowledged = self.state.acknowledge((session, take), now);
                 if acknowledged.is_ok() {
-                    self.exchange.withdraw(session, take);
+                    self.exchange.withdraw(cx, session, take);
                 }
                 let is_on_disk = acknowledged == Ok(true);
                 let answer =
@@ -241,7 +241,7 @@ impl Service for Server {
         cx: &mut ReactorContext,
         session: SessionKey,
         header: &[u8],
-        data: AmData,
+        data: Payload,
     ) -> Result<()> {
         let mut reader = Reader::new(header);
         let kind = reader.u8()?;

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, MemoryKind, ProcessVmError, Status};
+use kvpipe_ucx::{MemoryKind, ProcessVmError, Status};
 
 use super::engine::{Completion, PeerTransfers, TransferEngine};
 use super::incoming_stream::IncomingStream;
@@ -19,7 +19,7 @@ use super::transfer::{
 use super::verifier::{Checksums, Verifier};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::session::ReactorContext;
+use crate::session::{Payload, ReactorContext};
 
 /// What a transfer's share of a slice counts at least, so that one slice ends.
 const LEAST_WORK: u64 = 16 << 10;
@@ -210,7 +210,7 @@ impl TransferEngine {
         session: SessionKey,
         id: u64,
         message: Message<'_>,
-        data: &AmData,
+        data: &Payload,
     ) -> Result<()> {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return Ok(());

@@ -4,7 +4,6 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::AmData;
 
 use super::message::Message;
 use super::outgoing_stream::OutgoingStream;
@@ -17,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::reactor::Timers;
-use crate::session::ReactorContext;
+use crate::session::{Payload, ReactorContext};
 use crate::transport::Memory;
 
 /// How a transfer ended.
@@ -294,7 +293,7 @@ impl TransferEngine {
         cx: &mut ReactorContext,
         session: SessionKey,
         (kind, header): (u8, Reader<'_>),
-        data: &AmData,
+        data: &Payload,
     ) -> Result<Handled> {
         let (id, message) = Message::decode(kind, header, data)?;
         match message {

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvpipe_ucx::{AmData, Buffer};
+use kvpipe_ucx::Buffer;
 
 use super::exposed::{BufferDescription, ExposedBuffer};
 use super::region::Layout;
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
 use crate::net::codec::Reader;
-use crate::session::ReactorContext;
+use crate::session::{Payload, ReactorContext};
 use crate::transport::{Memory, Pool};
 
 /// Buffers from this size are kept in memory of a pool with huge pages: the first use of a page costs more than the copy.
@@ -79,7 +79,7 @@ impl BufferExchange {
         cx: &mut ReactorContext,
         session: SessionKey,
         (kind, header): (u8, Reader<'_>),
-        data: &AmData,
+        data: &Payload,
     ) -> Result<()> {
         let handled = self.engine.message(cx, session, (kind, header), data)?;
         if let Handled::Request(request) = handled {
@@ -131,10 +131,10 @@ impl BufferExchange {
     }
 
     /// Nothing of a source is sent or may be read any more.
-    pub(crate) fn withdraw(&mut self, session: SessionKey, source: u64) {
+    pub(crate) fn withdraw(&mut self, cx: &mut ReactorContext, session: SessionKey, source: u64) {
         let sources = self.exposed.get_mut(&session);
         if sources.is_some_and(|sources| sources.remove(&source).is_some()) {
-            self.engine.withdraw_source(session, source);
+            self.engine.withdraw_source(cx, session, source);
         }
     }
 

@@ -7,7 +7,6 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;
-use crate::transport::Payload;
 
 const READ: u8 = 32;
 pub(crate) const DATA: u8 = 33;
@@ -102,7 +101,7 @@ impl Message<'_> {
     }
 
     /// Continues a header after the id, and makes the payload. That of [`Data`](Self::Data) is the piece itself.
-    fn encode(&self, header: Writer) -> (Writer, Payload) {
+    fn encode(&self, header: Writer) -> (Writer, Vec<u8>) {
         match self {
             Self::Read {
                 source,
@@ -112,14 +111,14 @@ impl Message<'_> {
                 let header = header.u64(*source).u8(*wanted as u8);
                 (header, payload(|w| w.list(ids, |w, id| w.u32(*id))))
             }
-            Self::Data { offset, checksum } => (header.u64(*offset).u64(*checksum), Payload::None),
-            Self::Credit(num_bytes) => (header.u64(*num_bytes), Payload::None),
+            Self::Data { offset, checksum } => (header.u64(*offset).u64(*checksum), Vec::new()),
+            Self::Credit(num_bytes) => (header.u64(*num_bytes), Vec::new()),
             Self::Refused(reason) => (header, payload(|w| w.text(reason, REASON_CAP))),
             Self::Checksums { first, checksums } | Self::SourceChecksums { first, checksums } => {
                 let list = payload(|w| w.list(checksums, |w, checksum| w.u64(*checksum)));
                 (header.u64(*first), list)
             }
-            Self::Cancel | Self::Cancelled => (header, Payload::None),
+            Self::Cancel | Self::Cancelled => (header, Vec::new()),
         }
     }
 
@@ -169,25 +168,19 @@ impl Message<'_> {
 
     /// Sends it; false when the session is lost.
     pub(super) fn send(&self, cx: &mut ReactorContext, session: SessionKey, id: u64) -> bool {
-        let (header, payload) = self.encode(cx.header(session, self.kind()).u64(id));
-        cx.message(session, header, payload)
+        let (header, payload) = self.encode(ReactorContext::header(self.kind()).u64(id));
+        cx.message(session, header, &payload)
     }
 
-    /// Sends it with the piece that it announces.
-    pub(super) fn send_with(
-        &self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        id: u64,
-        piece: Payload,
-    ) -> bool {
-        let (header, _) = self.encode(cx.header(session, self.kind()).u64(id));
-        cx.message(session, header, piece)
+    /// The header of a part of a stream.
+    pub(super) fn header(&self, id: u64) -> Vec<u8> {
+        let (header, _) = self.encode(ReactorContext::header(self.kind()).u64(id));
+        header.finish()
     }
 }
 
-fn payload(write: impl FnOnce(Writer) -> Writer) -> Payload {
-    Payload::Bytes(write(Writer::default()).finish())
+fn payload(write: impl FnOnce(Writer) -> Writer) -> Vec<u8> {
+    write(Writer::default()).finish()
 }
 
 #[cfg(any(test, feature = "fuzzing"))]
@@ -195,10 +188,6 @@ impl Message<'_> {
     /// Kind and header, then the payload.
     pub(crate) fn to_bytes(&self, id: u64) -> (Vec<u8>, Vec<u8>) {
         let (header, payload) = self.encode(Writer::new(self.kind()).u64(id));
-        let payload = match payload {
-            Payload::Bytes(bytes) => bytes,
-            _ => Vec::new(),
-        };
         (header.finish(), payload)
     }
 }

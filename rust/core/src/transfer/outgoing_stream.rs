@@ -2,35 +2,21 @@
 
 use std::sync::Arc;
 
-use kvpipe_ucx::{MemoryKind, SharedBytes};
+use kvpipe_ucx::socket::{RANGES_CAP, Range};
+use kvpipe_ucx::{Buffer, MemoryKind};
 
 use super::message::Message;
-use super::region::{Cursor, Pieces, Run};
-use crate::checksum;
+use super::region::{Cursor, Pieces};
+use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::session::ReactorContext;
-use crate::transport::{Memory, Payload};
+use crate::session::{ReactorContext, StreamPart, StreamTag};
+use crate::transport::Memory;
 
 /// Bytes a source may stream before the destination's next credit.
 pub(super) const WINDOW: u64 = 4 << 20;
-/// What fits with its headers into one packet of 64 KiB, the most that Linux makes of a write: a message of a little more
-/// has a second packet of a few bytes.
-const PACKET: u64 = 60 << 10;
-/// Most bytes of one message.
-const PIECE: u64 = 2 * PACKET;
-/// Most bytes of a message of several runs, which are copied together.
-const GATHERED: u64 = 32 << 10;
-/// Runs that are not longer go together.
-const SMALL: u64 = 16 << 10;
-
-/// What goes into one message of a run with so much left. None is of about 64 KiB.
-fn message_len(left: u64) -> u64 {
-    if left > PACKET && left <= PIECE {
-        return left.div_ceil(2).next_multiple_of(64);
-    }
-    left.min(PIECE)
-}
+/// Most bytes of one part: messages wait until the part that is being sent is over.
+const PART: u64 = 512 << 10;
 
 /// A stream at its source.
 #[derive(Debug)]
@@ -95,12 +81,15 @@ impl OutgoingStream {
             .buffer()
             .read_staged(&ranges, &mut |mut chunk| {
                 while !chunk.is_empty() {
-                    let (piece, rest) = chunk.split_at(message_len(chunk.len() as u64) as usize);
+                    let (piece, rest) = chunk.split_at(PART as usize);
                     let (offset, len) = (self.cursor.bytes_behind(), piece.len() as u64);
-                    let checksum = self.checksum(piece);
-                    let message = Message::Data { offset, checksum };
-                    let payload = Payload::Bytes(piece.to_vec());
-                    if !message.send_with(cx, session, transfer, payload) {
+                    let mut checksum = RunningChecksum::default();
+                    if self.is_checksummed {
+                        checksum.add(piece);
+                    }
+                    let copied = (Buffer::from_vec(piece.to_vec()), vec![(0, piece.len())]);
+                    let part = self.part(transfer, offset, self.compared(checksum), copied);
+                    if !cx.stream(session, part) {
                         return false;
                     }
                     self.cursor.advance_over(&self.pieces.runs, len);
@@ -128,19 +117,14 @@ impl OutgoingStream {
     }
 
     fn send_host(&mut self, cx: &mut ReactorContext, session: SessionKey, transfer: u64) -> bool {
-        while let Some(rest) = self.cursor.piece(&self.pieces.runs, u64::MAX) {
-            let run = Run {
-                len: message_len(rest.len),
-                ..rest
-            };
-            if self.credit_bytes < run.len {
-                return false;
-            }
+        while self.cursor.bytes_behind() < self.pieces.num_bytes {
             let before = self.cursor;
-            let (payload, checksum) = self.next_piece(run);
+            let Some((ranges, checksum)) = self.next_part() else {
+                return false;
+            };
             let offset = before.bytes_behind();
-            let message = Message::Data { offset, checksum };
-            if !message.send_with(cx, session, transfer, payload) {
+            let part = self.part(transfer, offset, checksum, (self.memory.buffer().clone(), ranges));
+            if !cx.stream(session, part) {
                 self.cursor = before;
                 return false;
             }
@@ -149,73 +133,44 @@ impl OutgoingStream {
         true
     }
 
-    /// What the next message carries, and its checksum: a large run as it lies in memory, small ones together in a copy,
-    /// which costs less than a message each.
-    fn next_piece(&mut self, run: Run) -> (Payload, u64) {
-        if run.len <= SMALL
-            && let Some(bytes) = self.gather()
-        {
-            let checksum = self.checksum(bytes[..].into());
-            return (Payload::Bytes(bytes), checksum);
-        }
-        self.cursor.advance(&self.pieces.runs, run.len);
-        let (offset, len) = (run.from as usize, run.len as usize);
-        let bytes = self.memory.buffer().bytes(offset, len);
-        let checksum = bytes.map_or(0, |bytes| self.checksum(bytes));
-        let memory = Arc::clone(&self.memory);
-        let payload = Payload::Memory {
-            memory,
-            offset,
-            len,
-        };
-        (payload, checksum)
-    }
-
-    fn checksum(&self, bytes: SharedBytes<'_>) -> u64 {
-        if self.is_checksummed {
-            checksum::of_shared(bytes)
-        } else {
-            0
-        }
-    }
-
-    /// The next small runs, as many as fit into a message and the credit.
-    fn gather(&mut self) -> Option<Vec<u8>> {
-        let (mut cursor, runs) = (self.cursor, &self.pieces.runs);
-        let room = GATHERED.min(self.credit_bytes);
-        let mut gathered = Vec::with_capacity(room as usize);
-        while let Some(run) = cursor.piece(runs, PIECE)
-            && run.len <= SMALL
-            && gathered.len() as u64 + run.len <= room
+    /// Where the bytes of the next part lie, and its checksum; none without credit.
+    fn next_part(&mut self) -> Option<(Vec<Range>, u64)> {
+        let (mut ranges, mut checksum) = (Vec::new(), RunningChecksum::default());
+        let mut room = PART.min(self.credit_bytes);
+        while ranges.len() < RANGES_CAP
+            && room > 0
+            && let Some(run) = self.cursor.piece(&self.pieces.runs, room)
         {
             let (offset, len) = (run.from as usize, run.len as usize);
-            let bytes = self.memory.buffer().bytes(offset, len)?;
-            bytes.append_to(&mut gathered);
-            cursor.advance(runs, run.len);
-        }
-        self.cursor = cursor;
-        Some(gathered)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn no_message_is_a_packet_and_a_few_bytes() {
-        for run in (1..200)
-            .chain([256, 1 << 10, 16 << 10])
-            .map(|kib| kib << 10)
-        {
-            for run in [run - 1, run, run + 1] {
-                let mut left = run;
-                while left > 0 {
-                    let len = message_len(left);
-                    assert!(len > 0 && (len <= PACKET || len == PIECE), "{len} of {run}");
-                    left -= len;
-                }
+            if self.is_checksummed
+                && let Some(bytes) = self.memory.buffer().bytes(offset, len)
+            {
+                checksum.add(bytes);
             }
+            ranges.push((offset, len));
+            self.cursor.advance(&self.pieces.runs, run.len);
+            room -= run.len;
+        }
+        (!ranges.is_empty()).then(|| (ranges, self.compared(checksum)))
+    }
+
+    fn compared(&self, checksum: RunningChecksum) -> u64 {
+        if self.is_checksummed { checksum.get() } else { 0 }
+    }
+
+    fn part(
+        &self,
+        transfer: u64,
+        offset: u64,
+        checksum: u64,
+        (buffer, ranges): (Buffer, Vec<Range>),
+    ) -> StreamPart {
+        let source = self.source;
+        StreamPart {
+            tag: StreamTag { source, transfer },
+            header: Message::Data { offset, checksum }.header(transfer),
+            buffer,
+            ranges,
         }
     }
 }

@@ -159,7 +159,13 @@ impl TransferEngine {
     }
 
     /// Nothing more of a source is sent to a peer, and its memory is let go.
-    pub(crate) fn withdraw_source(&mut self, session: SessionKey, source: u64) {
+    pub(crate) fn withdraw_source(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        source: u64,
+    ) {
+        cx.abort_stream(session, |tag| tag.source == source);
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.checksum_jobs.retain(|job| job.source != source);
             peer.streams.retain(|_, stream| stream.source != source);
@@ -173,6 +179,7 @@ impl TransferEngine {
             peer.checksum_jobs
                 .retain(|job| job.transfer != Some(transfer));
         }
+        cx.abort_stream(session, |tag| tag.transfer == transfer);
         Message::Cancelled.send(cx, session, transfer);
     }
 
@@ -193,6 +200,7 @@ impl TransferEngine {
                 peer.streams.remove(&transfer);
             }
             if let Err(error) = sent {
+                cx.abort_stream(session, |tag| tag.transfer == transfer);
                 Message::Refused(error.to_string()).send(cx, session, transfer);
             }
         }

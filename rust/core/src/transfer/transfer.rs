@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, DeviceCopy, Piece, ProcessVmError};
+use kvpipe_ucx::{DeviceCopy, Piece, ProcessVmError};
 
 use super::incoming_stream::IncomingStream;
 use super::message::Message;
@@ -15,7 +15,7 @@ use super::verifier::{Checksums, Verifier};
 use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::session::ReactorContext;
+use crate::session::{Payload, ReactorContext};
 use crate::transport::{self, Get, Memory};
 
 /// Largest piece of one read, so that several are in flight.
@@ -202,12 +202,21 @@ impl Transfer {
 /// What its source sends.
 impl Transfer {
     /// A message of the source; bytes of credit for it, if they are due.
-    pub(super) fn receive(&mut self, message: Message<'_>, data: &AmData) -> Result<Option<u64>> {
+    pub(super) fn receive(&mut self, message: Message<'_>, data: &Payload) -> Result<Option<u64>> {
         let kind = message.kind();
         let is_expected = match (message, &mut self.state) {
-            (Message::Data { offset, checksum }, State::Streaming(stream)) => {
-                return stream.receive(offset, checksum, data);
-            }
+            (Message::Data { .. }, State::Streaming(stream)) => match *data {
+                Payload::Placed {
+                    num_bytes,
+                    is_aborted: false,
+                } => return stream.receive(num_bytes as u64),
+                Payload::Placed { .. } => {
+                    let text = "the peer has taken its memory back before all of it had come";
+                    self.fail(Error::Config(text.to_owned()));
+                    true
+                }
+                Payload::Bytes(_) => false,
+            },
             (Message::Refused(_), State::Held | State::Queued) => true,
             (Message::Refused(reason), _) => {
                 self.fail(Error::Config(format!("the peer refused: {reason}")));

@@ -6,8 +6,6 @@
 //! no order. It is stricter than CMA: memory that is deregistered cannot be read.
 
 mod regions;
-#[cfg(test)]
-pub(crate) mod wire;
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -17,7 +15,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use kvpipe_ucx::{AmData, Buffer, EndpointId, Event, Lane, MemoryKind, Piece, Status};
 
-use super::{FOREIGN, Memory, MemoryPath, Payload, RemoteKey, UcxResult};
+use super::{FOREIGN, Memory, MemoryPath, RemoteKey, UcxResult};
 use crate::error::{Error, Result};
 use crate::sync::{clear, eventfd, lock, signal};
 
@@ -66,7 +64,7 @@ struct PortInbox {
 
 #[derive(Debug)]
 enum PortEvent {
-    Message { header: Vec<u8>, body: Vec<u8> },
+    Message(Vec<u8>),
     PeerEnded(EndpointId),
 }
 
@@ -212,14 +210,10 @@ impl MemoryWorker {
         &self,
         endpoint: EndpointId,
         header: Vec<u8>,
-        payload: Payload,
         token: u64,
     ) -> UcxResult<()> {
         let peer = self.peer(endpoint)?;
-        let body = bytes(payload)?;
-        #[cfg(test)]
-        let (header, body) = wire::pass(header, body);
-        peer.push(PortEvent::Message { header, body });
+        peer.push(PortEvent::Message(header));
         let result = Ok(());
         self.report(Event::Done { token, result });
         Ok(())
@@ -292,9 +286,9 @@ impl MemoryWorker {
         let mut num_done = events.len() as u32;
         for event in events {
             match event {
-                PortEvent::Message { header, body } => self.report(Event::Message {
+                PortEvent::Message(header) => self.report(Event::Message {
                     header,
-                    data: AmData::Bytes(body),
+                    data: AmData::Bytes(Vec::new()),
                 }),
                 PortEvent::PeerEnded(endpoint) => self.fail(endpoint),
             }
@@ -357,21 +351,6 @@ impl Drop for MemoryWorker {
         let endpoints: Vec<_> = self.endpoints.get_mut().keys().copied().collect();
         for endpoint in endpoints {
             self.close(endpoint);
-        }
-    }
-}
-
-fn bytes(payload: Payload) -> UcxResult<Vec<u8>> {
-    match payload {
-        Payload::None => Ok(Vec::new()),
-        Payload::Bytes(bytes) => Ok(bytes),
-        Payload::Memory {
-            memory,
-            offset,
-            len,
-        } => {
-            let bytes = memory.buffer().to_vec(offset, len);
-            bytes.ok_or(OUT_OF_RANGE)
         }
     }
 }

@@ -14,10 +14,9 @@ use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
-use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{
-    Buffer, Domains, EndpointId, Event, Lane, LanesError, MemoryKind, Piece, Placer, Reaper,
+    Buffer, Domains, EndpointId, Event, Lane, LanesError, MemoryKind, Piece, Reaper,
     Search, Status,
 };
 
@@ -25,8 +24,6 @@ use crate::error::{Error, Result};
 
 pub use data_path::DataPath;
 pub(crate) use data_path::{is_direct, reads_host};
-#[cfg(test)]
-pub(crate) use memory::wire;
 pub(crate) use pool::{Pool, check_len};
 
 /// The outcome of a call of UCX.
@@ -158,34 +155,6 @@ pub(crate) enum RemoteKey {
     Twin(memory::MemoryKey),
 }
 
-/// The bytes of a message, kept alive until it has left.
-#[derive(Debug)]
-pub(crate) enum Payload {
-    /// Only the header.
-    None,
-    /// Bytes that it owns.
-    Bytes(Vec<u8>),
-    /// A piece of registered memory, not to be changed until the message has left.
-    Memory {
-        /// The memory.
-        memory: Arc<Memory>,
-        /// Where the piece begins.
-        offset: usize,
-        /// Its length in bytes.
-        len: usize,
-    },
-}
-
-impl Payload {
-    /// The number of bytes that it owns.
-    pub(crate) fn num_owned(&self) -> usize {
-        match self {
-            Self::Bytes(bytes) => bytes.len(),
-            Self::None | Self::Memory { .. } => 0,
-        }
-    }
-}
-
 /// A read of remote memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Get<'a> {
@@ -264,29 +233,16 @@ impl Worker {
         }
     }
 
+    /// Sends a message without payload.
     pub(crate) fn am_send(
         &self,
         endpoint: EndpointId,
         header: Vec<u8>,
-        payload: Payload,
         token: u64,
     ) -> UcxResult<()> {
         match self {
-            Self::Ucx(worker) => worker.am_send(endpoint, header, ucx::payload(payload)?, token),
-            Self::Twin(worker) => worker.am_send(endpoint, header, payload, token),
-        }
-    }
-
-    /// Offers payloads to `placer`. The in-memory twin reports all of them as events, which place them too.
-    ///
-    /// # Safety
-    /// `placer` must not use the worker, nor anything that was made from it.
-    #[expect(unsafe_code, reason = "UCX calls the placer while it progresses")]
-    pub(crate) unsafe fn place_with(&self, placer: Placer) {
-        match self {
-            // SAFETY: the caller's promise.
-            Self::Ucx(worker) => unsafe { worker.place_with(placer) },
-            Self::Twin(_) => {}
+            Self::Ucx(worker) => worker.am_send(endpoint, header, kvpipe_ucx::Payload::None, token),
+            Self::Twin(worker) => worker.am_send(endpoint, header, token),
         }
     }
 
@@ -365,17 +321,6 @@ impl Worker {
         match self {
             Self::Ucx(worker) => worker.next_event(),
             Self::Twin(worker) => worker.next_event(),
-        }
-    }
-
-    /// Lets messages leave, a pipe's acknowledgement or a handoff's, before the endpoints are closed by force.
-    pub(crate) fn flush(&self, timeout: Duration) {
-        let deadline = Instant::now() + timeout;
-        while self.outstanding() > 0 && Instant::now() < deadline {
-            if self.progress() == 0 {
-                std::thread::sleep(Duration::from_micros(100));
-            }
-            while self.next_event().is_some() {}
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvpipe_ucx::{Config, Context, EndpointId, Library, Search, Worker};
 
 use super::devices::devices;
-use super::{DeviceCopy, FOREIGN, Get, Memory, Payload, RemoteKey, UcxResult};
+use super::{DeviceCopy, FOREIGN, Get, Memory, RemoteKey, UcxResult};
 use crate::error::{Error, Result};
 
 /// UCX's setting for the ports on which it listens.
@@ -51,22 +51,6 @@ fn registered(memory: &Memory) -> UcxResult<&Arc<kvpipe_ucx::Memory>> {
         Memory::Ucx(memory) => Ok(memory),
         Memory::Twin(_) => Err(FOREIGN),
     }
-}
-
-pub(super) fn payload(payload: Payload) -> UcxResult<kvpipe_ucx::Payload> {
-    Ok(match payload {
-        Payload::None => kvpipe_ucx::Payload::None,
-        Payload::Bytes(bytes) => kvpipe_ucx::Payload::Bytes(bytes),
-        Payload::Memory {
-            memory,
-            offset,
-            len,
-        } => kvpipe_ucx::Payload::Memory {
-            memory: Arc::clone(registered(&memory)?),
-            offset,
-            len,
-        },
-    })
 }
 
 pub(super) fn get(worker: &Worker, endpoint: EndpointId, get: Get<'_>) -> UcxResult<()> {

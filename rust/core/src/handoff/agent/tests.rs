@@ -126,7 +126,7 @@ mod by_messages {
     use super::*;
     use crate::reactor::manual::{Round, without_threads};
     use crate::transfer::message::DATA;
-    use crate::transport::wire;
+    use crate::session::wire;
 
     const BLOCK: u64 = 1 << 16; // less than is credited, so that all of it is sent at once
 
@@ -202,9 +202,8 @@ mod by_messages {
         for is_write in [false, true] {
             let (near, far) = (Side::new(Integrity::Auto), Side::new(Integrity::Auto));
             let peer = connected(&near, &far);
-            let kind_at = 16;
             wire::tap(move |header, body| {
-                if header[kind_at] == DATA {
+                if header[0] == DATA {
                     body[17] ^= 1;
                 }
             });

@@ -11,13 +11,14 @@ use crate::handoff::{
 };
 use crate::reactor::manual::{Round, without_threads};
 use crate::transfer::region::Layout;
-use crate::transport::{MemoryPath, Transport, wire};
+use crate::session::wire;
+use crate::transport::{MemoryPath, Transport};
 use crate::{FailureCause, Integrity};
 
 pub(in crate::handoff) const BLOCK: usize = 1 << 10;
 pub(in crate::handoff) const ID: [u8; 16] = [7; 16];
 /// Where a header has the kind of its message, after the session's id.
-pub(in crate::handoff) const KIND_AT: usize = 16;
+pub(in crate::handoff) const KIND_AT: usize = 0;
 
 pub(in crate::handoff) struct Side {
     pub(in crate::handoff) agent: HandoffAgent,

@@ -74,7 +74,7 @@ impl LookupClient {
                     self.inserts.sent.insert(operation, sent);
                 }
                 Err(error) => {
-                    self.tensors.release(session, operation);
+                    self.tensors.release(cx, session, operation);
                     drop(items); // before the insert completes
                     self.end(Some(completer), Err(error));
                 }
@@ -98,7 +98,7 @@ impl LookupClient {
         operation: u64,
         result: Result<()>,
     ) {
-        self.tensors.release(session, operation);
+        self.tensors.release(cx, session, operation);
         if let Some(sent) = self.inserts.sent.remove(&operation) {
             self.command_queue
                 .update_info(|info| info.num_inserted += u64::from(result.is_ok()));

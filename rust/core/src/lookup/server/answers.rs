@@ -78,7 +78,7 @@ impl LookupServer {
                         LookupMessage::Offer { tensors }.send(cx, session, operation);
                     }
                     Err(error) => {
-                        tensors.release(session, operation);
+                        tensors.release(cx, session, operation);
                         client.selects.remove(&operation);
                         self.release(entry);
                         LookupMessage::Refused(error).send(cx, session, operation);

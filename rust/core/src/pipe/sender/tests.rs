@@ -6,7 +6,8 @@ use kvpipe_ucx::Buffer;
 
 use super::*;
 use crate::net::codec::Writer;
-use crate::transport::{MemoryPath, Transport, wire};
+use crate::session::wire;
+use crate::transport::{MemoryPath, Transport};
 use crate::work::{Work, work};
 
 const SESSION: SessionKey = 20;
@@ -55,7 +56,7 @@ fn receive(cx: &mut ReactorContext, sender: &mut Sender, kind: u8) -> Result<()>
     let header = Writer::default().u8(kind).u64(SEQUENCE).finish();
     let others = Writer::default().list::<u64>(&[], |w, _| w).finish();
     let payload = if kind == ACK { others } else { Vec::new() };
-    sender.message(cx, SESSION, &header, AmData::Bytes(payload))
+    sender.message(cx, SESSION, &header, Payload::Bytes(payload))
 }
 
 #[test]
@@ -86,13 +87,13 @@ fn only_a_tensor_that_is_posted_is_confirmed() {
     let transport = Transport::Memory(MemoryPath::RemoteRead);
     let receiver = transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
     let receiver = receiver.worker().unwrap();
-    cx.add_manual(SESSION, [1; 16], Some(&receiver.address().unwrap()));
-    let (answers, kind_at) = (Rc::new(RefCell::new(Vec::new())), 16);
+    let _far = cx.add_manual(SESSION, [1; 16], Some(&receiver.address().unwrap()));
+    let answers = Rc::new(RefCell::new(Vec::new()));
     let answered = Rc::clone(&answers);
-    wire::tap(move |header, _| answered.borrow_mut().push(header[kind_at]));
+    wire::tap(move |header, _| answered.borrow_mut().push(header[0]));
     for sequence in [SEQUENCE, SEQUENCE - 1, SEQUENCE + 1] {
         let question = Writer::default().u8(VALIDATE).u64(sequence).finish();
-        let nothing = AmData::Bytes(Vec::new());
+        let nothing = Payload::Bytes(Vec::new());
         assert_eq!(sender.message(&mut cx, SESSION, &question, nothing), Ok(()));
     }
     assert_eq!(*answers.borrow(), [VALID, INVALID, INVALID]);
@@ -112,7 +113,7 @@ fn nothing_more_is_sent_of_a_tensor_that_is_withdrawn() {
         let header = Writer::default().u8(READ).u64(transfer).u64(SEQUENCE);
         let header = header.u8(as_bytes).finish();
         let ids = Writer::default().list(&[0], |w, id| w.u32(*id)).finish();
-        sender.message(cx, SESSION, &header, AmData::Bytes(ids))
+        sender.message(cx, SESSION, &header, Payload::Bytes(ids))
     };
     assert_eq!(read(&mut cx, &mut sender, 1), Ok(()));
     assert_eq!(num_streams(&sender), 1);

@@ -4,6 +4,7 @@ use kvpipe_ucx::Event;
 
 use super::super::session::SessionState;
 use super::*;
+use crate::session::FarEnd;
 use crate::logged::logged;
 use crate::net::identity::SessionKind;
 use crate::transport::{MemoryPath, Transport, Worker};
@@ -33,6 +34,7 @@ struct Fixture {
     peer: Worker,
     canary: Arc<Memory>,
     identity: Identity,
+    _far: FarEnd,
 }
 
 impl Fixture {
@@ -47,7 +49,7 @@ impl Fixture {
         let (context, peer) = (open(), open().worker().unwrap());
         let canary = new_canary(&context).unwrap();
         let mut cx = ReactorContext::manual(Some(open()));
-        cx.add_manual(SESSION, [1; 16], None);
+        let far = cx.add_manual(SESSION, [1; 16], None);
         cx.open_endpoint(SESSION, &peer.address().unwrap()).unwrap();
         let mut identity = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
         identity.canary = Some(Canary {
@@ -61,6 +63,7 @@ impl Fixture {
             peer,
             canary,
             identity,
+            _far: far,
         }
     }
 

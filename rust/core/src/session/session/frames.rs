@@ -1,10 +1,13 @@
 //! The frames that a session receives, until its connection ends.
 
+use std::io::ErrorKind;
 use std::time::Instant;
 
+use super::super::inbox::{Inbox, READ_CAP, ReceivedPart, place};
+use super::super::stream_sinks::StreamSinks;
 use super::{Session, SessionState};
 use crate::error::{Error, Result};
-use crate::ids::SessionId;
+use crate::ids::{SessionId, SessionKey};
 use crate::net::framing::{FRAME_CAP, SessionFrame};
 use crate::net::handshake::{HANDSHAKE_FRAME_CAP, Step};
 use crate::net::identity::Identity;
@@ -20,7 +23,9 @@ pub(in crate::session) enum SessionEvent {
     /// How the peer gets our bytes.
     DataPath(DataPath),
     /// A message for the service.
-    Frame(Vec<u8>),
+    Message { header: Vec<u8>, payload: Vec<u8> },
+    /// A part of a stream has come.
+    Part(ReceivedPart),
 }
 
 /// How a session has ended.
@@ -37,36 +42,45 @@ impl Session {
     /// has. Events that came before the end count.
     pub(in crate::session) fn receive(
         &mut self,
+        (key, sinks): (SessionKey, &StreamSinks),
         ours: &Identity,
         now: Instant,
         mut accept: impl FnMut(&Identity) -> std::result::Result<(), String>,
     ) -> (Vec<SessionEvent>, Option<SessionEnd>) {
         let mut events = Vec::new();
-        let Some(connection) = &mut self.connection else {
+        self.flush();
+        if self.is_muted {
             return (events, None);
-        };
-        connection.flush();
-        let mut received = std::mem::take(&mut self.received);
-        let (has_read, ended) = connection.fill(received.buffer());
-        if has_read {
-            self.last_rx = now;
         }
+        let mut budget = READ_CAP;
+        let mut inbox = std::mem::take(&mut self.inbox);
+        let mut ended = Ok(());
         let handled = loop {
-            let cap = if self.is_ready() {
-                FRAME_CAP
-            } else {
-                HANDSHAKE_FRAME_CAP
+            let handled = self.handle_received(&mut inbox, (key, sinks), ours, &mut accept, &mut events);
+            if handled.is_err() || budget == 0 {
+                break handled;
+            }
+            let Some(connection) = &self.connection else {
+                break handled;
             };
-            let event = match received.next(cap) {
-                Ok(Some(frame)) => self.handle_frame(frame, ours, &mut accept, &mut events),
-                Ok(None) => break Ok(()),
-                Err(error) => Err(self.name(error)),
-            };
-            if event.is_err() {
-                break event;
+            match inbox.read(connection.socket()) {
+                Ok(0) => {
+                    ended = Err("connection closed".to_owned());
+                    break handled;
+                }
+                Ok(len) => {
+                    self.last_rx = now;
+                    budget = budget.saturating_sub(len);
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break handled,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => {
+                    ended = Err(error.to_string());
+                    break handled;
+                }
             }
         };
-        self.received = received;
+        self.inbox = inbox;
         let handled = handled.and_then(|()| self.answer_ping());
         let ended = match (handled, ended) {
             (Err(error), _) => Some(SessionEnd::Failed(error)),
@@ -74,6 +88,38 @@ impl Session {
             (Ok(()), Ok(())) => None,
         };
         (events, ended)
+    }
+
+    /// Handles what has come.
+    fn handle_received(
+        &mut self,
+        inbox: &mut Inbox,
+        (key, sinks): (SessionKey, &StreamSinks),
+        ours: &Identity,
+        accept: &mut impl FnMut(&Identity) -> std::result::Result<(), String>,
+        events: &mut Vec<SessionEvent>,
+    ) -> Result<()> {
+        loop {
+            let cap = if self.is_ready() {
+                FRAME_CAP
+            } else {
+                HANDSHAKE_FRAME_CAP
+            };
+            // What is sealed is opened whole before any of it is used.
+            if self.is_ready()
+                && self.records.is_none()
+                && let Some(part) = inbox.next_part(key, sinks).map_err(|it| self.name(it))?
+            {
+                events.push(SessionEvent::Part(part));
+                continue;
+            }
+            match inbox.next_frame(cap).map_err(|error| self.name(error))? {
+                Some(frame) => {
+                    self.handle_frame(frame, (key, sinks), ours, &mut *accept, events)?;
+                }
+                None => return Ok(()),
+            }
+        }
     }
 
     fn end_of_connection(&self, reason: String) -> SessionEnd {
@@ -101,12 +147,13 @@ impl Session {
     fn handle_frame(
         &mut self,
         frame: &mut [u8],
+        (key, sinks): (SessionKey, &StreamSinks),
         ours: &Identity,
         accept: impl FnMut(&Identity) -> std::result::Result<(), String>,
         events: &mut Vec<SessionEvent>,
     ) -> Result<()> {
         let SessionState::Handshaking(handshake) = &mut self.state else {
-            events.extend(self.handle_session_frame(frame)?);
+            events.extend(self.handle_session_frame(frame, (key, sinks))?);
             return Ok(());
         };
         let ready = match handshake.frame(frame, ours, accept)? {
@@ -140,7 +187,11 @@ impl Session {
         Ok(())
     }
 
-    fn handle_session_frame(&mut self, frame: &mut [u8]) -> Result<Option<SessionEvent>> {
+    fn handle_session_frame(
+        &mut self,
+        frame: &mut [u8],
+        (key, sinks): (SessionKey, &StreamSinks),
+    ) -> Result<Option<SessionEvent>> {
         let opened = match &mut self.records {
             Some(records) => records.opener.open(frame),
             None => Ok(&*frame),
@@ -162,7 +213,23 @@ impl Session {
                 };
                 Ok(Some(SessionEvent::DataPath(data_path)))
             }
-            SessionFrame::Application(message) => Ok(Some(SessionEvent::Frame(message.to_vec()))),
+            SessionFrame::Message { header, payload } => Ok(Some(SessionEvent::Message {
+                header: header.to_vec(),
+                payload: payload.to_vec(),
+            })),
+            SessionFrame::Stream {
+                header,
+                payload,
+                is_aborted,
+            } => {
+                let placed = place(sinks, key, header, payload);
+                placed.map_err(|error| self.name(error))?;
+                Ok(Some(SessionEvent::Part(ReceivedPart {
+                    header: header.to_vec(),
+                    num_bytes: payload.len(),
+                    is_aborted,
+                })))
+            }
             SessionFrame::Goodbye(reason) => {
                 Err(Error::lost(&self.peer, format_args!("it closed: {reason}")))
             }

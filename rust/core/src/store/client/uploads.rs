@@ -268,7 +268,7 @@ impl Client {
             return false;
         };
         if let Some(reservation) = self.writes.remove(&operation) {
-            self.exchange.withdraw(session, operation);
+            self.exchange.withdraw(cx, session, operation);
             self.write_answered(cx, reservation, operation, answer);
             return true;
         }
@@ -279,7 +279,7 @@ impl Client {
         if !self.uploads.get(&operation).is_some_and(is_put) {
             return false;
         }
-        self.exchange.withdraw(session, operation);
+        self.exchange.withdraw(cx, session, operation);
         if let Some(upload) = self.uploads.remove(&operation)
             && let Some(write) = upload.write
         {
@@ -338,7 +338,7 @@ impl Client {
     }
 
     /// A reservation has ended by time. A write into it has its own answer.
-    pub(super) fn upload_ended(&mut self, operation: u64) {
+    pub(super) fn upload_ended(&mut self, cx: &mut ReactorContext, operation: u64) {
         let Some(upload) = self.uploads.get_mut(&operation) else {
             return;
         };
@@ -347,7 +347,7 @@ impl Client {
         if let Some(write) = upload.write.take_if(is_put) {
             write.fail(reservation_ended());
             if let Some(session) = self.session {
-                self.exchange.withdraw(session, operation);
+                self.exchange.withdraw(cx, session, operation);
             }
         }
         if upload.write.is_none() {
@@ -356,12 +356,12 @@ impl Client {
     }
 
     /// Forgets a reservation or a put; whether there was one. A write into it stays exposed until the server has answered.
-    pub(super) fn remove_upload(&mut self, operation: u64) -> bool {
+    pub(super) fn remove_upload(&mut self, cx: &mut ReactorContext, operation: u64) -> bool {
         let Some(upload) = self.uploads.remove(&operation) else {
             return false;
         };
         if let Some(session) = self.session {
-            self.exchange.withdraw(session, operation);
+            self.exchange.withdraw(cx, session, operation);
         }
         upload.fail(Error::Closed("the reservation was aborted".to_owned()));
         true

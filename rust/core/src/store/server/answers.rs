@@ -40,7 +40,7 @@ impl Server {
             StoreAction::Nothing(holder) => StoreMessage::Nothing.send(cx, holder.0, holder.1),
             StoreAction::Expired(holder) => {
                 if !self.remove_arrival(cx, holder) {
-                    self.exchange.withdraw(holder.0, holder.1);
+                    self.exchange.withdraw(cx, holder.0, holder.1);
                 }
                 StoreMessage::Ended.send(cx, holder.0, holder.1);
             }
@@ -99,7 +99,7 @@ impl Server {
     /// Ends whatever an operation holds or waits for.
     pub(super) fn release(&mut self, cx: &mut ReactorContext, holder: Holder) {
         self.remove_arrival(cx, holder);
-        self.exchange.withdraw(holder.0, holder.1);
+        self.exchange.withdraw(cx, holder.0, holder.1);
         self.state.release(holder, clock::now());
     }
 }

@@ -8,10 +8,11 @@ mod wrong_canary;
 use std::borrow::Cow;
 use std::net::Ipv4Addr;
 
-use kvpipe_ucx::{AmData, Buffer, Event};
+use kvpipe_ucx::Buffer;
 
 use super::*;
 use crate::checksum;
+use crate::session::FarEnd;
 use crate::transfer::Checksums;
 use crate::transfer::exposed::ExposedBuffer;
 use crate::transfer::message::{Message, Wanted};
@@ -28,7 +29,9 @@ const MAX_IN_FLIGHT: usize = 2;
 struct Fixture {
     cx: ReactorContext,
     engine: TransferEngine,
-    peer: Worker,
+    /// Where its endpoint leads.
+    _peer: Worker,
+    far: FarEnd,
     /// The peer's, exposed to us.
     source: Arc<Memory>,
 }
@@ -57,13 +60,14 @@ impl Fixture {
         let bytes = (0..NUM_BLOCKS * BLOCK).map(|at| (at / 7) as u8).collect();
         let source = context.register(Buffer::from_vec(bytes)).unwrap();
         let mut cx = ReactorContext::manual(Some(context));
-        cx.add_manual(SESSION, [1; 16], Some(&peer.address().unwrap()));
+        let far = cx.add_manual(SESSION, [1; 16], Some(&peer.address().unwrap()));
         let mut engine = TransferEngine::new(MAX_IN_FLIGHT);
         engine.session_up(SESSION);
         let mut fixture = Self {
             cx,
             engine,
-            peer,
+            _peer: peer,
+            far,
             source,
         };
         fixture.add_source(Verification::OnRequest);
@@ -107,23 +111,18 @@ impl Fixture {
     }
 
     /// What has come at the peer since the last call.
-    fn sent(&self) -> Vec<(u64, Message<'static>, Vec<u8>)> {
-        self.peer.progress();
-        let mut sent = Vec::new();
-        while let Some(event) = self.peer.next_event() {
-            if let Event::Message { header, data } = event
-                && Message::is_kind(header[16])
-            {
-                let rest = Reader::new(&header[17..]);
-                let (id, message) = Message::decode(header[16], rest, &data).unwrap();
-                sent.push((id, message, data.to_vec()));
-            }
-        }
-        sent
+    fn sent(&mut self) -> Vec<(u64, Message<'static>, Vec<u8>)> {
+        let sent = self.cx.sent(SESSION, &mut self.far).into_iter();
+        let decode = |(header, payload): (Vec<u8>, Vec<u8>)| {
+            let rest = Reader::new(&header[1..]);
+            let (id, message) = Message::decode(header[0], rest, &payload).unwrap();
+            (id, message, payload)
+        };
+        sent.map(decode).collect()
     }
 
     /// Transfers that the source has been asked to serve since the last call, with what is wanted.
-    fn requests(&self) -> Vec<(u64, Wanted)> {
+    fn requests(&mut self) -> Vec<(u64, Wanted)> {
         let read = |(transfer, message, _)| match message {
             Message::Read { wanted, .. } => Some((transfer, wanted)),
             _ => None,
@@ -144,8 +143,12 @@ impl Fixture {
     ) -> Result<Handled> {
         let (header, encoded) = message.to_bytes(id);
         let payload = [&encoded, payload].concat();
+        let data = if let Message::Data { .. } = message {
+            self.cx.place(session, &header, &payload)?
+        } else {
+            Payload::Bytes(payload)
+        };
         let header = (header[0], Reader::new(&header[1..]));
-        let data = AmData::Bytes(payload);
         self.engine.message(&mut self.cx, session, header, &data)
     }
 

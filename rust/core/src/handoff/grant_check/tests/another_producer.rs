@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use super::*;
-use crate::transport::wire;
+use crate::session::wire;
 
 /// What the consumer loads from the other producer.
 const OTHER: HandoffId = [8; 16];

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use super::*;
-use crate::transport::wire;
+use crate::session::wire;
 
 /// Rounds after which the reactor processes an end that its owner has marked.
 const NUM_ROUNDS_LATE: usize = 100;

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use super::*;
 use crate::transfer::message::DATA;
-use crate::transport::wire;
+use crate::session::wire;
 
 /// Counts the messages of this thread that ask whether a grant holds.
 fn count_questions() -> Rc<Cell<usize>> {

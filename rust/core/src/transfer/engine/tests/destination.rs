@@ -1,6 +1,7 @@
 //! What moves here: how a transfer begins and when it is complete.
 
 use super::*;
+use crate::transfer::transfer::Corruption;
 
 #[test]
 fn a_stream_is_complete_when_all_of_it_has_come() {
@@ -71,11 +72,12 @@ fn a_read_names_the_first_block_that_differs() {
     checksums[1] ^= 1;
     it.checksums(id, checksums).unwrap();
     it.end_reads();
-    // What differs is the source's fault only while it exposes its memory, and this one has no connection.
-    assert!(matches!(
-        failed(it.engine.next_completion()),
-        Error::PeerLost { .. }
-    ));
+    let completion = it.engine.next_completion().expect("a completion");
+    let corruption = Corruption {
+        at: BLOCK as u64,
+        is_exact: true,
+    };
+    assert_eq!(completion.outcome, Err(TransferError::Corrupt(corruption)));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The messages that the workers of a test's thread send each other.
+//! The messages that the reactors of a test's thread send.
 
 use std::cell::RefCell;
 
@@ -9,13 +9,19 @@ thread_local! {
     static TAP: RefCell<Option<Tap>> = const { RefCell::new(None) };
 }
 
-/// Gives `tap` each message that leaves a worker of this thread from now on. It may change both.
+/// Gives `tap` each message that a reactor of this thread sends from now on. It may change both.
 pub(crate) fn tap(tap: impl FnMut(&mut [u8], &mut [u8]) + 'static) {
     TAP.set(Some(Box::new(tap)));
 }
 
+/// True if there is a tap.
+pub(super) fn is_tapped() -> bool {
+    TAP.with_borrow(Option::is_some)
+}
+
 /// A message leaves with this header and this body; those that arrive.
-pub(super) fn pass(mut header: Vec<u8>, mut body: Vec<u8>) -> (Vec<u8>, Vec<u8>) {
+pub(super) fn pass(header: &[u8], body: &[u8]) -> (Vec<u8>, Vec<u8>) {
+    let (mut header, mut body) = (header.to_vec(), body.to_vec());
     TAP.with_borrow_mut(|tap| {
         if let Some(tap) = tap {
             tap(&mut header, &mut body);

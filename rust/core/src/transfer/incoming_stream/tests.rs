@@ -1,0 +1,160 @@
+use std::net::Ipv4Addr;
+
+use super::*;
+use crate::checksum;
+use crate::session::{FarEnd, Payload};
+use crate::transfer::message::DATA;
+use crate::transfer::region::Run;
+use crate::transport::{MemoryPath, Transport};
+
+const SESSION: SessionKey = 20;
+const ID: u64 = 7;
+
+/// A reactor with a session, and 16 bytes of memory.
+struct Fixture {
+    cx: ReactorContext,
+    memory: Arc<Memory>,
+    _far: FarEnd,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let transport = Transport::Memory(MemoryPath::Stream);
+        let context = transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
+        let memory = context.register(Buffer::zeroed(16)).unwrap();
+        let mut cx = ReactorContext::manual(Some(context));
+        let far = cx.add_manual(SESSION, [1; 16], None);
+        Self {
+            cx,
+            memory,
+            _far: far,
+        }
+    }
+
+    /// Takes a stream of 8 bytes: four go to 12, four to 2.
+    fn begin(&self, checksums: Checksums) -> IncomingStream {
+        let run = |to| Run {
+            to,
+            from: 0,
+            len: 4,
+        };
+        let pieces = Pieces {
+            runs: vec![run(12), run(2)],
+            num_bytes: 8,
+            ..Pieces::whole(8, 8)
+        };
+        let memory = (Arc::clone(&self.memory), Arc::new(pieces));
+        IncomingStream::begin(&self.cx, SESSION, ID, memory, checksums)
+    }
+
+    fn place(&self, header: &[u8], data: &[u8]) -> Result<Payload> {
+        self.cx.place(SESSION, header, data)
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        self.memory.buffer().bytes(0, 16).unwrap().to_vec()
+    }
+}
+
+fn header(offset: u64, data: &[u8]) -> Vec<u8> {
+    let fields = [ID, offset, checksum::of(data)].map(u64::to_le_bytes);
+    [&[DATA], &fields.concat()[..]].concat()
+}
+
+#[test]
+fn bytes_are_placed_where_they_belong_whether_they_are_copied_or_received_there() {
+    let it = Fixture::new();
+    let mut incoming = it.begin(Checksums::OfStream);
+    it.place(&header(0, b"abc"), b"abc").unwrap();
+    {
+        let mut sink = incoming.destination.borrow_mut();
+        let header = header(3, b"defgh");
+        sink.begin(Reader::new(&header[9..]), 5).unwrap();
+        let mut ranges = Vec::new();
+        let memory = sink.next_ranges(16, &mut ranges).unwrap();
+        assert_eq!(ranges, [(15, 1), (2, 4)]);
+        assert!(memory.write(15, b"d") && memory.write(2, b"e"));
+        sink.placed(2);
+        ranges.clear();
+        sink.next_ranges(2, &mut ranges).unwrap();
+        assert_eq!(ranges, [(3, 2)]);
+        assert!(memory.write(3, b"fg"));
+        sink.placed(2);
+        sink.put(b"h"[..].into()).unwrap();
+    }
+    assert_eq!(it.bytes(), *b"\0\0efgh\0\0\0\0\0\0abcd");
+    assert_eq!(incoming.received_bytes, 0);
+    for len in [3, 5] {
+        incoming.receive(len).unwrap();
+    }
+    assert_eq!(incoming.received_bytes, 8);
+    assert_eq!(incoming.corruption(), None);
+    assert!(incoming.receive(1).is_err(), "there is no more");
+}
+
+#[test]
+fn a_part_that_does_not_come_next_or_is_too_long_is_refused_before_anything_is_written() {
+    let it = Fixture::new();
+    let _incoming = it.begin(Checksums::OfStream);
+    for (offset, data) in [
+        (1, &b"b"[..]),
+        (0, b""),
+        (0, b"123456789"),
+        (u64::MAX, b"1"),
+    ] {
+        assert!(it.place(&header(offset, data), data).is_err(), "{offset}");
+    }
+    assert!(it.place(&header(0, b"a")[..1 + 8 + 8], b"a").is_err());
+    assert_eq!(it.bytes(), [0; 16]);
+}
+
+#[test]
+fn what_is_of_another_session_or_stream_is_not_placed() {
+    let it = Fixture::new();
+    let _incoming = it.begin(Checksums::OfStream);
+    for at in [0, 1] {
+        let mut header = header(0, b"abcd");
+        header[at] ^= 1;
+        it.place(&header, b"abcd").unwrap();
+    }
+    it.cx.place(SESSION + 1, &header(0, b"abcd"), b"abcd").unwrap();
+    it.place(b"", b"abcd").unwrap();
+    assert_eq!(it.bytes(), [0; 16]);
+}
+
+#[test]
+fn nothing_is_placed_once_the_stream_was_let_go() {
+    let it = Fixture::new();
+    let incoming = it.begin(Checksums::OfStream);
+    it.place(&header(0, b"abcd"), b"abcd").unwrap();
+    let before = it.bytes();
+    drop(incoming);
+    it.place(&header(4, b"efgh"), b"efgh").unwrap();
+    assert_eq!(it.bytes(), before);
+}
+
+#[test]
+fn a_part_that_differs_from_its_checksum_is_remembered() {
+    let it = Fixture::new();
+    let incoming = it.begin(Checksums::OfStream);
+    it.place(&header(0, b"abcd"), b"abcd").unwrap();
+    it.place(&header(4, b"efgh"), b"efgx").unwrap();
+    let corruption = incoming.corruption().unwrap();
+    assert_eq!((corruption.at, corruption.is_exact), (4, false));
+}
+
+#[test]
+fn an_owner_has_one_checksum_of_what_was_before_and_all_parts() {
+    let it = Fixture::new();
+    let mut before = RunningChecksum::default();
+    before.add(b"before"[..].into());
+    let stream = it.begin(Checksums::OfOwner(before));
+    for (offset, part) in [(0, &b"abc"[..]), (3, b"defgh")] {
+        it.place(&header(offset, b"of another part"), part).unwrap();
+    }
+    assert_eq!(
+        stream.of_all().unwrap().get(),
+        checksum::of(b"beforeabcdefgh")
+    );
+    assert_eq!(stream.corruption(), None);
+}
