@@ -42,11 +42,7 @@ def pytest_sessionfinish():
 
 @functools.cache
 def _why_no_ucx():
-    try:
-        info()
-    except KVPipeError as error:
-        return str(error)
-    return None
+    return None if info()["ucx"] else "there is no usable UCX"
 
 
 def _why_no_gpu():
@@ -67,38 +63,36 @@ def _why_no_vllm():
 def no_settings_of_the_user():
     """What the user has set for himself does not decide how tests end."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("KVPIPE_TOKEN", "KVPIPE_TOKEN_FILE", "KVPIPE_TOKEN_NEXT", "KVPIPE_TOKEN_NEXT_FILE", "UCX_TLS"):
+        for name in ("KVPIPE_TOKEN", "KVPIPE_TOKEN_FILE", "KVPIPE_TOKEN_NEXT", "KVPIPE_TOKEN_NEXT_FILE", "UCX_TLS", "KVPIPE_DATA_PATH"):
             patch.delenv(name, raising=False)
         yield
 
 
 def is_tcp(data_path):
-    """Whether bytes go over TCP: there is nothing else, which is so on one machine before UCX 1.20 too."""
-    return data_path == "tcp" or (data_path == "default" and tuple(map(int, info()["ucx"].split("."))) < (1, 20))
+    """True if bytes go over TCP."""
+    return data_path == "tcp"
 
 
 @pytest.fixture(params=DATA_PATHS, scope="module")
 def data_path(request):
-    """`default` is what UCX chooses on one machine (CMA where the kernel allows it); `tcp` allows nothing else."""
-    with _ucx_over(DATA_PATHS[request.param]):
+    """`default` reads the other process on one machine (CMA, where the kernel allows it); `tcp` allows nothing else."""
+    with _over(DATA_PATHS[request.param]):
         yield request.param
 
 
 @contextlib.contextmanager
-def _ucx_over(transports):
+def _over(data_path):
     with pytest.MonkeyPatch.context() as patch:
-        if transports:
-            patch.setenv("UCX_TLS", transports)
+        if data_path:
+            patch.setenv("KVPIPE_DATA_PATH", data_path)
         yield
 
 
 @pytest.fixture(params=[*DATA_PATHS, *IN_MEMORY])
 def transport(request):
-    """For tests in one process: the data paths of UCX, and those of its twin in memory, which needs no UCX."""
-    if request.param in DATA_PATHS and _why_no_ucx():
-        pytest.skip(_why_no_ucx())
+    """For tests in one process: the data paths of processes, and those of UCX's twin in memory."""
     way = (
-        _ucx_over(DATA_PATHS[request.param])
+        _over(DATA_PATHS[request.param])
         if request.param in DATA_PATHS
         else memory_transport(IN_MEMORY[request.param])
     )

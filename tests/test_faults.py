@@ -29,7 +29,7 @@ both_data_paths = pytest.mark.parametrize("data_path", ["default", "tcp"])
 @pytest.fixture
 def strike(monkeypatch, capsys):
     """Does a round at each stage. Fails when the survivor knew too late, or when something is left behind."""
-    monkeypatch.setenv("UCX_TLS", "")  # put back afterwards; main() sets it by data path
+    monkeypatch.setenv("KVPIPE_DATA_PATH", "")  # put back afterwards; main() sets it by data path
 
     def begin(fault, data_path):
         status = main([*FEW, "--faults", fault, "--data-paths", data_path])
@@ -55,7 +55,7 @@ def test_a_deadline_holds_when_the_peer_is_stopped_at_any_stage_and_one_that_goe
 @pytest.mark.slow
 def test_servers_of_blocks_that_are_stopped_while_they_send_over_tcp_survive_that_both_sides_close(monkeypatch):
     """Of 300 that closed at once a twentieth crashed in UCX 1.22."""
-    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("KVPIPE_DATA_PATH", "tcp")
     num_threads, num_stops = 8, 20
 
     def stop_servers(seed):
@@ -73,7 +73,7 @@ def test_what_a_sender_has_back_after_a_late_send_and_a_close_is_not_delivered_c
 
     The sender survives it too: when it closed at once, or 20 ms later, UCX 1.22 crashed in most runs.
     """
-    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("KVPIPE_DATA_PATH", "tcp")
     monkeypatch.setenv("UCX_TCP_SNDBUF", "64k")  # so that most of it has not left when the receiver is stopped
     monkeypatch.setenv("UCX_TCP_RCVBUF", "64k")
     num_threads, num_rounds, num_bytes = 4, 25, 3 * MIB

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from kvpipe import ConnectError, PeerLostError, Pipe, TransportUnavailableError
-from tests.conftest import is_tcp
 from tests.peers import LARGE, MIB, resident_bytes, wait_until
 
 pytestmark = pytest.mark.ucx
@@ -22,21 +21,34 @@ MEDIUM = np.arange(MIB)  # larger than what travels inside its message
 LOST_WITHIN_S = 2.0
 
 
-def test_without_ucx_the_error_names_what_was_tried_and_the_remedy():
-    done = run_python(
-        "import kvpipe; kvpipe.Pipe.listen()",
-        env={"KVPIPE_UCX_LIB": "/nonexistent"},
+@pytest.mark.usefixtures("data_path")
+def test_a_pipe_without_devices_needs_no_ucx_and_listens_on_one_port():
+    code = (
+        "import os, socket, numpy\n"
+        "from pathlib import Path\n"
+        "from kvpipe import Pipe, info\n"
+        "assert info()['ucx'] is None, info()\n"
+        "with Pipe.listen() as receiver, Pipe.connect(receiver.address) as sender:\n"
+        "    sent = sender.isend_tensor(numpy.arange(1 << 20))\n"
+        "    assert (receiver.recv_tensor() == numpy.arange(1 << 20)).all()\n"
+        "    sent.wait()\n"
+        "    numbers = os.listdir('/proc/self/fd')\n"
+        "    mine = {os.readlink(f'/proc/self/fd/{number}') for number in numbers if os.path.lexists(f'/proc/self/fd/{number}')}\n"
+        "    rows = [row.split() for row in Path('/proc/self/net/tcp').read_text().splitlines()[1:]]\n"
+        "    ports = [int(row[1].partition(':')[2], 16) for row in rows if row[3] == '0A' and f'socket:[{row[9]}]' in mine]\n"
+        "    assert ports == [int(receiver.address.rpartition(':')[2])], ports\n"
+        "assert 'libuc' not in Path('/proc/self/maps').read_text()\n"
     )
-    assert f"{TransportUnavailableError.__name__}: no UCX library could be loaded (tried /nonexistent" in done.stderr
-    assert "pip install 'kvpipe[ucx-cu12]', or set KVPIPE_UCX_LIB" in done.stderr
+    done = run_python(code, env={"KVPIPE_UCX_LIB": "/nonexistent"})
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("data_path")
 def test_a_receiver_that_stops_while_it_is_connected_to_costs_no_cpu(start):
-    """It has said where UCX reaches it and never answers there: the descriptor of UCX is then readable all the time."""
+    """It knows of the session, and says nothing of how it reads."""
     with stopped_after_its_welcome(start("receive_nothing")) as address:
         before = time.process_time()
-        with pytest.raises(ConnectError, match=r"the UCX of .* was not reached"):
+        with pytest.raises(ConnectError, match=r"did not establish the session within"):
             Pipe.connect(address, timeout=2)
         burnt_s = time.process_time() - before
     assert burnt_s < 0.3
@@ -59,7 +71,7 @@ def test_receivers_that_are_killed_while_they_are_connected_to_end_nobody_else()
         "        pass\n"
         "    child.end()\n"
     )
-    done = run_python(code, {"UCX_TLS": "tcp"}, timeout_s=300)
+    done = run_python(code, {"KVPIPE_DATA_PATH": "tcp"}, timeout_s=300)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -211,9 +223,9 @@ def test_a_process_exits_in_order_while_daemon_threads_wait(start, end):
     assert start("exits_while_others_wait", end).process.wait(20) == 0
 
 
-def test_a_forked_child_gets_errors_where_ucx_is_needed_and_the_parent_goes_on(start):
+def test_a_forked_child_gets_errors_of_what_its_parent_made_and_the_parent_goes_on(start):
     child = start("forked")
-    outcomes = ["ClosedError"] * 4 + ["TransportUnavailableError"] + ["fine"] * 4
+    outcomes = ["ClosedError"] * 4 + ["fine"] * 5
     assert json.loads(child.read()) == outcomes
     assert child.read() == "[0, 1, 2]"
     assert child.process.wait(10) == 0
@@ -233,7 +245,6 @@ def test_the_transport_of_the_tensors_is_logged_once_and_tcp_on_one_machine_is_w
     def warned():
         return [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
 
-    num_warned = 2 if is_tcp(data_path) else 0
-    wait_until(lambda: len(opened()) == 2 and len(warned()) == num_warned)  # one at each end
+    wait_until(lambda: len(opened()) == 2)  # one at each end
     assert all(f"transport={transport}" in each for each in opened())
-    assert all("CMA" in each for each in warned())
+    assert warned() == []

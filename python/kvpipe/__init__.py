@@ -64,17 +64,18 @@ def info() -> dict[str, typing.Any]:
     """Describes this installation.
 
     Returns:
-        `kvpipe` and `python` versions; `ucx` version, `ucx_path`, `ucx_has_cuda`, `rdma_devices`.
-
-    Raises:
-        TransportUnavailableError: There is no usable UCX.
+        `kvpipe` and `python` versions; `ucx` version, `ucx_path` and `ucx_has_cuda`, all None without a usable UCX;
+        `rdma_devices`, true if there are any. Only RDMA and CUDA devices need UCX.
     """
-    ucx = _kvpipe.ucx_info(config.ucx_wheel_dir())
+    try:
+        ucx = _kvpipe.ucx_info(config.ucx_wheel_dir())
+    except TransportUnavailableError:
+        ucx = {"version": None, "path": None, "has_cuda": None}
     return {
         "kvpipe": __version__,
         "python": sys.version.partition(" ")[0],
         "ucx": ucx["version"],
-        "ucx_path": str(ucx["path"]),
+        "ucx_path": ucx["path"] and str(ucx["path"]),
         "ucx_has_cuda": ucx["has_cuda"],
-        "rdma_devices": ucx["has_rdma_devices"],
+        "rdma_devices": _kvpipe.has_rdma_devices(),
     }

@@ -130,11 +130,14 @@ def serde_max_bytes(codec: str, layout: _KVLayout) -> int:
     """
 
 def ucx_info(wheel_dir: str | Path | None = None) -> dict[str, Any]:
-    """Loads UCX and tells `version`, `path`, `has_cuda`, `has_rdma_devices`.
+    """Loads UCX and tells `version`, `path`, `has_cuda`.
 
     Raises:
         TransportUnavailableError: There is no UCX, or it is too old; the message names what was tried.
     """
+
+def has_rdma_devices() -> bool:
+    """True if this machine has RDMA devices."""
 
 @final
 class CudaMemory:

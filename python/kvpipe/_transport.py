@@ -16,7 +16,7 @@ _overrides: list[_kvpipe.Transport] = []
 
 def transport() -> _kvpipe.Transport:
     """Returns the transport for a new pipe or agent."""
-    return _overrides[-1] if _overrides else _kvpipe.Transport.ucx(ucx_wheel_dir())
+    return _overrides[-1] if _overrides else _kvpipe.Transport.host(ucx_wheel_dir())
 
 
 @contextmanager

@@ -60,7 +60,6 @@ class Agent(Closing):
 
     Raises:
         ConfigError: The address cannot be bound, or the integrity is not one of these.
-        TransportUnavailableError: There is no usable UCX.
     """
 
     def __init__(

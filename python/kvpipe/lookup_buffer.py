@@ -97,7 +97,6 @@ class LookupBuffer(Closing):
         Raises:
             ConnectError: A server does not answer in time.
             AuthenticationError: A server has another token.
-            TransportUnavailableError: There is no usable UCX.
         """
         chosen = resolve_integrity(_INTEGRITY, integrity=integrity, checksum=checksum, no_validate=_NO_VALIDATE)
         native, connected = _kvpipe.LookupBuffer.connect(
@@ -131,7 +130,6 @@ class LookupBuffer(Closing):
 
         Raises:
             ConfigError: The address cannot be bound, or the buffer is served already or is a client.
-            TransportUnavailableError: There is no usable UCX.
         """
         chosen = resolve_integrity(_INTEGRITY, integrity=integrity, checksum=checksum, no_validate=_NO_VALIDATE)
         self._native.serve(address, resolve_tokens(token), transport(), chosen != "none")

@@ -88,7 +88,6 @@ class Pipe:
 
         Raises:
             ConfigError: The address cannot be bound.
-            TransportUnavailableError: There is no usable UCX.
         """
         end = _kvpipe.PipeEnd.listen(address, resolve_tokens(token), transport(), _microseconds(busy_poll_us))
         return cls(end, is_sender=False)
@@ -123,7 +122,6 @@ class Pipe:
             ConfigError: The address is not `host:port`, or the integrity is not one of these.
             ConnectError: No pipe answers there in time, or it has a sender already.
             AuthenticationError: The receiver has another token.
-            TransportUnavailableError: There is no usable UCX.
         """
         chosen = resolve_integrity(_INTEGRITY, integrity=integrity, checksum=checksum)
         end, connected = _kvpipe.PipeEnd.connect(

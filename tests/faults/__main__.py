@@ -110,9 +110,9 @@ def leaked(before, after, more_bytes=MORE_BYTES):
 
 def use(data_path):
     """What is opened from now on goes by this data path."""
-    os.environ.pop("UCX_TLS", None)
+    os.environ.pop("KVPIPE_DATA_PATH", None)
     if DATA_PATHS[data_path]:
-        os.environ["UCX_TLS"] = DATA_PATHS[data_path]
+        os.environ["KVPIPE_DATA_PATH"] = DATA_PATHS[data_path]
 
 
 def _parse(argv):

@@ -236,9 +236,9 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace) -> Findings:
 
 
 def _data_paths(args: argparse.Namespace) -> tuple[str, ...]:
-    """The data paths to measure: one, if the user has set UCX_TLS."""
+    """The data paths to measure: one, if the user has chosen it by a variable."""
     if args.data_path == "both":
-        return ("default",) if "UCX_TLS" in os.environ else DATA_PATHS
+        return ("default",) if {"UCX_TLS", "KVPIPE_DATA_PATH"} & os.environ.keys() else DATA_PATHS
     return (args.data_path,)
 
 

@@ -49,6 +49,11 @@ _BUSY_POLL_US = "1000"
 _KEEPING_MEMORY: Pairs = (("MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1"),)
 
 
+def data_path_env(data_path: str) -> Pairs:
+    """Variables that restrict kvpipe to a data path; older builds, which are compared with, know UCX's alone."""
+    return (("KVPIPE_DATA_PATH", "tcp"), *ucx_env(data_path)) if data_path == "tcp" else ()
+
+
 def ucx_env(data_path: str) -> Pairs:
     """Variables that restrict UCX to a data path."""
     return (("UCX_TLS", "tcp"),) if data_path == "tcp" else ()
@@ -60,7 +65,7 @@ def _gpu_env(data_path: str) -> Pairs:
 
 def kvpipe_pipe(data_path: str, program: Startable | None = None) -> list[Subject]:
     """A Pipe, receiving into existing and into fresh memory. By default `program` is two processes on this host."""
-    program = program or ours("pipe_tensors", env=ucx_env(data_path))
+    program = program or ours("pipe_tensors", env=data_path_env(data_path))
     checked, unchecked = (("way", "checked"),), (("way", "unchecked"),)
     out, fresh = (("into", "out"), *IN_FLIGHT), (("into", "fresh"), *IN_FLIGHT)
     return [
@@ -74,13 +79,13 @@ def kvpipe_pipe(data_path: str, program: Startable | None = None) -> list[Subjec
 
 def kvpipe_polling(data_path: str) -> list[Subject]:
     """A Pipe that polls for longer than any message takes, before it sleeps."""
-    program = ours("pipe_tensors", (("busy_poll_us", _BUSY_POLL_US),), ucx_env(data_path))
+    program = ours("pipe_tensors", (("busy_poll_us", _BUSY_POLL_US),), data_path_env(data_path))
     return [Subject("kvpipe polling", data_path, program, LATENCY, (("way", "checked"),), is_ours=True)]
 
 
 def kvpipe_blocks(data_path: str, setup: Pairs, program: Startable | None = None) -> list[Subject]:
     """An Agent that reads blocks of the sizes in `setup`."""
-    program = program or ours("agent_blocks", setup, ucx_env(data_path))
+    program = program or ours("agent_blocks", setup, data_path_env(data_path))
     checked, unchecked = (("way", "checked"),), (("way", "unchecked"),)
     return [
         Subject("kvpipe", data_path, program, BLOCKS, checked, is_ours=True),
@@ -90,7 +95,7 @@ def kvpipe_blocks(data_path: str, setup: Pairs, program: Startable | None = None
 
 def kvpipe_handoffs(data_path: str, setup: Pairs) -> list[Subject]:
     """Loads of handoffs whose blocks are validated, of the sizes in `setup`."""
-    program = ours("handoff_blocks", setup, ucx_env(data_path))
+    program = ours("handoff_blocks", setup, data_path_env(data_path))
     return [Subject("kvpipe handoff, validate", data_path, program, BLOCKS, is_ours=True)]
 
 
@@ -117,8 +122,8 @@ def checksum() -> list[Subject]:
 
 def lookup_wakes(data_path: str) -> list[Subject]:
     """A LookupBuffer between processes, served by the producer's process or by a third one."""
-    served = ours("lookup_wakes", env=ucx_env(data_path), roles=("consumer", "serving_producer"))
-    apart = ours("lookup_wakes", env=ucx_env(data_path), roles=("consumer", "producer", "server"))
+    served = ours("lookup_wakes", env=data_path_env(data_path), roles=("consumer", "serving_producer"))
+    apart = ours("lookup_wakes", env=data_path_env(data_path), roles=("consumer", "producer", "server"))
     return [
         Subject("kvpipe, producer serves", data_path, served, WAKE, is_ours=True),
         Subject("kvpipe, server apart", data_path, apart, WAKE, is_ours=True),
@@ -136,8 +141,8 @@ def lookup_inserts() -> list[Subject]:
 
 def kvpipe_store(data_path: str) -> list[Subject]:
     """The store server of kvpipe, used by one thread, and by four that share a connection."""
-    program = ours("store_values", env=ucx_env(data_path), roles=("client", "server"))
-    apart = ours("store_values", env=ucx_env(data_path), roles=("consumer", "producer", "server"))
+    program = ours("store_values", env=data_path_env(data_path), roles=("client", "server"))
+    apart = ours("store_values", env=data_path_env(data_path), roles=("consumer", "producer", "server"))
     return [
         Subject("kvpipe store", data_path, program, VALUES | EXISTS, (("threads", "1"),), is_ours=True),
         Subject("kvpipe store, 4 threads", data_path, program, VALUES, (("threads", "4"),), is_ours=True),
@@ -148,7 +153,7 @@ def kvpipe_store(data_path: str) -> list[Subject]:
 def pipe_beside_store(data_path: str) -> list[Subject]:
     """A Pipe, which moves as many bytes as a store does in one direction."""
     options = (("into", "out"), ("way", "checked"), *IN_FLIGHT)
-    return [Subject("kvpipe Pipe", data_path, ours("pipe_tensors", env=ucx_env(data_path)), VALUES, options)]
+    return [Subject("kvpipe Pipe", data_path, ours("pipe_tensors", env=data_path_env(data_path)), VALUES, options)]
 
 
 def other_stores() -> list[Subject]:

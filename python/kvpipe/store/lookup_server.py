@@ -84,7 +84,6 @@ class LookupStoreServer(Closing):
 
     Raises:
         ConfigError: The address cannot be bound.
-        TransportUnavailableError: There is no usable UCX.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ impl PeerPlane {
     pub fn open(transport: &Transport, len: usize) -> Result<Self> {
         let context = transport.open(Ipv4Addr::LOCALHOST.into())?;
         Ok(Self {
-            worker: context.worker()?,
+            worker: context.worker()?.expect("the twin has one"),
             memory: context.register(Buffer::zeroed(len))?,
             canary: context.register(Buffer::zeroed(Canary::LEN))?,
             endpoint: None,

@@ -130,7 +130,11 @@ mod _kvpipe {
         info.set_item("version", format!("{major}.{minor}.{patch}"))?;
         info.set_item("path", library.path())?;
         info.set_item("has_cuda", context.has_cuda())?;
-        info.set_item("has_rdma_devices", kvpipe_ucx::has_rdma_devices())?;
         Ok(info)
+    }
+
+    #[pyfunction]
+    fn has_rdma_devices() -> bool {
+        kvpipe_ucx::has_rdma_devices()
     }
 }

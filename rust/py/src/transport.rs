@@ -1,4 +1,4 @@
-//! `Transport`: UCX or the in-memory twin, for pipes and agents.
+//! `Transport`: between processes, or the in-memory twin, for pipes and agents.
 
 use std::path::PathBuf;
 
@@ -20,8 +20,8 @@ impl Transport {
 #[pymethods]
 impl Transport {
     #[staticmethod]
-    fn ucx(wheel_dir: Option<PathBuf>) -> Self {
-        Self(transport::Transport::Ucx(search(wheel_dir)))
+    fn host(wheel_dir: Option<PathBuf>) -> Self {
+        Self(transport::Transport::Host(search(wheel_dir)))
     }
 
     #[staticmethod]

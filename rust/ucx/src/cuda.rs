@@ -150,6 +150,11 @@ fn driver() -> Result<&'static Driver, CudaError> {
         .map_err(Clone::clone)
 }
 
+/// Whether there is a CUDA driver with a device that this process sees.
+pub fn has_cuda_devices() -> bool {
+    driver().is_ok_and(|driver| !driver.devices.is_empty())
+}
+
 fn load() -> Result<Calls, CudaError> {
     // SAFETY: the driver's initialisers are meant to run in any process.
     let library = unsafe { Library::new(SONAME) };

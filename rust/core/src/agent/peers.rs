@@ -163,7 +163,7 @@ impl AgentCore {
         self.logs.push(format!(
             "session.open peer={address} transport={transport} ucx={ucx}"
         ));
-        if let Some(text) = cx.advice(session, identity) {
+        if let Some(text) = cx.advice(session) {
             self.logs
                 .push(format!("session.slow peer={address} {text}"));
         }

@@ -95,11 +95,11 @@ impl SharedInfo {
     }
 
     /// Both ends are connected.
-    fn open(&self, cx: &ReactorContext, session: SessionKey, peer: &Identity) {
+    fn open(&self, cx: &ReactorContext, session: SessionKey) {
         let mut info = self.get();
         info.state = "open";
         info.peer = cx.peer(session);
-        info.advice = cx.advice(session, peer).unwrap_or_default();
+        info.advice = cx.advice(session).unwrap_or_default();
     }
 
     /// How the receiver gets large tensors, once that is known.

@@ -170,9 +170,9 @@ impl Service for Receiver {
         self.session.take_if(|sender| *sender == session);
     }
 
-    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
+    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
         self.engine.session_up(session);
-        self.shared.open(cx, session, peer);
+        self.shared.open(cx, session);
         self.data_path_changed(cx, session);
     }
 

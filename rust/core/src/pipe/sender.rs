@@ -277,9 +277,9 @@ impl Service for Sender {
         self.shared.get().in_flight = self.num_in_flight();
     }
 
-    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
+    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
         self.engine.session_up(session);
-        self.shared.open(cx, session, peer);
+        self.shared.open(cx, session);
         self.data_path_changed(cx, session);
         if let Some(completer) = self.connecting.take() {
             completer.complete(Ok(()));

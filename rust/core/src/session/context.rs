@@ -66,7 +66,9 @@ impl ReactorContext {
     ) -> Result<Self> {
         let data = context.map(DataPlane::new).transpose()?;
         if let Some(data) = &data {
-            config.identity.ucx_address = data.worker.address()?;
+            if let Some(worker) = &data.worker {
+                config.identity.ucx_address = worker.address()?;
+            }
             config.identity.canary = Some(data.canary()?);
         }
         check_identity(&config.identity)?;

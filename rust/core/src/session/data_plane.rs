@@ -41,7 +41,8 @@ impl SessionEndpoint {
 /// What the sessions of a reactor share of its data plane.
 pub(super) struct DataPlane {
     pub(super) context: Arc<Context>,
-    pub(super) worker: Worker,
+    /// What reads by devices.
+    pub(super) worker: Option<Worker>,
     /// What peers read first.
     pub(super) canary: Arc<Memory>,
     /// Sessions whose hellos are expected.
@@ -80,8 +81,8 @@ impl DataPlane {
     /// Closes an endpoint by force. Its operations end with errors, each through its own completion.
     pub(super) fn close(&mut self, endpoint: &SessionEndpoint) {
         self.session_keys.remove(&endpoint.session_id);
-        if let Some(id) = endpoint.id {
-            self.worker.close(id);
+        if let (Some(id), Some(worker)) = (endpoint.id, &self.worker) {
+            worker.close(id);
         }
     }
 }
@@ -107,18 +108,21 @@ impl ReactorContext {
     }
 
     /// Both sides know the session, each by the other's token: connects to this worker of the peer, which would not
-    /// understand our hello before. False without a data plane.
+    /// understand our hello before. False if one of the two has no worker.
     #[expect(unsafe_code, reason = "UCX does not check what it parses")]
     pub(super) fn open_endpoint(&mut self, key: SessionKey, address: &[u8]) -> Result<bool> {
         let Some((data, endpoint)) = self.data_of(key) else {
             return Ok(false);
         };
+        let Some(worker) = data.worker.as_ref().filter(|_| !address.is_empty()) else {
+            return Ok(false);
+        };
         // SAFETY: the peer, which has the token, has described its worker so.
-        let id = unsafe { data.worker.connect(address) }?;
+        let id = unsafe { worker.connect(address) }?;
         endpoint.id = Some(id);
         data.endpoints.insert(id, key);
         let hello = [&endpoint.session_id[..], &[HELLO]].concat();
-        let posted = data.worker.am_send(id, hello, HELLO_TOKEN | key);
+        let posted = worker.am_send(id, hello, HELLO_TOKEN | key);
         posted.map_err(|status| Error::Connect(format!("UCX cannot reach the peer: {status}")))?;
         Ok(true)
     }
@@ -146,6 +150,10 @@ impl ReactorContext {
         self.sessions.get_mut(&key)?.endpoint.as_mut()
     }
 
+    pub(super) fn worker(&self) -> Option<&Worker> {
+        self.data.as_ref()?.worker.as_ref()
+    }
+
     fn endpoint_id(&self, key: SessionKey) -> UcxResult<EndpointId> {
         let id = self.endpoint(key).and_then(|endpoint| endpoint.id);
         id.ok_or(NO_ENDPOINT)
@@ -164,10 +172,12 @@ impl ReactorContext {
 
     /// Copies pieces of a peer's GPU memory that is mapped here. If not, `get` may still read them.
     pub(crate) fn copy(&self, session: SessionKey, copy: DeviceCopy<'_>) -> bool {
-        let Some(data) = &self.data else { return false };
+        let Some(worker) = self.worker() else {
+            return false;
+        };
         let endpoint = self.endpoint_id(session);
         !self.has_failed(session)
-            && endpoint.is_ok_and(|endpoint| data.worker.copy(endpoint, copy).is_ok())
+            && endpoint.is_ok_and(|endpoint| worker.copy(endpoint, copy).is_ok())
     }
 
     /// Makes a peer's remote key usable on its endpoint, to read into memory of kind `local`.
@@ -177,9 +187,9 @@ impl ReactorContext {
         packed: &[u8],
         local: MemoryKind,
     ) -> Result<RemoteKey> {
-        let data = self.data.as_ref().ok_or_else(ended)?;
+        let worker = self.worker().ok_or_else(ended)?;
         let endpoint = self.endpoint_id(session)?;
-        data.worker
+        worker
             .unpack_rkey(endpoint, packed, local)
             .map_err(|status| match status {
                 lost if lost.is_disconnect() => self.lost(session, lost),
@@ -195,8 +205,8 @@ impl ReactorContext {
         from: (u64, &RemoteKey),
     ) -> Option<String> {
         let lanes = self.endpoint(session).map_or(&[][..], |it| &it.lanes);
-        let data = self.data.as_ref().filter(|_| !lanes.is_empty())?;
-        data.worker.reaches(lanes, to, from).map(ToOwned::to_owned)
+        let worker = self.worker().filter(|_| !lanes.is_empty())?;
+        worker.reaches(lanes, to, from).map(ToOwned::to_owned)
     }
 
     /// Registers memory, so that it can be read or sent from.
@@ -216,9 +226,11 @@ impl ReactorContext {
         session: SessionKey,
         operation: impl FnOnce(&Worker, EndpointId) -> UcxResult<()>,
     ) -> bool {
-        let Some(data) = &self.data else { return false };
+        let Some(worker) = self.worker() else {
+            return false;
+        };
         let endpoint = self.endpoint_id(session);
-        let posted = endpoint.and_then(|endpoint| operation(&data.worker, endpoint));
+        let posted = endpoint.and_then(|endpoint| operation(worker, endpoint));
         if let Err(status) = posted {
             self.fail(session, self.lost(session, status));
         }

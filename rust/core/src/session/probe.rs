@@ -1,10 +1,10 @@
 //! The data path of a session is probed before the session is up: each side reads the canary that the other exposes, by
-//! the path that its lanes allow, and reports by which path it gets the other's bytes from then on.
+//! the path that the two have in common, and reports by which path it gets the other's bytes from then on.
 //!
 //! ```text
-//! hellos ──► lanes ──CMA──► process_vm_readv ──┐
-//!              ├─────RDMA──► a get of UCX ──────┼─canary is right─► RemoteRead
-//!              └─────none, unknown─────► Stream ◄──canary is not──┘
+//! one host ──────────────────► process_vm_readv ──┐
+//! hellos ──► lanes ──RDMA──► a get of UCX ────────┼─canary is right─► RemoteRead
+//!              └──none, unknown──► Stream ◄───────┴──canary is not
 //! ```
 //! A session whose reads are refused later streams from then on, and never reads again.
 
@@ -25,8 +25,10 @@ use crate::transport::{
 
 /// Marks the token of a canary's read; the rest is the session.
 const CANARY_TOKEN: u64 = 1 << 63;
-/// The transport whose reads are calls of `process_vm_readv`.
+/// The name of reads by `process_vm_readv`, which Linux calls cross-memory attach.
 const CMA: &str = "cma";
+/// The name of streams, which go over the connection of their session.
+const TCP: &str = "tcp";
 
 /// The session whose canary a token is of.
 pub(super) fn canary_of(token: u64) -> Option<SessionKey> {
@@ -40,8 +42,6 @@ pub(super) struct DataPaths {
     ours: Option<DataPath>,
     /// The peer's; none until it reports it.
     theirs: Option<DataPath>,
-    /// What carries streams.
-    stream_transport: String,
     /// The transport of the latest bytes from or to a GPU; none before the first. The host's may come by another one.
     gpu_transport: Option<String>,
     /// A get of the canary that has not ended.
@@ -104,33 +104,25 @@ enum Probe {
 }
 
 impl Probe {
-    fn of(lanes: &[Lane], peer: &Identity, is_same_host: bool) -> Self {
-        let reading: Vec<_> = lanes.iter().filter(|lane| reads_host(lane)).collect();
-        let has_cma = reading.iter().any(|lane| lane.transport == CMA);
+    /// `reads_process` is true for a peer on this host whose process may be read.
+    fn of(lanes: &[Lane], peer: &Identity, reads_process: bool) -> Self {
         let Some(canary) = &peer.canary else {
             return Self::Refused("the peer exposes no canary".to_owned());
         };
-        match reading.first() {
-            // UCX leaves CMA out where the kernel refuses it, and does not say why.
-            None if is_same_host => match find_process(canary) {
-                Err(ProcessVmError::Refused(reason)) => Self::Refused(reason),
-                _ => Self::Stream,
-            },
-            None => Self::Stream,
-            // A get that UCX does by CMA fails the endpoint where the kernel refuses it.
-            Some(first) if has_cma => match find_process(canary) {
-                Ok(process) if first.transport == CMA => Self::Process(process),
-                Ok(_) => Self::Get(first.transport.clone()),
-                Err(error) => Self::Refused(error.to_string()),
-            },
-            Some(first) => Self::Get(first.transport.clone()),
+        let process = reads_process.then(|| find_process(canary));
+        let device = lanes.iter().find(|lane| reads_host(lane) && lane.transport != CMA);
+        match (process, device) {
+            (Some(Ok(process)), _) => Self::Process(process),
+            (_, Some(lane)) => Self::Get(lane.transport.clone()),
+            (Some(Err(error)), None) => Self::Refused(error.to_string()),
+            (None, None) => Self::Stream,
         }
     }
 }
 
 /// Before a session is up.
 impl ReactorContext {
-    /// Probes how this side gets the peer's bytes. UCX has connected: before, it may still change the lanes.
+    /// Probes how this side gets the peer's bytes. UCX, if it is used, has connected: before, it may still change the lanes.
     pub(super) fn probe(&mut self, key: SessionKey) {
         let Some(session) = self.sessions.get(&key) else {
             return;
@@ -141,8 +133,10 @@ impl ReactorContext {
         let Some((data, endpoint)) = self.data_of(key) else {
             return;
         };
-        let Some(id) = endpoint.id else { return };
-        let lanes = data.worker.lanes(id);
+        let lanes = match (&data.worker, endpoint.id) {
+            (Some(worker), Some(id)) => worker.lanes(id),
+            _ => Ok(Vec::new()),
+        };
         self.probe_lanes(key, &peer, lanes);
     }
 
@@ -162,21 +156,18 @@ impl ReactorContext {
                     self.peer(key),
                     self.ucx()
                 );
-                return self.set_data_path(key, DataPath::Stream("unknown".to_owned()));
+                Vec::new()
             }
         };
-        let is_same_host = peer.host == self.identity().host;
-        let probe = Probe::of(&lanes, peer, is_same_host);
+        let may_read = self.data.as_ref().is_some_and(|data| data.context.reads_processes());
+        let reads_process = may_read && peer.host == self.identity().host;
+        let probe = Probe::of(&lanes, peer, reads_process);
         let Some(endpoint) = self.endpoint_mut(key) else {
             return;
         };
-        endpoint.paths.stream_transport = DataPath::stream_transport(&lanes);
         endpoint.lanes = lanes.into_iter().filter(is_direct).collect();
         match probe {
-            Probe::Stream => {
-                let transport = endpoint.paths.stream_transport.clone();
-                self.set_data_path(key, DataPath::Stream(transport));
-            }
+            Probe::Stream => self.set_data_path(key, DataPath::Stream(TCP.to_owned())),
             Probe::Refused(reason) => self.switch_to_stream(key, &reason),
             Probe::Process(process) => {
                 endpoint.paths.process = Some(Arc::new(process));
@@ -234,7 +225,7 @@ impl ReactorContext {
                     endpoint.lanes.clear();
                 }
                 let reason = format!(
-                    "its canary came with other bytes over {transport}: check the network cards and UCX, or set UCX_TLS=tcp"
+                    "its canary came with other bytes over {transport}: check the network cards and UCX, or set KVPIPE_DATA_PATH=tcp"
                 );
                 self.switch_to_stream(key, &reason);
             }
@@ -264,7 +255,7 @@ impl ReactorContext {
         self.lost(
             key,
             format_args!(
-                "its canary could not be read over {transport}: {status}; repair that transport, or set UCX_TLS=tcp on both sides"
+                "its canary could not be read over {transport}: {status}; repair that transport, or set KVPIPE_DATA_PATH=tcp on both sides"
             ),
         )
     }
@@ -340,7 +331,7 @@ impl ReactorContext {
             return;
         };
         let paths = &mut endpoint.paths;
-        let transport = Some(read_over.unwrap_or_else(|| paths.stream_transport.clone()));
+        let transport = Some(read_over.unwrap_or_else(|| TCP.to_owned()));
         if paths.gpu_transport != transport {
             paths.gpu_transport = transport;
             self.note_changed_path(session);
@@ -353,11 +344,10 @@ impl ReactorContext {
     }
 
     /// Why this side's data path is slower than it could be, and what to do; none where the log has a reason.
-    pub(crate) fn advice(&self, session: SessionKey, peer: &Identity) -> Option<&'static str> {
+    pub(crate) fn advice(&self, session: SessionKey) -> Option<&'static str> {
         let paths = &self.endpoint(session)?.paths;
-        let is_same_host = peer.host == self.identity().host;
         let data_path = paths.ours.as_ref().filter(|_| !paths.has_reason)?;
-        data_path.advice(is_same_host)
+        data_path.advice()
     }
 
     /// This side may not read the peer's memory (any more): it gets all bytes as streams from now on. The log has the
@@ -368,12 +358,11 @@ impl ReactorContext {
         };
         let paths = &mut endpoint.paths;
         paths.process = None;
-        let transport = paths.stream_transport.clone();
         if !std::mem::replace(&mut paths.has_reason, true) {
             let peer = self.peer(session);
-            tracing::warn!("session.stream peer={peer} transport={transport} {reason}");
+            tracing::warn!("session.stream peer={peer} transport={TCP} {reason}");
         }
-        let stream = DataPath::Stream(transport);
+        let stream = DataPath::Stream(TCP.to_owned());
         if self.data_path(session).as_ref() != Some(&stream) {
             self.set_data_path(session, stream);
         }

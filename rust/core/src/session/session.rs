@@ -315,7 +315,7 @@ impl Session {
                 format!("cannot reach {peer}: no answer within {waited:?}{history}")
             }
             SessionState::Establishing(_) => format!(
-                "the UCX of {peer} was not reached within {waited:?}, although its bootstrap port was; can the hosts reach each other's UCX ports?"
+                "{peer} did not establish the session within {waited:?}, although it had accepted it; is it stopped, or can its devices not be reached?"
             ),
             _ => format!("{peer} did not complete the handshake within {waited:?}{history}"),
         })

@@ -26,7 +26,7 @@ pub(super) struct Sessions<S: Service> {
 
 impl<S: Service> EventHandler for Sessions<S> {
     fn worker(&self) -> Option<&Worker> {
-        self.cx.data.as_ref().map(|data| &data.worker)
+        self.cx.data.as_ref()?.worker.as_ref()
     }
 
     fn set_now(&mut self, now: Instant) {
@@ -129,7 +129,8 @@ impl<S: Service> EventHandler for Sessions<S> {
         // end one in time, its memory is kept, and the report says so.
         let num_reads = self.cx.pending_reads().counter();
         let data = self.cx.data.take();
-        let reaper = data.and_then(|data| data.worker.end(num_reads));
+        let worker = data.and_then(|data| data.worker);
+        let reaper = worker.and_then(|worker| worker.end(num_reads));
         // It was accepted, so it is answered: it ends with the rest.
         for command in self.commands.close() {
             self.service.command(&mut self.cx, command);
@@ -226,8 +227,8 @@ impl<S: Service> Sessions<S> {
         Ok(())
     }
 
-    /// Both sides know the session. With a data plane, it is up when both hellos have come through that, and both sides
-    /// know how they get each other's bytes.
+    /// Both sides know the session. With a data plane, it is up when both sides know how they get each other's bytes; where
+    /// both have UCX, when both hellos have come through that.
     fn establish(&mut self, key: SessionKey) -> Result<()> {
         let Some(session) = self.cx.sessions.get(&key) else {
             return Ok(());
@@ -235,8 +236,11 @@ impl<S: Service> Sessions<S> {
         self.cx.timers.set(key, session.next_deadline());
         if let SessionState::Establishing(peer) = &session.state {
             let address = peer.ucx_address.clone();
-            if !self.cx.open_endpoint(key, &address)? {
+            if self.cx.data.is_none() {
                 self.report_up(key);
+            } else if !self.cx.open_endpoint(key, &address)? {
+                self.cx.probe(key);
+                self.report_up_if_probed(key);
             }
         }
         Ok(())

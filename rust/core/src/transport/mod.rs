@@ -1,10 +1,12 @@
-//! What moves a reactor's bytes: UCX, or its in-memory twin for reactors of one process without UCX.
+//! What reads a peer's memory: `process_vm_readv` on one host, and UCX where there are RDMA devices or a CUDA driver; or
+//! UCX's in-memory twin for reactors of one process.
 //!
-//! Both offer the same to a data plane: a worker for one thread with endpoints, messages, reads of remote memory, and a
+//! UCX and its twin offer the same to a data plane: a worker for one thread with endpoints, reads of remote memory, and a
 //! file descriptor to sleep on. The types here choose between the two by one branch a call.
 
 mod data_path;
 mod devices;
+mod host;
 mod memory;
 mod pool;
 mod ucx;
@@ -32,8 +34,8 @@ pub(crate) type UcxResult<T> = std::result::Result<T, Status>;
 /// Which transport a reactor uses. Peers need the same.
 #[derive(Debug, Clone)]
 pub enum Transport {
-    /// UCX, from the library that the search finds.
-    Ucx(Search),
+    /// Between hosts and processes. For RDMA and CUDA devices it needs UCX, from the library that the search finds.
+    Host(Search),
     /// Between reactors of one process, without UCX.
     Memory(MemoryPath),
 }
@@ -49,7 +51,7 @@ pub enum MemoryPath {
 
 impl From<Search> for Transport {
     fn from(search: Search) -> Self {
-        Self::Ucx(search)
+        Self::Host(search)
     }
 }
 
@@ -57,7 +59,7 @@ impl Transport {
     /// Makes the context of a reactor at this local address. Any thread may call.
     pub(crate) fn open(&self, local: IpAddr) -> Result<Context> {
         match self {
-            Self::Ucx(search) => ucx::context(search, local).map(Context::Ucx),
+            Self::Host(search) => host::context(search, local),
             Self::Memory(data_path) => Ok(Context::Twin(*data_path)),
         }
     }
@@ -66,15 +68,31 @@ impl Transport {
 /// Where memory is registered and workers are made.
 #[derive(Debug)]
 pub(crate) enum Context {
+    /// Without UCX.
+    Host { reads_processes: bool },
     Ucx(Arc<kvpipe_ucx::Context>),
     Twin(MemoryPath),
 }
 
 impl Context {
-    pub(crate) fn worker(&self) -> Result<Worker> {
+    /// What reads by devices; none without UCX.
+    pub(crate) fn worker(&self) -> Result<Option<Worker>> {
         match self {
-            Self::Ucx(context) => Ok(Worker::Ucx(kvpipe_ucx::Worker::new(context)?)),
-            Self::Twin(data_path) => memory::MemoryWorker::new(*data_path).map(Worker::Twin),
+            Self::Host { .. } => Ok(None),
+            Self::Ucx(context) => Ok(Some(Worker::Ucx(kvpipe_ucx::Worker::new(context)?))),
+            Self::Twin(data_path) => {
+                let worker = memory::MemoryWorker::new(*data_path)?;
+                Ok(Some(Worker::Twin(worker)))
+            }
+        }
+    }
+
+    /// True if a peer's process on this host may be read.
+    pub(crate) fn reads_processes(&self) -> bool {
+        match self {
+            Self::Host { reads_processes } => *reads_processes,
+            Self::Ucx(_) => true,
+            Self::Twin(_) => false,
         }
     }
 
@@ -82,6 +100,7 @@ impl Context {
     pub(crate) fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
         let kind = buffer.kind();
         let memory = match self {
+            Self::Host { .. } => Ok(Memory::Host(buffer)),
             Self::Ucx(context) => context.register(buffer).map(Memory::Ucx),
             Self::Twin(_) => memory::TwinMemory::new(buffer).map(Memory::Twin),
         };
@@ -105,7 +124,7 @@ impl Context {
     pub(crate) fn describe(&self) -> String {
         match self {
             Self::Ucx(context) => ucx::describe(context),
-            Self::Twin(_) => "none".to_owned(),
+            Self::Host { .. } | Self::Twin(_) => "none".to_owned(),
         }
     }
 }
@@ -113,6 +132,8 @@ impl Context {
 /// Registered memory. Dropping it deregisters it and only then frees the bytes.
 #[derive(Debug)]
 pub(crate) enum Memory {
+    /// Without UCX: nothing pins it.
+    Host(Buffer),
     /// With UCX.
     Ucx(Arc<kvpipe_ucx::Memory>),
     /// In this process.
@@ -123,6 +144,7 @@ impl Memory {
     /// The bytes.
     pub(crate) fn buffer(&self) -> &Buffer {
         match self {
+            Self::Host(buffer) => buffer,
             Self::Ucx(memory) => memory.buffer(),
             Self::Twin(memory) => memory.buffer(),
         }
@@ -134,6 +156,7 @@ impl Memory {
     /// The status of UCX.
     pub(crate) fn pack_rkey(&self) -> UcxResult<Vec<u8>> {
         match self {
+            Self::Host(_) => Ok(Vec::new()),
             Self::Ucx(memory) => memory.pack_rkey(),
             Self::Twin(memory) => Ok(memory.pack_rkey()),
         }

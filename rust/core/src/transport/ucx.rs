@@ -1,4 +1,4 @@
-//! UCX as a transport: makes its context, and converts operands.
+//! UCX as what reads memory of devices, and by them: makes its context, and converts operands.
 
 use std::net::{IpAddr, TcpListener};
 use std::sync::Arc;
@@ -12,18 +12,50 @@ use crate::error::{Error, Result};
 /// UCX's setting for the ports on which it listens.
 const PORT_RANGE: &str = "UCX_TCP_PORT_RANGE";
 
-/// Loads UCX and makes a context with the devices of this local address.
-pub(super) fn context(search: &Search, local: IpAddr) -> Result<Arc<Context>> {
+/// UCX's setting for its transports.
+const TRANSPORTS: &str = "UCX_TLS";
+/// Transports that are not used: kvpipe reads processes of this host itself.
+const CMA: &str = "cma";
+/// Whoever reaches UCX's TCP reads and writes the memory of this process. Endpoints of `cuda_ipc` need it.
+const TCP: &str = "tcp";
+
+/// The transports for UCX, of those that the user allows; none if nothing is left.
+fn transports(users: Option<&str>, has_cuda: bool) -> Option<String> {
+    let unwanted = if has_cuda { &[CMA][..] } else { &[CMA, TCP] };
+    let users = users.map_or("all", str::trim);
+    if users == "all" {
+        return Some(format!("^{}", unwanted.join(",")));
+    }
+    if let Some(excluded) = users.strip_prefix('^') {
+        return Some(format!("^{excluded},{}", unwanted.join(",")));
+    }
+    let names = users.split(',').map(str::trim);
+    let left: Vec<_> = names.filter(|name| !(name.is_empty() || unwanted.contains(name))).collect();
+    (!left.is_empty()).then(|| left.join(","))
+}
+
+/// Loads UCX and makes a context with the devices of this local address. None if the user allows no transport for them.
+pub(super) fn context(
+    search: &Search,
+    local: IpAddr,
+    has_cuda: bool,
+) -> Result<Option<Arc<Context>>> {
+    let users = std::env::var(TRANSPORTS).ok();
+    let Some(transports) = transports(users.as_deref(), has_cuda) else {
+        tracing::info!("ucx.unused {TRANSPORTS} names no transport that kvpipe uses");
+        return Ok(None);
+    };
     let library = Library::load(search)?;
     let mut config = Config::new();
+    config.pin("TLS", &transports);
     if !local.is_unspecified() {
         config.pin("NET_DEVICES", &devices(local)?);
         if let Ok(ports) = std::env::var(PORT_RANGE) {
             check_ports(&ports, local)?;
         }
     }
-    Context::new(library, &config)
-        .map_err(|status| Error::Unavailable(format!("UCX cannot start on {local}: {status}")))
+    let cannot = |status| Error::Unavailable(format!("UCX cannot start on {local}: {status}"));
+    Context::new(library, &config).map(Some).map_err(cannot)
 }
 
 /// Refuses a range without a free port: UCX (1.22) would try its ports without end.
@@ -49,7 +81,7 @@ pub(super) fn describe(context: &Context) -> String {
 fn registered(memory: &Memory) -> UcxResult<&Arc<kvpipe_ucx::Memory>> {
     match memory {
         Memory::Ucx(memory) => Ok(memory),
-        Memory::Twin(_) => Err(FOREIGN),
+        Memory::Host(_) | Memory::Twin(_) => Err(FOREIGN),
     }
 }
 
@@ -87,6 +119,21 @@ mod tests {
     use std::net::Ipv4Addr;
 
     use super::*;
+
+    #[test]
+    fn ucx_has_the_users_transports_but_for_cma_and_without_cuda_for_tcp() {
+        for (users, has_cuda, expected) in [
+            (None, false, Some("^cma,tcp")),
+            (Some("all"), true, Some("^cma")),
+            (Some("^ud"), false, Some("^ud,cma,tcp")),
+            (Some("rc, tcp,cma"), false, Some("rc")),
+            (Some("rc,tcp,cuda"), true, Some("rc,tcp,cuda")),
+            (Some("tcp"), false, None),
+            (Some(""), true, None),
+        ] {
+            assert_eq!(transports(users, has_cuda).as_deref(), expected);
+        }
+    }
 
     #[test]
     fn a_range_of_ports_that_are_all_taken_is_refused_and_any_other_is_left_to_ucx() {

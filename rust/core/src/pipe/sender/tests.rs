@@ -86,7 +86,7 @@ fn only_a_tensor_that_is_posted_is_confirmed() {
     let (mut cx, mut sender, _sent) = posted();
     let transport = Transport::Memory(MemoryPath::RemoteRead);
     let receiver = transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
-    let receiver = receiver.worker().unwrap();
+    let receiver = receiver.worker().unwrap().unwrap();
     let _far = cx.add_manual(SESSION, [1; 16], Some(&receiver.address().unwrap()));
     let answers = Rc::new(RefCell::new(Vec::new()));
     let answered = Rc::clone(&answers);

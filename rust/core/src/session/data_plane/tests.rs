@@ -36,12 +36,12 @@ impl ReactorContext {
         if let Some(address) = worker {
             self.open_endpoint(key, address).unwrap();
             let (data, endpoint) = self.data_of(key).unwrap();
-            let lanes = data.worker.lanes(endpoint.id.unwrap()).unwrap();
-            let transport = DataPath::stream_transport(&lanes);
+            let worker = data.worker.as_ref().unwrap();
+            let lanes = worker.lanes(endpoint.id.unwrap()).unwrap();
             let data_path = if lanes.iter().any(reads_host) {
-                DataPath::RemoteRead(transport)
+                DataPath::RemoteRead("memory".to_owned())
             } else {
-                DataPath::Stream(transport)
+                DataPath::Stream("tcp".to_owned())
             };
             self.set_data_path(key, data_path);
         }
@@ -84,7 +84,7 @@ impl ReactorContext {
 
     /// Lets the worker work, and returns a read that has ended.
     pub(crate) fn next_ended_read(&self) -> Option<(u64, std::result::Result<(), Status>)> {
-        let worker = &self.data.as_ref()?.worker;
+        let worker = self.worker()?;
         worker.progress();
         std::iter::from_fn(|| worker.next_event()).find_map(|event| match event {
             Event::Done { token, result } if hello_of(token).is_none() => Some((token, result)),

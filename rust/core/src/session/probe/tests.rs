@@ -46,7 +46,7 @@ impl Fixture {
     fn over(path: MemoryPath) -> Self {
         let transport = Transport::Memory(path);
         let open = || transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
-        let (context, peer) = (open(), open().worker().unwrap());
+        let (context, peer) = (open(), open().worker().unwrap().unwrap());
         let canary = new_canary(&context).unwrap();
         let mut cx = ReactorContext::manual(Some(open()));
         let far = cx.add_manual(SESSION, [1; 16], None);
@@ -75,8 +75,8 @@ impl Fixture {
 
     /// Handles what the worker reports.
     fn run(&mut self) {
-        self.cx.data.as_ref().unwrap().worker.progress();
-        while let Some(event) = self.cx.data.as_ref().unwrap().worker.next_event() {
+        self.cx.worker().unwrap().progress();
+        while let Some(event) = self.cx.worker().unwrap().next_event() {
             match event {
                 Event::Done { token, result } if canary_of(token).is_some() => {
                     assert_eq!(canary_of(token), Some(SESSION));
@@ -100,7 +100,7 @@ impl Fixture {
 }
 
 fn stream() -> DataPath {
-    DataPath::Stream(MEMORY.to_owned())
+    DataPath::Stream(TCP.to_owned())
 }
 
 #[test]
@@ -144,7 +144,6 @@ fn a_canary_with_other_bytes_makes_the_session_stream_and_no_lane_is_believed() 
 fn a_session_that_streams_logs_why_once_whatever_refuses_reads_afterwards() {
     let mut it = Fixture::new();
     it.canary().checksum ^= 1;
-    let identity = it.identity.clone();
     let lines = logged(|| {
         it.begin();
         it.run();
@@ -153,10 +152,10 @@ fn a_session_that_streams_logs_why_once_whatever_refuses_reads_afterwards() {
         }
     });
     let reason = "its canary came with other bytes over memory";
-    let remedy = "check the network cards and UCX, or set UCX_TLS=tcp";
-    let expected = format!("WARN session.stream peer=peer transport=memory {reason}: {remedy}");
+    let remedy = "check the network cards and UCX, or set KVPIPE_DATA_PATH=tcp";
+    let expected = format!("WARN session.stream peer=peer transport=tcp {reason}: {remedy}");
     assert_eq!(lines, [expected]);
-    assert_eq!(it.cx.advice(SESSION, &identity), None, "the log has it");
+    assert_eq!(it.cx.advice(SESSION), None, "the log has it");
 }
 
 #[test]
@@ -168,8 +167,7 @@ fn a_session_whose_lanes_are_unknown_streams_and_the_error_in_the_log_shows_them
         let error = LanesError::Unreadable(printed.to_owned());
         it.cx.probe_lanes(SESSION, &identity, Err(error));
     });
-    let unknown = DataPath::Stream("unknown".to_owned());
-    assert_eq!(it.cx.data_path(SESSION), Some(unknown));
+    assert_eq!(it.cx.data_path(SESSION), Some(stream()));
     let [line] = &lines[..] else {
         panic!("{lines:?}");
     };
@@ -219,7 +217,7 @@ fn a_session_whose_endpoint_ends_with_the_canary_is_lost_and_the_error_names_it(
     it.begin();
     drop(it.peer);
     let peer = Transport::Memory(MemoryPath::RemoteRead).open(Ipv4Addr::LOCALHOST.into());
-    it.peer = peer.unwrap().worker().unwrap();
+    it.peer = peer.unwrap().worker().unwrap().unwrap();
     it.run();
     let session = it.cx.sessions.get(&SESSION).unwrap();
     let error = session.failure.as_ref().unwrap().to_string();
@@ -227,7 +225,7 @@ fn a_session_whose_endpoint_ends_with_the_canary_is_lost_and_the_error_names_it(
         error.contains("its canary could not be read over memory"),
         "{error}"
     );
-    assert!(error.contains("UCX_TLS=tcp"), "{error}");
+    assert!(error.contains("KVPIPE_DATA_PATH=tcp"), "{error}");
 }
 
 #[test]
@@ -244,36 +242,28 @@ fn a_data_path_that_changes_is_reported_once_the_session_is_up() {
 }
 
 #[test]
-fn lanes_of_cma_are_read_by_calls_of_our_own_or_not_at_all() {
-    let lane = |transport: &str| Lane {
-        transport: transport.to_owned(),
+fn a_process_of_this_host_is_read_by_calls_of_our_own_whatever_lanes_there_are() {
+    let mut it = Fixture::new();
+    let rdma = [Lane {
+        transport: "rc_mlx5".to_owned(),
         device: "any".to_owned(),
         is_rma: true,
         is_am: false,
         domain: Some(1),
         remote_domain: Some(1),
-    };
-    let mut it = Fixture::new();
-    let cma = [lane("cma")];
-    assert!(matches!(
-        Probe::of(&cma, &it.identity, true),
-        Probe::Process(_)
-    ));
-    // UCX may use any of its lanes.
-    let both = [lane("rc_mlx5"), lane("cma")];
-    assert!(
-        matches!(Probe::of(&both, &it.identity, true), Probe::Get(transport) if transport == "rc_mlx5")
-    );
-    it.canary().checksum ^= 1;
-    for lanes in [&cma[..], &both] {
-        let refused = Probe::of(lanes, &it.identity, true);
-        assert!(matches!(refused, Probe::Refused(reason) if reason.contains("is not the peer")));
+    }];
+    for lanes in [&[][..], &rdma] {
+        let probe = Probe::of(lanes, &it.identity, true);
+        assert!(matches!(probe, Probe::Process(_)));
     }
-    let rdma = [lane("rc_mlx5")];
-    assert!(matches!(
-        Probe::of(&rdma, &it.identity, false),
-        Probe::Get(_)
-    ));
+    assert!(matches!(Probe::of(&[], &it.identity, false), Probe::Stream));
+    it.canary().checksum ^= 1;
+    let refused = Probe::of(&[], &it.identity, true);
+    assert!(matches!(refused, Probe::Refused(reason) if reason.contains("is not the peer")));
+    for reads_process in [true, false] {
+        let probe = Probe::of(&rdma, &it.identity, reads_process);
+        assert!(matches!(probe, Probe::Get(transport) if transport == "rc_mlx5"));
+    }
 }
 
 #[test]
@@ -289,7 +279,6 @@ fn what_carries_bytes_of_gpus_is_shown_and_changes_nothing_for_the_hosts() {
         .note_gpu_transport(SESSION, Some("cuda_ipc".to_owned()));
     assert_eq!(shown(&it), "cuda_ipc");
     assert_eq!(it.cx.data_path(SESSION), Some(read));
-    it.cx.endpoint_mut(SESSION).unwrap().paths.stream_transport = "tcp".to_owned();
     it.cx.note_gpu_transport(SESSION, None);
     assert_eq!(shown(&it), "tcp", "no lane reached it");
 }

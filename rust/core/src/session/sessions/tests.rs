@@ -114,7 +114,7 @@ impl Service for Reading {
     #[expect(unsafe_code, reason = "as the data plane connects")]
     fn command(&mut self, cx: &mut ReactorContext, _command: ()) {
         let (address, remote, packed) = &self.peer;
-        let worker = &cx.data.as_ref().expect("data plane").worker;
+        let worker = cx.data.as_ref().expect("data plane").worker.as_ref().expect("UCX");
         // SAFETY: the peer's worker has written it.
         let endpoint = unsafe { worker.connect(address) }.expect("connect");
         let key = worker.unpack_rkey(endpoint, packed, MemoryKind::Host);
@@ -143,7 +143,7 @@ fn a_read_of_a_stopped_peer_outlives_its_reactor_with_its_memory_until_the_peer_
     };
     let register = |context: &Context| context.register(Buffer::zeroed(64)).expect("register");
     let peer = StoppedPeer {
-        worker: theirs.worker().expect("worker"),
+        worker: theirs.worker().expect("worker").expect("UCX"),
         memory: register(&theirs),
     };
     let into = register(&context);
@@ -189,6 +189,6 @@ fn a_read_of_a_stopped_peer_outlives_its_reactor_with_its_memory_until_the_peer_
 fn ucx(memory: &Memory) -> Arc<kvpipe_ucx::Memory> {
     match memory {
         Memory::Ucx(memory) => Arc::clone(memory),
-        Memory::Twin(_) => panic!("of UCX"),
+        Memory::Host(_) | Memory::Twin(_) => panic!("of UCX"),
     }
 }

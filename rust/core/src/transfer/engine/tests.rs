@@ -56,7 +56,7 @@ impl Fixture {
     fn new(path: MemoryPath) -> Self {
         let transport = Transport::Memory(path);
         let open = || transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
-        let (context, peer) = (open(), open().worker().unwrap());
+        let (context, peer) = (open(), open().worker().unwrap().unwrap());
         let bytes = (0..NUM_BLOCKS * BLOCK).map(|at| (at / 7) as u8).collect();
         let source = context.register(Buffer::from_vec(bytes)).unwrap();
         let mut cx = ReactorContext::manual(Some(context));

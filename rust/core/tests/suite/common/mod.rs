@@ -114,7 +114,7 @@ pub fn on_both_paths(body: impl FnOnce(&Search)) {
     let Some(search) = ucx() else { return };
     body(&search);
     if std::env::var_os(INSIDE).is_none() {
-        run_alone(&[("UCX_TLS", "tcp")]);
+        run_alone(&[("KVPIPE_DATA_PATH", "tcp")]);
     }
 }
 

@@ -18,7 +18,7 @@ fn after_a_wrong_canary_all_transfers_stream_and_the_log_has_one_line() {
     let [line] = &lines[..] else {
         panic!("{lines:?}");
     };
-    for part in ["session.stream peer=", "canary", "set UCX_TLS=tcp"] {
+    for part in ["session.stream peer=", "canary", "set KVPIPE_DATA_PATH=tcp"] {
         assert!(line.contains(part), "{line} lacks {part}");
     }
 }
