@@ -63,7 +63,7 @@ def _why_no_vllm():
 def no_settings_of_the_user():
     """What the user has set for himself does not decide how tests end."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("KVPIPE_TOKEN", "KVPIPE_TOKEN_FILE", "KVPIPE_TOKEN_NEXT", "KVPIPE_TOKEN_NEXT_FILE", "UCX_TLS", "KVPIPE_DATA_PATH"):
+        for name in ("KVPIPE_TOKEN", "KVPIPE_TOKEN_FILE", "KVPIPE_TOKEN_NEXT", "KVPIPE_TOKEN_NEXT_FILE", "UCX_TLS", "KVPIPE_DATA_PATH", "KVPIPE_ENCRYPTION"):
             patch.delenv(name, raising=False)
         yield
 

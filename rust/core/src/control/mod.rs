@@ -185,7 +185,7 @@ impl Control {
         let config = ReactorConfig {
             listen: address,
             secrets: Secrets::new(token),
-            encryption: Encryption::Auto,
+            encryption: Encryption::of_environment()?,
             identity: Identity::new(SessionKind::Control, engine_id, fingerprint)?,
             transport: None,
             local: address.map_or(IpAddr::from(Ipv4Addr::LOCALHOST), |address| address.ip),

@@ -159,7 +159,7 @@ impl HandoffAgent {
         let config = ReactorConfig {
             listen: Some(address),
             secrets: Secrets::new(config.token),
-            encryption: Encryption::Off,
+            encryption: Encryption::of_environment()?,
             identity: Identity::new(SessionKind::Agent, config.engine_id, config.fingerprint)?,
             transport: Some(config.transport),
             local,

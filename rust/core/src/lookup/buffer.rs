@@ -96,7 +96,7 @@ impl LookupBuffer {
         let config = ReactorConfig {
             listen: Some(address),
             secrets: Secrets::new(token),
-            encryption: Encryption::Off,
+            encryption: Encryption::of_environment()?,
             identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
             local: address.ip,
@@ -145,7 +145,7 @@ impl LookupBuffer {
         let config = ReactorConfig {
             listen: None,
             secrets: Secrets::new(token),
-            encryption: Encryption::Off,
+            encryption: Encryption::of_environment()?,
             identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
             local: route.local()?,

@@ -21,7 +21,29 @@ pub enum Encryption {
     Off = 2,
 }
 
+/// The setting of users.
+const VARIABLE: &str = "KVPIPE_ENCRYPTION";
+
 impl Encryption {
+    /// The setting of this process.
+    ///
+    /// # Errors
+    /// `Config`: it is none of the values.
+    pub(crate) fn of_environment() -> Result<Self> {
+        Self::of_setting(std::env::var(VARIABLE).ok().as_deref())
+    }
+
+    fn of_setting(setting: Option<&str>) -> Result<Self> {
+        match setting {
+            None | Some("" | "auto") => Ok(Self::Auto),
+            Some("on") => Ok(Self::On),
+            Some("off") => Ok(Self::Off),
+            Some(other) => Err(Error::Config(format!(
+                "{VARIABLE}={other}: expected auto (on between hosts), on or off"
+            ))),
+        }
+    }
+
     fn parse(value: u8) -> Result<Self> {
         match value {
             0 => Ok(Self::Auto),
@@ -97,6 +119,21 @@ mod tests {
             is_loopback,
             host,
         }
+    }
+
+    #[test]
+    fn a_setting_is_auto_on_or_off_and_any_other_is_refused_by_name() {
+        for (setting, expected) in [
+            (None, Auto),
+            (Some(""), Auto),
+            (Some("auto"), Auto),
+            (Some("on"), On),
+            (Some("off"), Off),
+        ] {
+            assert_eq!(Encryption::of_setting(setting), Ok(expected));
+        }
+        let error = Encryption::of_setting(Some("yes")).unwrap_err().to_string();
+        assert!(error.contains("KVPIPE_ENCRYPTION=yes: expected auto"), "{error}");
     }
 
     #[test]

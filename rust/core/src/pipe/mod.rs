@@ -137,7 +137,7 @@ fn config(
     Ok(ReactorConfig {
         listen,
         secrets: Secrets::new(tokens),
-        encryption: Encryption::Off,
+        encryption: Encryption::of_environment()?,
         identity: Identity::new(SessionKind::Pipe, "", Vec::new())?,
         transport: Some(transport),
         local,

@@ -205,6 +205,11 @@ impl ReactorContext {
         is_sent
     }
 
+    /// True if the frames of a session are sealed: what comes on it is what the peer sent.
+    pub(crate) fn is_sealed(&self, session: SessionKey) -> bool {
+        self.sessions.get(&session).is_some_and(Session::is_sealed)
+    }
+
     /// When bytes of the peer came last over its connection.
     pub(crate) fn last_rx(&self, session: SessionKey) -> Option<Instant> {
         let session = self.sessions.get(&session)?;

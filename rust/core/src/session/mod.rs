@@ -152,8 +152,7 @@ pub(crate) struct ReactorConfig {
     pub(crate) listen: Option<ListenAddress>,
     /// The secrets of its tokens; that of an empty token for none.
     pub(crate) secrets: Secrets,
-    /// Selects the frames that are sealed. It is `Off` where messages travel over UCX, which nothing seals: to seal the frames beside
-    /// them would promise what is not so.
+    /// Selects the frames that are sealed.
     pub(crate) encryption: Encryption,
     /// Who this side is.
     pub(crate) identity: Identity,

@@ -172,6 +172,11 @@ impl Session {
         }
     }
 
+    /// True if its frames are sealed.
+    pub(super) fn is_sealed(&self) -> bool {
+        self.records.is_some()
+    }
+
     /// Whether the service knows the session.
     pub(super) fn is_up(&self) -> bool {
         matches!(self.state, SessionState::Up)

@@ -69,7 +69,7 @@ impl StoreServer {
         let config = ReactorConfig {
             listen: Some(address),
             secrets: Secrets::new(token),
-            encryption: Encryption::Off,
+            encryption: Encryption::of_environment()?,
             identity: Identity::new(SessionKind::Store, "", Vec::new())?,
             transport: Some(transport),
             local: address.ip,
@@ -156,7 +156,7 @@ impl StoreClient {
         let config = ReactorConfig {
             listen: None,
             secrets: Secrets::new(token),
-            encryption: Encryption::Off,
+            encryption: Encryption::of_environment()?,
             identity: Identity::new(SessionKind::Store, "", Vec::new())?,
             transport: Some(transport),
             local: route.local()?,

@@ -140,15 +140,19 @@ fn begin_stream(
     request: &TransferRequest,
     can_checksum: bool,
 ) -> IncomingStream {
+    let is_compared = can_checksum && request.checksums.compare();
+    // What is sealed needs no second checksum of the same.
+    let is_sealed = is_compared && cx.is_sealed(request.session);
     let (checksums, wanted) = match request.checksums {
-        Checksums::OfStream | Checksums::All if can_checksum => {
+        _ if is_compared && !is_sealed => {
             (Checksums::OfStream, Wanted::ChecksummedBytes)
         }
         of_owner @ Checksums::OfOwner(_) => (of_owner, Wanted::Bytes),
         _ => (Checksums::None, Wanted::Bytes),
     };
     let destination = (Arc::clone(&request.memory), Arc::clone(&request.pieces));
-    let stream = IncomingStream::begin(cx, request.session, id, destination, checksums);
+    let verified_by = (checksums, is_sealed);
+    let stream = IncomingStream::begin(cx, request.session, id, destination, verified_by);
     send_read(cx, id, request, wanted);
     stream
 }
@@ -178,7 +182,7 @@ fn outcome_of(cx: &ReactorContext, transfer: &Transfer) -> std::result::Result<(
             (verifier.is_some_and(Verifier::compares), corruption)
         }
         State::Streaming(stream) => {
-            let is_verified = stream.is_checksummed() || request.is_verified_by_owner;
+            let is_verified = stream.is_verified() || request.is_verified_by_owner;
             (is_verified, stream.corruption())
         }
     };

@@ -63,8 +63,7 @@ impl StreamDestination {
         if part.left > 0 {
             return;
         }
-        let is_compared = matches!(self.checksums, Checksums::OfStream | Checksums::All);
-        if is_compared && part.checksum.get() != part.expected {
+        if self.checksums.compare() && part.checksum.get() != part.expected {
             self.corruption.get_or_insert(Corruption {
                 at: part.offset,
                 is_exact: false,
@@ -167,16 +166,17 @@ pub(super) struct IncomingStream {
     /// Bytes of the parts that have come, and those of them that the source has no credit for yet.
     pub(super) received_bytes: u64,
     uncredited_bytes: u64,
+    is_sealed: bool,
 }
 
 impl IncomingStream {
-    /// Receives the stream of a transfer into `memory`. Where checksums are compared, each part has one.
+    /// Receives the stream of a transfer into `memory`. Where checksums are compared, each part has one, or is sealed.
     pub(super) fn begin(
         cx: &ReactorContext,
         session: SessionKey,
         transfer: u64,
         (memory, pieces): (Arc<Memory>, Arc<Pieces>),
-        checksums: Checksums,
+        (checksums, is_sealed): (Checksums, bool),
     ) -> Self {
         let destination = Rc::new(RefCell::new(StreamDestination {
             writes: DeviceWrites::begin(memory.buffer()),
@@ -192,6 +192,7 @@ impl IncomingStream {
             destination,
             received_bytes: 0,
             uncredited_bytes: 0,
+            is_sealed,
         }
     }
 
@@ -209,10 +210,9 @@ impl IncomingStream {
         Ok(is_due.then(|| std::mem::take(&mut self.uncredited_bytes)))
     }
 
-    /// True if each part has a checksum.
-    pub(super) fn is_checksummed(&self) -> bool {
-        let checksums = self.destination.borrow().checksums;
-        matches!(checksums, Checksums::OfStream | Checksums::All)
+    /// True if each part has a checksum, or is sealed.
+    pub(super) fn is_verified(&self) -> bool {
+        self.is_sealed || self.destination.borrow().checksums.compare()
     }
 
     /// What the owner compares, once all is here.

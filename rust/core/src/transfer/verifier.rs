@@ -29,6 +29,11 @@ impl Checksums {
         }
     }
 
+    /// True if those of a stream are compared here.
+    pub(super) fn compare(self) -> bool {
+        matches!(self, Self::OfStream | Self::All)
+    }
+
     /// What the checksum for the owner begins with, if it compares.
     pub(super) fn of_owner(self) -> Option<RunningChecksum> {
         match self {

@@ -44,7 +44,7 @@ impl Fixture {
             ..Pieces::whole(8, 8)
         };
         let memory = (Arc::clone(&self.memory), Arc::new(pieces));
-        IncomingStream::begin(&self.cx, SESSION, ID, memory, checksums)
+        IncomingStream::begin(&self.cx, SESSION, ID, memory, (checksums, false))
     }
 
     fn place(&self, header: &[u8], data: &[u8]) -> Result<Payload> {
