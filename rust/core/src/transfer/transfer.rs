@@ -210,11 +210,8 @@ impl Transfer {
                     num_bytes,
                     is_aborted: false,
                 } => return stream.receive(num_bytes as u64),
-                Payload::Placed { .. } => {
-                    let text = "the peer has taken its memory back before all of it had come";
-                    self.fail(Error::Config(text.to_owned()));
-                    true
-                }
+                // Its source has withdrawn it, which the service above is told.
+                Payload::Placed { .. } => true,
                 Payload::Bytes(_) => false,
             },
             (Message::Refused(_), State::Held | State::Queued) => true,

@@ -17,6 +17,8 @@ enum Allowed {
     Auto,
     /// Streams over the TCP connection of a session.
     Tcp,
+    /// RDMA and CUDA devices, also between processes of one host.
+    Devices,
 }
 
 impl Allowed {
@@ -24,8 +26,9 @@ impl Allowed {
         match setting {
             None | Some("" | "auto") => Ok(Self::Auto),
             Some("tcp") => Ok(Self::Tcp),
+            Some("rdma") => Ok(Self::Devices),
             Some(other) => Err(Error::Config(format!(
-                "{DATA_PATH}={other}: expected auto (the fastest that both sides have) or tcp"
+                "{DATA_PATH}={other}: expected auto (the fastest that both sides have), tcp, or rdma"
             ))),
         }
     }
@@ -34,26 +37,34 @@ impl Allowed {
 /// Makes a context at this local address. UCX is loaded if this machine has RDMA or CUDA devices.
 ///
 /// # Errors
-/// `Config`: the setting of users is neither of its values. Those of UCX, but for a library that is not found.
+/// `Config`: the setting of users is none of its values. `Unavailable`: it wants devices, and there are none, or no UCX.
 pub(super) fn context(search: &Search, local: IpAddr) -> Result<Context> {
     let setting = std::env::var(DATA_PATH).ok();
-    if Allowed::of(setting.as_deref())? == Allowed::Tcp {
-        let reads_processes = false;
-        return Ok(Context::Host { reads_processes });
+    let allowed = Allowed::of(setting.as_deref())?;
+    let reads_processes = allowed == Allowed::Auto;
+    let host = Context::Host { reads_processes };
+    if allowed == Allowed::Tcp {
+        return Ok(host);
     }
     let_processes_read();
-    let reads_processes = true;
     let devices = match (has_rdma_devices(), has_cuda_devices()) {
-        (false, false) => return Ok(Context::Host { reads_processes }),
+        (false, false) if reads_processes => return Ok(host),
+        (false, false) => {
+            let text = format!("{DATA_PATH}=rdma, and this machine has no RDMA devices");
+            return Err(Error::Unavailable(text));
+        }
         (true, false) => "RDMA devices",
         (_, true) => "CUDA devices",
     };
     match ucx::context(search, local, has_cuda_devices()) {
-        Ok(Some(context)) => Ok(Context::Ucx(context)),
-        Ok(None) => Ok(Context::Host { reads_processes }),
-        Err(error @ Error::Unavailable(_)) => {
-            tracing::warn!("ucx.missing this machine has {devices}, whose memory is streamed over TCP: {error}");
-            Ok(Context::Host { reads_processes })
+        Ok(Some(context)) => Ok(Context::Ucx {
+            context,
+            reads_processes,
+        }),
+        Ok(None) => Ok(host),
+        Err(error @ Error::Unavailable(_)) if reads_processes => {
+            tracing::warn!("ucx.missing this machine has {devices}, and bytes move without them: {error}");
+            Ok(host)
         }
         Err(error) => Err(error),
     }
@@ -64,16 +75,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_data_path_is_auto_or_tcp_and_any_other_is_refused_by_name() {
+    fn a_data_path_that_is_not_known_is_refused_by_name() {
         for (setting, allowed) in [
             (None, Allowed::Auto),
             (Some(""), Allowed::Auto),
             (Some("auto"), Allowed::Auto),
             (Some("tcp"), Allowed::Tcp),
+            (Some("rdma"), Allowed::Devices),
         ] {
             assert_eq!(Allowed::of(setting), Ok(allowed));
         }
-        let error = Allowed::of(Some("rdma")).unwrap_err().to_string();
-        assert!(error.contains("KVPIPE_DATA_PATH=rdma: expected auto"), "{error}");
+        let error = Allowed::of(Some("cma")).unwrap_err().to_string();
+        assert!(error.contains("KVPIPE_DATA_PATH=cma: expected auto"), "{error}");
     }
 }

@@ -70,7 +70,10 @@ impl Transport {
 pub(crate) enum Context {
     /// Without UCX.
     Host { reads_processes: bool },
-    Ucx(Arc<kvpipe_ucx::Context>),
+    Ucx {
+        context: Arc<kvpipe_ucx::Context>,
+        reads_processes: bool,
+    },
     Twin(MemoryPath),
 }
 
@@ -79,7 +82,7 @@ impl Context {
     pub(crate) fn worker(&self) -> Result<Option<Worker>> {
         match self {
             Self::Host { .. } => Ok(None),
-            Self::Ucx(context) => Ok(Some(Worker::Ucx(kvpipe_ucx::Worker::new(context)?))),
+            Self::Ucx { context, .. } => Ok(Some(Worker::Ucx(kvpipe_ucx::Worker::new(context)?))),
             Self::Twin(data_path) => {
                 let worker = memory::MemoryWorker::new(*data_path)?;
                 Ok(Some(Worker::Twin(worker)))
@@ -90,8 +93,7 @@ impl Context {
     /// True if a peer's process on this host may be read.
     pub(crate) fn reads_processes(&self) -> bool {
         match self {
-            Self::Host { reads_processes } => *reads_processes,
-            Self::Ucx(_) => true,
+            Self::Host { reads_processes } | Self::Ucx { reads_processes, .. } => *reads_processes,
             Self::Twin(_) => false,
         }
     }
@@ -101,7 +103,7 @@ impl Context {
         let kind = buffer.kind();
         let memory = match self {
             Self::Host { .. } => Ok(Memory::Host(buffer)),
-            Self::Ucx(context) => context.register(buffer).map(Memory::Ucx),
+            Self::Ucx { context, .. } => context.register(buffer).map(Memory::Ucx),
             Self::Twin(_) => memory::TwinMemory::new(buffer).map(Memory::Twin),
         };
         let refused = |status| self.not_registered(kind, status);
@@ -123,7 +125,7 @@ impl Context {
     /// Version and path of UCX, for people.
     pub(crate) fn describe(&self) -> String {
         match self {
-            Self::Ucx(context) => ucx::describe(context),
+            Self::Ucx { context, .. } => ucx::describe(context),
             Self::Host { .. } | Self::Twin(_) => "none".to_owned(),
         }
     }

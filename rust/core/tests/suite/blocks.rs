@@ -160,7 +160,7 @@ fn raw(search: &Search) -> (Raw, HandoffAgent) {
         BLOCK,
     );
     let address = source.address().expect("address");
-    (Raw::connect(search, address, SessionKind::Agent), source)
+    (Raw::connect(address, SessionKind::Agent), source)
 }
 
 fn ask(raw: &Raw, transfer: u64, region: u32, ids: &[u32]) {
@@ -221,7 +221,7 @@ fn a_peer_that_does_not_describe_its_regions_is_given_up() {
     };
     let agent = HandoffAgent::new(config).expect("agent");
     let address = agent.address().expect("address");
-    let mut raw = Raw::connect(&search, address, SessionKind::Agent);
+    let mut raw = Raw::connect(address, SessionKind::Agent);
     assert!(raw.is_closed());
 }
 
@@ -232,7 +232,7 @@ fn a_source_that_sends_what_was_not_asked_for_writes_nothing() {
     let to = Buffer::zeroed(COUNT * BLOCK);
     register(&destination, "kv", &to, BLOCK, BLOCK);
     let address = destination.address().expect("address");
-    let raw = Raw::connect(&search, address, SessionKind::Agent);
+    let raw = Raw::connect(address, SessionKind::Agent);
     for transfer in 0..64u64 {
         for offset in [0, BLOCK as u64, u64::MAX - 8] {
             let header = Writer::new(33).u64(transfer).u64(offset).u64(0).finish();

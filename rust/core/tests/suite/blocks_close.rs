@@ -9,7 +9,7 @@ use kvpipe_core::net::identity::SessionKind;
 use kvpipe_ucx::Buffer;
 
 use crate::agents::{BLOCK, COUNT, agent, connect, pair, register};
-use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern, send_frame};
+use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern, };
 
 const REGIONS: u8 = 1;
 const RELEASED: u8 = 2;
@@ -21,9 +21,9 @@ fn a_second_close_waits_for_the_same_peers_as_the_first() {
     let owner = agent(&search);
     let region = register(&owner, "kv", &Buffer::zeroed(COUNT * BLOCK), BLOCK, BLOCK);
     let address = owner.address().expect("address");
-    let mut reader = Raw::connect(&search, address, SessionKind::Agent);
-    let none = Writer::new(33).u8(1).list(&[0u8; 0], |w, _| w);
-    send_frame(&mut reader.stream, &none.finish());
+    let reader = Raw::connect(address, SessionKind::Agent);
+    let none = Writer::new(1).list(&[0u8; 0], |w, _| w);
+    reader.send(&none.finish(), &[]);
     eventually("the peer", || owner.peers().pop());
     let close = |timeout| owner.close_region(&region, timeout).expect("close");
     let first = close(Some(Duration::from_millis(50)));
@@ -31,8 +31,8 @@ fn a_second_close_waits_for_the_same_peers_as_the_first() {
     let (second, third) = (close(None), close(Some(Duration::ZERO)));
     assert!(matches!(third.wait_for(PATIENCE), Err(Error::Timeout(_))));
     assert!(!second.is_completed());
-    let released = Writer::new(33).u8(2).u32(0).finish();
-    send_frame(&mut reader.stream, &released);
+    let released = Writer::new(2).u32(0).finish();
+    reader.send(&released, &[]);
     assert_eq!(second.wait_for(PATIENCE), Ok(()));
     assert_eq!(close(None).wait_for(PATIENCE), Ok(()));
 }
@@ -135,11 +135,8 @@ fn a_peer_that_does_not_let_go_is_waited_for_until_the_deadline_and_no_longer() 
     let owner = agent(&search);
     let region = register(&owner, "kv", &Buffer::zeroed(BLOCK), BLOCK, BLOCK);
     let address = owner.address().expect("address");
-    let mut raw = Raw::connect(&search, address, SessionKind::Agent);
-    send_frame(
-        &mut raw.stream,
-        &Writer::new(33).u8(REGIONS).u32(0).finish(),
-    );
+    let raw = Raw::connect(address, SessionKind::Agent);
+    raw.send(&Writer::new(REGIONS).u32(0).finish(), &[]);
     eventually("the peer", || (owner.peers().len() == 1).then_some(()));
     let timeout = Some(Duration::from_millis(200));
     let closing = owner.close_region(&region, timeout).expect("close");
@@ -148,10 +145,7 @@ fn a_peer_that_does_not_let_go_is_waited_for_until_the_deadline_and_no_longer() 
     let peer = owner.peers()[0].address().to_owned();
     assert!(error.to_string().contains(&peer), "{error}");
     // Late is not wrong.
-    send_frame(
-        &mut raw.stream,
-        &Writer::new(33).u8(RELEASED).u32(0).finish(),
-    );
+    raw.send(&Writer::new(RELEASED).u32(0).finish(), &[]);
     register(&owner, "kv", &Buffer::zeroed(BLOCK), BLOCK, BLOCK);
     assert_eq!(owner.peers().len(), 1);
 }
@@ -162,11 +156,8 @@ fn who_waits_for_a_peer_to_let_go_is_answered_when_the_agent_is_closed() {
     let owner = agent(&search);
     let region = register(&owner, "kv", &Buffer::zeroed(BLOCK), BLOCK, BLOCK);
     let address = owner.address().expect("address");
-    let mut raw = Raw::connect(&search, address, SessionKind::Agent);
-    send_frame(
-        &mut raw.stream,
-        &Writer::new(33).u8(REGIONS).u32(0).finish(),
-    );
+    let raw = Raw::connect(address, SessionKind::Agent);
+    raw.send(&Writer::new(REGIONS).u32(0).finish(), &[]);
     eventually("the peer", || (owner.peers().len() == 1).then_some(()));
     let closing = owner.close_region(&region, None).expect("close");
     assert!(closing.wait_for(Duration::from_millis(100)).is_err());
@@ -180,11 +171,8 @@ fn a_peer_that_is_lost_is_not_waited_for() {
     let owner = agent(&search);
     let region = register(&owner, "kv", &Buffer::zeroed(BLOCK), BLOCK, BLOCK);
     let address = owner.address().expect("address");
-    let mut raw = Raw::connect(&search, address, SessionKind::Agent);
-    send_frame(
-        &mut raw.stream,
-        &Writer::new(33).u8(REGIONS).u32(0).finish(),
-    );
+    let raw = Raw::connect(address, SessionKind::Agent);
+    raw.send(&Writer::new(REGIONS).u32(0).finish(), &[]);
     eventually("the peer", || (owner.peers().len() == 1).then_some(()));
     let closing = owner.close_region(&region, None).expect("close");
     assert!(closing.wait_for(Duration::from_millis(100)).is_err());
@@ -203,18 +191,18 @@ fn a_release_that_was_not_asked_for_and_a_region_that_comes_back_are_cut_off() {
             let layout = w.u32(*id).str("mine").u64(8).u64(64).u64(64);
             layout.str("cpu").u8(0).u64(4096).bytes(&[1])
         };
-        Writer::new(33).u8(REGIONS).list(ids, each).finish()
+        Writer::new(REGIONS).list(ids, each).finish()
     };
-    let released = Writer::new(33).u8(RELEASED).u32(0).finish();
+    let released = Writer::new(RELEASED).u32(0).finish();
     for frames in [
         vec![describe(&[]), released],
         vec![describe(&[0, 1]), describe(&[1]), describe(&[0, 1])],
         vec![describe(&[1, 0])],
         vec![describe(&[1, 1])],
     ] {
-        let mut raw = Raw::connect(&search, address, SessionKind::Agent);
+        let mut raw = Raw::connect(address, SessionKind::Agent);
         for frame in &frames {
-            send_frame(&mut raw.stream, frame);
+            raw.send(frame, &[]);
         }
         assert!(raw.is_closed(), "{frames:?}");
     }
@@ -230,7 +218,7 @@ fn a_peer_that_describes_a_region_anew_is_cut_off() {
             let layout = w.u32(*id).str("mine").u64(8).u64(64).u64(stride);
             layout.str("cpu").u8(0).u64(base).bytes(&[rkey])
         };
-        Writer::new(33).u8(REGIONS).list(&[0], each).finish()
+        Writer::new(REGIONS).list(&[0], each).finish()
     };
     let beyond = u64::MAX - 8 * 64 + 1;
     let cases = [
@@ -240,13 +228,13 @@ fn a_peer_that_describes_a_region_anew_is_cut_off() {
         describe(64, 4096, 2),
     ];
     for anew in cases {
-        let mut raw = Raw::connect(&search, address, SessionKind::Agent);
+        let mut raw = Raw::connect(address, SessionKind::Agent);
         let same = describe(64, 4096, 1);
-        send_frame(&mut raw.stream, &same);
-        send_frame(&mut raw.stream, &same);
+        raw.send(&same, &[]);
+        raw.send(&same, &[]);
         let up = || (owner.peers().len() == 1).then_some(());
         eventually("the peer", up);
-        send_frame(&mut raw.stream, &anew);
+        raw.send(&anew, &[]);
         assert!(raw.is_closed());
         eventually("its end", || owner.peers().is_empty().then_some(()));
     }

@@ -239,7 +239,7 @@ fn raw(search: &Search) -> (Raw, HandoffAgent) {
     let agent = agent(search);
     register(&agent, "kv", &Buffer::zeroed(BLOCK), BLOCK, BLOCK);
     let address = agent.address().expect("address");
-    (Raw::connect(search, address, SessionKind::Agent), agent)
+    (Raw::connect(address, SessionKind::Agent), agent)
 }
 
 fn send(raw: &Raw, kind: u8, number: u64, tag: &[u8]) {
@@ -274,11 +274,11 @@ fn peers_that_come_again_fill_an_inbox_to_its_cap_and_what_was_acknowledged_is_k
         });
     };
     for _ in 0..64 {
-        let raw = Raw::connect(&search, address, SessionKind::Agent);
+        let raw = Raw::connect(address, SessionKind::Agent);
         send_window(&raw);
         wait_for_queued(&raw);
     }
-    let first = Raw::connect(&search, address, SessionKind::Agent);
+    let first = Raw::connect(address, SessionKind::Agent);
     send_window(&first);
     // Answered, so that all before it has been seen.
     let read = Writer::new(READ).u64(0).u64(9).u8(0).finish();

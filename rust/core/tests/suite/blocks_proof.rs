@@ -7,9 +7,8 @@ use kvpipe_core::agent::{Options, Plan, Region};
 use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
-use kvpipe_core::work::Work;
-use kvpipe_core::{Error, Result, checksum};
-use kvpipe_ucx::{Buffer, Memory, Search};
+use kvpipe_core::{Error, checksum};
+use kvpipe_ucx::{Buffer, Search};
 
 use crate::agents::{self, BLOCK, COUNT, agent, pair, register, register_writable};
 use crate::common::{
@@ -26,7 +25,7 @@ const CHECKSUMS: u8 = 43;
 /// A peer with a region of its own, which answers what it likes.
 struct Source {
     raw: Raw,
-    memory: std::sync::Arc<Memory>,
+    memory: Buffer,
 }
 
 impl Source {
@@ -35,20 +34,17 @@ impl Source {
     }
 
     /// Says that its region is on a device, whose blocks it sends as they are: the host's memory stands in for a GPU's.
-    fn on(device: &str, search: &Search, agent: &HandoffAgent) -> Self {
+    fn on(device: &str, _search: &Search, agent: &HandoffAgent) -> Self {
         let address = agent.address().expect("address");
-        let mut raw = Raw::connect(search, address, SessionKind::Agent);
-        let memory = raw
-            .context
-            .register(Buffer::from_vec(pattern(COUNT * BLOCK, 1)));
-        let memory = memory.expect("memory");
-        let (base, key) = (memory.buffer().address() as u64, memory.pack_rkey());
-        let regions = Writer::new(33).u8(1).list(&[0u32], |w, id| {
+        let raw = Raw::connect(address, SessionKind::Agent);
+        let memory = Buffer::from_vec(pattern(COUNT * BLOCK, 1));
+        let base = memory.address() as u64;
+        let regions = Writer::new(1).list(&[0u32], |w, id| {
             let layout = w.u32(*id).str("kv").u64(COUNT as u64);
             let layout = layout.u64(BLOCK as u64).u64(BLOCK as u64).str(device);
-            layout.u8(1).u64(base).bytes(key.as_ref().expect("key"))
+            layout.u8(1).u64(base).bytes(&[])
         });
-        common::send_frame(&mut raw.stream, &regions.finish());
+        raw.send(&regions.finish(), &[]);
         Self { raw, memory }
     }
 
@@ -71,7 +67,7 @@ impl Source {
     }
 
     fn block(&self, id: usize) -> Vec<u8> {
-        let block = self.memory.buffer().bytes(id * BLOCK, BLOCK);
+        let block = self.memory.bytes(id * BLOCK, BLOCK);
         block.expect("host memory").to_vec()
     }
 
@@ -100,15 +96,6 @@ impl Source {
     }
 }
 
-/// The end of a work of ours, for which the raw peer has to work too.
-fn end_of(work: &Work<u64>, raw: &Raw) -> Result<u64> {
-    eventually("the end", || {
-        raw.worker.progress();
-        work.is_completed().then_some(())
-    });
-    work.wait_for(PATIENCE)
-}
-
 #[test]
 fn blocks_that_differ_from_their_checksums_end_the_read_and_the_peer_stays_usable() {
     on_both_paths(|search| {
@@ -121,7 +108,7 @@ fn blocks_that_differ_from_their_checksums_end_the_read_and_the_peer_stays_usabl
         ] {
             let work = reader.read(&plan, Options::default()).expect("read");
             source.answer(sums);
-            let error = end_of(&work, &source.raw).expect_err("corrupt");
+            let error = work.wait_for(PATIENCE).expect_err("corrupt");
             let is_named = |text: &str| text.contains(named);
             assert!(
                 matches!(&error, Error::Corrupt(text) if is_named(text)),
@@ -130,7 +117,7 @@ fn blocks_that_differ_from_their_checksums_end_the_read_and_the_peer_stays_usabl
         }
         let work = reader.read(&plan, Options::default()).expect("read");
         source.answer([first, second]);
-        assert_eq!(end_of(&work, &source.raw), Ok(2 * BLOCK as u64));
+        assert_eq!(work.wait_for(PATIENCE), Ok(2 * BLOCK as u64));
         assert!(bytes(&to)[7 * BLOCK..8 * BLOCK] == *source.block(3));
         assert!(bytes(&to)[9 * BLOCK..10 * BLOCK] == *source.block(4));
     });
@@ -149,7 +136,7 @@ fn blocks_of_a_gpu_come_to_the_host_as_messages_without_checksums_whatever_the_r
         assert_eq!(wanted, 0);
         let header = Writer::new(DATA).u64(transfer).u64(0).u64(0).finish();
         source.raw.send(&header, &source.block(3));
-        assert_eq!(end_of(&work, &source.raw), Ok(BLOCK as u64));
+        assert_eq!(work.wait_for(PATIENCE), Ok(BLOCK as u64));
         assert!(bytes(&to)[7 * BLOCK..8 * BLOCK] == *source.block(3));
     });
 }
@@ -183,7 +170,7 @@ fn a_writer_learns_that_its_blocks_came_corrupt() {
     target
         .raw
         .send(&Writer::new(CORRUPT).u64(offer).finish(), &reason);
-    let error = end_of(&work, &target.raw).expect_err("corrupt");
+    let error = work.wait_for(PATIENCE).expect_err("corrupt");
     assert_eq!(error, Error::Corrupt("block 0 differs".to_owned()));
 }
 
@@ -256,7 +243,7 @@ fn without_checksums_the_source_is_asked_for_none() {
             let header = [&[DATA], &header[..8], &[0; 16]].concat();
             source.raw.send(&header, &source.block(3));
         }
-        assert_eq!(end_of(&work, &source.raw), Ok(BLOCK as u64));
+        assert_eq!(work.wait_for(PATIENCE), Ok(BLOCK as u64));
         assert!(bytes(&to)[..BLOCK] == *source.block(3));
     });
 }
@@ -289,7 +276,7 @@ fn asked(search: &Search) -> (Raw, HandoffAgent, Region) {
     let region = register(&source, "kv", &from, BLOCK, BLOCK);
     let address = source.address().expect("address");
     (
-        Raw::connect(search, address, SessionKind::Agent),
+        Raw::connect(address, SessionKind::Agent),
         source,
         region,
     )
@@ -343,16 +330,16 @@ fn who_asks_twice_for_one_transfer_or_for_something_unknown_is_cut_off() {
 #[test]
 fn a_read_that_began_before_its_region_was_closed_gets_its_checksums() {
     let Some(search) = common::ucx() else { return };
-    let (mut raw, source, region) = asked(&search);
-    let none = Writer::new(33).u8(1).list(&[0u8; 0], |w, _| w);
-    common::send_frame(&mut raw.stream, &none.finish());
+    let (raw, source, region) = asked(&search);
+    let none = Writer::new(1).list(&[0u8; 0], |w, _| w);
+    raw.send(&none.finish(), &[]);
     eventually("the peer", || source.peers().pop());
     let closed = source.close_region(&region, None).expect("close");
     ask(&raw, 5, 2, &[3]);
     raw.message(CHECKSUMS);
     assert!(!closed.is_completed());
-    let released = Writer::new(33).u8(2).u32(0).finish();
-    common::send_frame(&mut raw.stream, &released);
+    let released = Writer::new(2).u32(0).finish();
+    raw.send(&released, &[]);
     assert_eq!(closed.wait_for(PATIENCE), Ok(()));
     ask(&raw, 6, 2, &[3]);
     raw.message(REFUSED);

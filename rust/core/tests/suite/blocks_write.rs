@@ -12,7 +12,7 @@ use kvpipe_ucx::{Buffer, Search};
 use crate::agents::{
     BLOCK, COUNT, agent, connect, pair, register, register_writable, tagged, tags,
 };
-use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern, send_frame};
+use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern, };
 
 const OFFER: u8 = 36;
 const ACCEPTED: u8 = 37;
@@ -213,13 +213,13 @@ fn raw(search: &Search) -> (Raw, HandoffAgent, Buffer) {
         BLOCK,
     );
     let address = target.address().expect("address");
-    let mut raw = Raw::connect(search, address, SessionKind::Agent);
+    let mut raw = Raw::connect(address, SessionKind::Agent);
     describe(&mut raw, &[0]);
     (raw, target, memory)
 }
 
 fn describe(raw: &mut Raw, ids: &[u32]) {
-    let regions = Writer::new(33).u8(1).list(ids, |w, id| {
+    let regions = Writer::new(1).list(ids, |w, id| {
         let layout = w
             .u32(*id)
             .str("mine")
@@ -228,7 +228,7 @@ fn describe(raw: &mut Raw, ids: &[u32]) {
             .u64(BLOCK as u64);
         layout.str("cpu").u8(0).u64(4096).bytes(&[1])
     });
-    send_frame(&mut raw.stream, &regions.finish());
+    raw.send(&regions.finish(), &[]);
 }
 
 fn offer(raw: &Raw, offer: u64, (to, from): (u32, u32), to_ids: &[u32], from_ids: &[u32]) {
@@ -257,13 +257,13 @@ fn a_write_that_was_begun_and_times_out_is_withdrawn_and_settled_by_its_answer()
     let (writer, memory) = (agent(&search), Buffer::zeroed(COUNT * BLOCK));
     let region = register(&writer, "kv", &memory, BLOCK, BLOCK);
     let address = writer.address().expect("address");
-    let mut raw = Raw::connect(&search, address, SessionKind::Agent);
-    let writable = Writer::new(33).u8(1).list(&[0u32], |w, id| {
+    let raw = Raw::connect(address, SessionKind::Agent);
+    let writable = Writer::new(1).list(&[0u32], |w, id| {
         let layout = w.u32(*id).str("mine").u64(8).u64(BLOCK as u64);
         let layout = layout.u64(BLOCK as u64).str("cpu");
         layout.u8(1).u64(4096).bytes(&[1])
     });
-    send_frame(&mut raw.stream, &writable.finish());
+    raw.send(&writable.finish(), &[]);
     let peer = eventually("the peer", || writer.peers().pop());
     let plan = |block| {
         eventually("its region", || {

@@ -41,9 +41,9 @@ fn serve_with(search: &Search, is_checksummed: bool) -> LookupBuffer {
     local
 }
 
-fn raw(search: &Search, local: &LookupBuffer) -> Raw {
+fn raw(local: &LookupBuffer) -> Raw {
     let address = local.address().parse().expect("address");
-    Raw::connect(search, address, SessionKind::Lookup)
+    Raw::connect(address, SessionKind::Lookup)
 }
 
 fn items(key: Vec<u8>) -> Items {
@@ -127,12 +127,12 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
             (about(99, 7), vec![]),
         ];
         for (header, payload) in nonsense {
-            let mut raw = raw(search, &local);
+            let mut raw = raw(&local);
             raw.send(&header, &payload);
             assert!(raw.is_closed(), "{header:?} {payload:?}");
         }
         insert(&local, &[1], vec![7; 100]);
-        let raw = raw(search, &local);
+        let raw = raw(&local);
         let (header, payload) = a_select(1);
         raw.send(&header, &payload);
         raw.message(OFFER);
@@ -145,7 +145,7 @@ fn checksums_of_large_tensors_are_sent_unless_they_are_switched_off() {
     for is_checksummed in [true, false] {
         let local = serve_with(&search, is_checksummed);
         insert(&local, &[1], vec![7; 256 << 10]);
-        let raw = raw(&search, &local);
+        let raw = raw(&local);
         let (header, payload) = a_select(1);
         raw.send(&header, &payload);
         raw.message(OFFER);
@@ -163,7 +163,7 @@ fn checksums_of_large_tensors_are_sent_unless_they_are_switched_off() {
 fn a_corrupt_insert_is_refused_and_the_session_stays() {
     on_both_paths(|search| {
         let local = serve(search);
-        let raw = raw(search, &local);
+        let raw = raw(&local);
         let (header, mut payload) = an_insert(1, &[0; 5]);
         payload[9] ^= 1;
         raw.send(&header, &payload);
@@ -181,7 +181,7 @@ fn an_insert_that_is_never_fetched_keeps_its_space_only_as_long_as_its_session()
     on_both_paths(|search| {
         let local = serve(search);
         insert(&local, &[1], vec![7; 100_000]);
-        let first = raw(search, &local);
+        let first = raw(&local);
         let (header, payload) = a_select(1);
         first.send(&header, &payload);
         first.message(OFFER);
@@ -201,7 +201,7 @@ fn a_client_that_settles_an_entry_before_consuming_it_is_cut_off_and_the_entry_g
     let Some(search) = common::ucx() else { return };
     let local = serve(&search);
     insert(&local, &[1], vec![7; 100]);
-    let mut client = raw(&search, &local);
+    let mut client = raw(&local);
     let (header, payload) = a_select(1);
     client.send(&header, &payload);
     client.message(OFFER);
@@ -220,7 +220,7 @@ fn a_client_that_settles_an_entry_before_consuming_it_is_cut_off_and_the_entry_g
 fn a_client_that_settles_a_waiting_select_is_cut_off_and_the_select_ends() {
     let Some(search) = common::ucx() else { return };
     let local = serve(&search);
-    let mut client = raw(&search, &local);
+    let mut client = raw(&local);
     let (header, payload) = a_select(1);
     client.send(&header, &payload);
     client.send(&settle(1, 0), &[]);
@@ -237,7 +237,7 @@ fn a_lost_client_keeps_consumed_entries_and_returns_leased_ones() {
         let local = serve(search);
         insert(&local, &[1], vec![1; 10]);
         insert(&local, &[2], vec![2; 10]);
-        let client = raw(search, &local);
+        let client = raw(&local);
         for operation in [1, 2] {
             let (header, payload) = a_select(operation);
             client.send(&header, &payload);
@@ -263,7 +263,7 @@ fn a_consumed_entry_that_its_caller_returns_goes_back() {
     on_both_paths(|search| {
         let local = serve(search);
         insert(&local, &[1], vec![1; 10]);
-        let client = raw(search, &local);
+        let client = raw(&local);
         for operation in [1, 2] {
             let (header, payload) = a_select(operation);
             client.send(&header, &payload);
@@ -314,7 +314,7 @@ fn a_withdrawn_insert_lets_the_next_one_in() {
         });
         assert_eq!(local.info().num_inserted, 2);
         assert_eq!(second.result(), Some(Ok(())));
-        let raw = raw(search, &local);
+        let raw = raw(&local);
         raw.send(&about(WITHDRAW, 99), &[]); // unknown ones are of no meaning
         let (header, payload) = a_select(1);
         raw.send(&header, &payload);
@@ -340,33 +340,6 @@ fn an_operation_before_the_client_is_connected_fails_and_says_why() {
         assert!(matches!(inserted.result(), Some(Err(Error::Connect(_)))));
         assert!(matches!(selected.result(), Some(Err(Error::Connect(_)))));
     });
-}
-
-#[test]
-fn the_address_of_a_buffer_is_available_while_it_opens_ucx() {
-    let Some(search) = common::ucx() else { return };
-    // The buffer listens before it opens UCX, which mostly takes longer than this test needs to connect.
-    let is_answered = || {
-        let port = std::net::TcpListener::bind(common::local()).expect("bind");
-        let at = port.local_addr().expect("address");
-        drop(port);
-        let local = LookupBuffer::new(CAPACITY);
-        std::thread::scope(|scope| {
-            let serving =
-                scope.spawn(|| local.serve(&at.to_string(), TOKEN, search.clone().into(), true));
-            eventually("it listens", || std::net::TcpStream::connect(at).ok());
-            let address = local.address();
-            match serving.join().expect("no panic") {
-                // Another test has the port by now.
-                Err(Error::Config(text)) if text.contains("cannot listen") => false,
-                served => {
-                    assert_eq!(served, Ok(()));
-                    address.is_empty()
-                }
-            }
-        })
-    };
-    assert!((0..20).any(|_| is_answered()));
 }
 
 #[test]

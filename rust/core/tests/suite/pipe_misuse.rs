@@ -64,7 +64,7 @@ fn raw(search: &Search) -> (Raw, Pipe) {
     let receiver =
         Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
     let address = receiver.address().expect("address");
-    (Raw::connect(search, address, SessionKind::Pipe), receiver)
+    (Raw::connect(address, SessionKind::Pipe), receiver)
 }
 
 #[test]
@@ -72,35 +72,22 @@ fn a_message_before_the_session_is_established_ends_it() {
     let Some(search) = common::ucx() else { return };
     let rx =
         Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
-    let mut raw = Raw::begin(&search, rx.address().expect("address"), SessionKind::Pipe);
+    let mut raw = Raw::begin(rx.address().expect("address"), SessionKind::Pipe);
     let (header, payload) = eager(0, b"early");
     raw.send(&header, &payload);
     assert!(raw.is_closed());
 }
 
 #[test]
-fn a_message_of_a_peer_that_knows_no_data_path_ends_the_session() {
-    let Some(search) = common::ucx() else { return };
-    let rx =
-        Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
-    let mut raw = Raw::begin(&search, rx.address().expect("address"), SessionKind::Pipe);
-    raw.send_ready();
-    raw.message(common::HELLO);
-    let (header, payload) = eager(0, b"early");
-    raw.send(&header, &payload);
-    assert!(raw.is_closed());
-}
-
-#[test]
-fn a_message_may_come_before_the_frame_that_its_sender_has_written_before() {
+fn a_message_of_a_peer_that_has_not_reported_its_data_path_ends_the_session() {
     let Some(search) = common::ucx() else { return };
     let rx =
         Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
     let address = rx.address().expect("address");
-    let raw = Raw::connect_without_data_path(&search, address, SessionKind::Pipe);
+    let mut raw = Raw::connect_without_data_path(address, SessionKind::Pipe);
     let (header, payload) = eager(0, b"early");
     raw.send(&header, &payload);
-    assert_eq!(content(&receive(&rx)), b"early");
+    assert!(raw.is_closed());
 }
 
 impl Raw {
@@ -122,9 +109,7 @@ fn a_sender_that_leaves_before_it_is_established_leaves_its_place() {
     let Some(search) = common::ucx() else { return };
     let rx =
         Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
-    drop(Raw::begin(
-        &search,
-        rx.address().expect("address"),
+    drop(Raw::begin(rx.address().expect("address"),
         SessionKind::Pipe,
     ));
     std::thread::sleep(Duration::from_millis(100));
@@ -197,14 +182,13 @@ fn a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_g
         let (raw, rx) = raw(search);
         let len = 64 << 10;
         let buffer = Buffer::from_vec(pattern(len, 3));
-        let memory = raw.context.register(buffer).expect("memory");
-        let (address, key) = (memory.buffer().address() as u64, memory.pack_rkey());
+        let address = buffer.address() as u64;
         let is_read = !common::is_tcp();
         let proof = if is_read { 1 } else { 2 };
         let header = unsummed(OFFER, 0);
         raw.send(
             &header,
-            &offer(len as u64, address, proof, &key.expect("key")),
+            &offer(len as u64, address, proof, &[]),
         );
         let received = receive(&rx);
         if is_read {
@@ -239,9 +223,6 @@ fn a_sender_that_ignores_its_credit_or_its_bounds_is_cut_off() {
     for messages in [too_many, wraps, unasked, skips, unknown, cut] {
         let (mut raw, rx) = raw(&search);
         for (header, payload) in &messages {
-            if raw.worker.outstanding() > 1000 {
-                break;
-            }
             raw.send(header, payload);
         }
         assert!(raw.is_closed());

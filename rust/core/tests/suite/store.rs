@@ -9,7 +9,7 @@ use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::store::{StoreClient, StoreServer};
 use kvpipe_core::transport::Transport;
 use kvpipe_core::work::Then;
-use kvpipe_ucx::{Buffer, Search};
+use kvpipe_ucx::Buffer;
 
 use crate::common::{
     PATIENCE, Raw, TOKEN, bytes, eventually, on_both_paths, on_every_path, pattern,
@@ -147,9 +147,9 @@ fn plain(kind: u8, operation: u64) -> Vec<u8> {
     Writer::new(kind).u64(operation).finish()
 }
 
-fn raw(search: &Search, server: &StoreServer) -> Raw {
+fn raw(server: &StoreServer) -> Raw {
     let address = server.address().parse().expect("address");
-    Raw::connect(search, address, SessionKind::Store)
+    Raw::connect(address, SessionKind::Store)
 }
 
 fn a_reserve(raw: &Raw, operation: u64, num_bytes: u64) {
@@ -187,11 +187,11 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
             (plain(200, 1), vec![]),
         ];
         for (header, payload) in nonsense {
-            let mut raw = raw(search, &server);
+            let mut raw = raw(&server);
             raw.send(&header, &payload);
             assert!(raw.is_closed(), "{header:?}");
         }
-        let mut twice = raw(search, &server);
+        let mut twice = raw(&server);
         for _ in 0..2 {
             twice.send(&plain(SELECT, 1), &select);
         }
@@ -205,7 +205,7 @@ fn bytes_that_differ_from_their_checksum_are_not_committed() {
     on_both_paths(|search| {
         let transport: Transport = search.clone().into();
         let server = serve(&transport);
-        let raw = raw(search, &server);
+        let raw = raw(&server);
         let put = a_put(b"abc");
         // On the way.
         let changed = a_put(b"abd");
@@ -239,7 +239,7 @@ fn a_write_or_a_commit_of_no_reservation_is_late_and_ends_no_session() {
     on_both_paths(|search| {
         let transport: Transport = search.clone().into();
         let server = serve(&transport);
-        let raw = raw(search, &server);
+        let raw = raw(&server);
         let write = Writer::default().u64(1).u8(0).bytes(b"abc").finish();
         raw.send(&sealed(WRITE, 2, &write), &write);
         assert_eq!(raw.message(REFUSED).1[0], 4);

@@ -91,7 +91,10 @@ fn ucx_over_tcp() -> Option<Context> {
     config.pin("TLS", "tcp");
     config.pin("NET_DEVICES", "lo");
     let context = kvpipe_ucx::Context::new(library.ok()?, &config);
-    Some(Context::Ucx(context.expect("context")))
+    Some(Context::Ucx {
+        context: context.expect("context"),
+        reads_processes: true,
+    })
 }
 
 /// A peer that does nothing, as if it was stopped, until it is progressed.

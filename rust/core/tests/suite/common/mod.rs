@@ -6,36 +6,32 @@ pub mod refusals;
 pub mod relay;
 pub mod sockets;
 
+use std::cell::RefCell;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd;
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::Arc;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use kvpipe_core::checksum;
-use kvpipe_core::ids::SessionId;
-use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::encryption::{Encryption, Offer};
 use kvpipe_core::net::handshake::{Handshake, Step};
-use kvpipe_core::net::identity::{Canary, Identity, SessionKind};
+use kvpipe_core::net::identity::{Canary, Identity, SessionKind, host_id};
 use kvpipe_core::net::secret::Secrets;
 use kvpipe_core::transport::{MemoryPath, Transport};
-use kvpipe_ucx::{
-    Buffer, Config, Context, EndpointId, Event, Library, Memory, Payload, Search, Worker,
-};
+use kvpipe_ucx::{Buffer, Library, Search};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, WaitOptions};
 
 pub const TOKEN: &[u8] = b"token of the tests";
 
-/// The offer of a peer of agents and others whose frames are not sealed.
+/// The offer of a peer on this host, whose frames are not sealed.
 pub fn plain() -> Offer {
     Offer {
-        encryption: Encryption::Off,
+        encryption: Encryption::Auto,
         is_loopback: true,
-        host: String::new(),
+        host: host_id(),
     }
 }
 /// Longer than anything takes, also where a sanitizer slows it.
@@ -43,11 +39,14 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Within this, the loss of a peer is known.
 pub const PROMPT: Duration = Duration::from_secs(2);
 
-/// The first message of a session.
-pub const HELLO: u8 = 0;
-const HEARTBEAT: u8 = 32;
+/// The frame of a message.
+const MESSAGE: u8 = 33;
 /// The frame by which a peer reports how it gets our bytes.
 const DATA_PATH: u8 = 36;
+/// The frame of a part of a stream.
+const STREAM: u8 = 37;
+/// The kind of a stream's parts.
+const DATA: u8 = 33;
 
 const INSIDE: &str = "KVPIPE_TEST_INSIDE";
 const PARENT: &str = "KVPIPE_TEST_PARENT";
@@ -103,8 +102,9 @@ pub fn on_every_path(body: impl Fn(&Transport)) {
 /// Whether this is what a transport is called where its name is shown.
 pub fn is_name(name: &str, transport: &Transport) -> bool {
     match transport {
-        Transport::Ucx(_) => (name == "tcp") == is_tcp(),
-        Transport::Memory(_) => name == "memory",
+        Transport::Host(_) => (name == "tcp") == is_tcp(),
+        Transport::Memory(MemoryPath::RemoteRead) => name == "memory",
+        Transport::Memory(MemoryPath::Stream) => name == "tcp",
     }
 }
 
@@ -158,14 +158,9 @@ fn run_test(test: &str) -> Command {
     command
 }
 
-/// Whether bytes move by messages: the environment says so, or there is no CMA (before UCX 1.20) and no RDMA.
+/// Whether bytes move by streams: the environment says so.
 pub fn is_tcp() -> bool {
-    std::env::var("UCX_TLS").map_or_else(|_| !has_cma(), |tls| tls == "tcp")
-}
-
-fn has_cma() -> bool {
-    let library = ucx().and_then(|search| Library::load(&search).ok());
-    library.is_some_and(|library| library.version() >= (1, 20, 0))
+    std::env::var("KVPIPE_DATA_PATH").is_ok_and(|path| path == "tcp")
 }
 
 /// Another process, which is killed at the end of the test at the latest.
@@ -220,20 +215,6 @@ impl Process {
         rustix::process::kill_process(pid, signal).expect("signal");
         pid
     }
-
-    /// How it ended, if it has.
-    pub fn ended(&mut self) -> Option<ExitStatus> {
-        self.child.try_wait().expect("wait")
-    }
-
-    /// Declares to `tests/deaths.py`, where that runs the tests, that this process dies by a segmentation fault.
-    pub fn expect_segmentation_fault(&self) {
-        if let Some(path) = std::env::var_os("KVPIPE_TEST_DEATHS") {
-            let expected = std::fs::File::options().append(true).open(path);
-            let line = format!("SIGSEGV {}\n", self.child.id());
-            (expected.expect("opened").write_all(line.as_bytes())).expect("written");
-        }
-    }
 }
 
 impl Drop for Process {
@@ -278,22 +259,6 @@ pub fn eventually<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Sleeps until UCX or the socket has something, and for some milliseconds at most.
-pub fn sleep_until_event(worker: &Worker, socket: Option<&TcpStream>) {
-    if !worker.arm().expect("arm") {
-        return;
-    }
-    let descriptors = std::iter::once(worker.event_fd()).chain(socket.map(AsFd::as_fd));
-    let mut polled: Vec<_> = descriptors
-        .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
-        .collect();
-    let limit = Timespec {
-        tv_sec: 0,
-        tv_nsec: 5_000_000,
-    };
-    let _ = poll(&mut polled, Some(&limit));
-}
-
 /// Bytes that differ from place to place and from seed to seed.
 pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
     const LINE: usize = 64;
@@ -319,39 +284,30 @@ pub fn bytes(buffer: &Buffer) -> Vec<u8> {
 /// A peer that is authenticated but says what it likes.
 pub struct Raw {
     pub stream: TcpStream,
-    pub session_id: SessionId,
+    /// What has come and is no whole frame yet.
+    received: RefCell<Vec<u8>>,
     /// The frame with which the handshake ends, while it is held back.
     ready: Vec<u8>,
-    _canary: Arc<Memory>,
-    pub context: Arc<Context>,
-    pub worker: Worker,
-    pub endpoint: EndpointId,
+    /// What the other side reads first.
+    _canary: Buffer,
 }
 
 impl Raw {
     /// Establishes a session.
-    pub fn connect(search: &Search, address: SocketAddr, kind: SessionKind) -> Self {
-        let mut raw = Self::connect_without_data_path(search, address, kind);
+    pub fn connect(address: SocketAddr, kind: SessionKind) -> Self {
+        let mut raw = Self::connect_without_data_path(address, kind);
         let data_path = Writer::new(DATA_PATH).u8((!is_tcp()).into());
         let data_path = data_path.str("any").finish();
         send_frame(&mut raw.stream, &data_path);
         raw
     }
 
-    /// Establishes a session whose other side has reported its data path, and waits for this side's.
-    pub fn connect_without_data_path(
-        search: &Search,
-        address: SocketAddr,
-        kind: SessionKind,
-    ) -> Self {
-        let mut raw = Self::begin(search, address, kind);
+    /// Establishes a session whose other side has reported its data path.
+    pub fn connect_without_data_path(address: SocketAddr, kind: SessionKind) -> Self {
+        let mut raw = Self::begin(address, kind);
         raw.send_ready();
-        raw.send(&[HELLO], &[]);
-        raw.message(HELLO);
-        while raw.worker.outstanding() > 0 {
-            raw.worker.progress();
-        }
-        raw.receive_data_path();
+        let frame = raw.frame(Instant::now() + PATIENCE, |frame| frame[0] == DATA_PATH);
+        assert!(frame.is_some(), "no data path");
         raw
     }
 
@@ -361,40 +317,15 @@ impl Raw {
         send_frame(&mut self.stream, &ready);
     }
 
-    /// Works until the other side has reported its data path: only then may a peer send more.
-    fn receive_data_path(&mut self) {
-        let deadline = Instant::now() + PATIENCE;
-        self.stream.set_nonblocking(true).expect("nonblocking");
-        while self.stream.peek(&mut [0]).is_err() {
-            assert!(Instant::now() < deadline, "no data path");
-            self.worker.progress();
-            sleep_until_event(&self.worker, Some(&self.stream));
-        }
-        self.stream.set_nonblocking(false).expect("blocking");
-        let mut frame = receive_frame(&mut self.stream).expect("frame");
-        while frame[0] == HEARTBEAT {
-            frame = receive_frame(&mut self.stream).expect("frame");
-        }
-        assert_eq!(frame[0], DATA_PATH);
-    }
-
     /// Shakes hands but for the last frame.
-    pub fn begin(search: &Search, address: SocketAddr, kind: SessionKind) -> Self {
-        let mut config = Config::new();
-        config.pin("NET_DEVICES", "lo");
-        let library = Library::load(search).expect("UCX");
-        let context = Context::new(library, &config).expect("context");
-        let worker = Worker::new(&context).expect("worker");
+    pub fn begin(address: SocketAddr, kind: SessionKind) -> Self {
         let mut ours = Identity::new(kind, "raw", Vec::new()).expect("identity");
-        ours.ucx_address = worker.address().expect("address");
-        let canary = context
-            .register(Buffer::zeroed(Canary::LEN))
-            .expect("register");
+        let canary = Buffer::zeroed(Canary::LEN);
         ours.canary = Some(Canary {
             pid: std::process::id(),
-            address: canary.buffer().address() as u64,
-            rkey: canary.pack_rkey().expect("rkey"),
-            checksum: checksum::of(&bytes(canary.buffer())),
+            address: canary.address() as u64,
+            rkey: Vec::new(),
+            checksum: checksum::of(&bytes(&canary)),
         });
         let mut stream = TcpStream::connect(address).expect("connect");
         stream.set_read_timeout(Some(PATIENCE)).expect("timeout");
@@ -409,23 +340,12 @@ impl Raw {
                 .expect("accepted")
             {
                 Step::Continue(frame) => to_send = frame,
-                Step::Admitted {
-                    frame,
-                    session_id,
-                    peer,
-                } => {
-                    let peer = peer.expect("the client is ready");
-                    // SAFETY: the peer's worker has written it.
-                    let endpoint = unsafe { worker.connect(&peer.ucx_address) };
-                    let endpoint = endpoint.expect("endpoint");
+                Step::Admitted { frame, .. } => {
                     return Self {
                         stream,
-                        session_id,
+                        received: RefCell::default(),
                         ready: frame,
                         _canary: canary,
-                        context,
-                        worker,
-                        endpoint,
                     };
                 }
                 step => panic!("unexpected {step:?}"),
@@ -433,16 +353,28 @@ impl Raw {
         }
     }
 
-    /// Sends an active message: type and the rest of the header after the session id.
+    /// Sends a message, or a part of a stream, whose header begins with its kind.
     pub fn send(&self, header: &[u8], payload: &[u8]) {
-        let header = [&self.session_id[..], header].concat();
-        let payload = Payload::Bytes(payload.to_vec());
-        self.worker
-            .am_send(self.endpoint, header, payload, 0)
-            .expect("send");
+        if header.first() == Some(&DATA) {
+            return self.send_part(header, payload, 0);
+        }
+        let frame = Writer::new(MESSAGE).bytes(header).raw(payload);
+        self.send_raw(&frame.finish());
     }
 
-    /// Waits for an active message whose type is `kind`: the rest of its header, and its payload.
+    /// Sends a part of a stream that ends with this byte.
+    pub fn send_part(&self, header: &[u8], payload: &[u8], end: u8) {
+        let frame = Writer::new(STREAM).u8(header.len() as u8).raw(header);
+        self.send_raw(&frame.raw(payload).u8(end).finish());
+    }
+
+    /// Sends a frame. The other side may have closed the connection.
+    pub fn send_raw(&self, frame: &[u8]) {
+        let framed = [&(frame.len() as u32).to_le_bytes()[..], frame].concat();
+        let _ = (&self.stream).write_all(&framed);
+    }
+
+    /// Waits for a message or a part of a stream whose type is `kind`: the rest of its header, and its payload.
     pub fn message(&self, kind: u8) -> (Vec<u8>, Vec<u8>) {
         self.message_within(kind, PATIENCE)
             .unwrap_or_else(|| panic!("no message {kind}"))
@@ -450,43 +382,71 @@ impl Raw {
 
     /// As [`message`](Self::message); `None` when there is none in time.
     pub fn message_within(&self, kind: u8, patience: Duration) -> Option<(Vec<u8>, Vec<u8>)> {
-        let deadline = Instant::now() + patience;
-        while Instant::now() < deadline {
-            self.worker.progress();
-            while let Some(event) = self.worker.next_event() {
-                if let Event::Message { header, data } = event
-                    && header.get(16) == Some(&kind)
-                {
-                    return Some((header[17..].to_vec(), data.to_vec()));
+        let split = |frame: &[u8]| {
+            let mut reader = Reader::new(&frame[1..]);
+            let (header, end) = match frame[0] {
+                MESSAGE => (reader.bytes(1 << 20).ok()?, 0),
+                STREAM => {
+                    let len = reader.u8().ok()?;
+                    (reader.raw(len.into()).ok()?, 1)
                 }
-            }
-            sleep_until_event(&self.worker, None);
-        }
-        None
+                _ => return None,
+            };
+            let payload = reader.rest();
+            let payload = payload[..payload.len() - end].to_vec();
+            (header.first() == Some(&kind)).then(|| (header[1..].to_vec(), payload))
+        };
+        let frame = self.frame(Instant::now() + patience, |frame| split(frame).is_some());
+        frame.and_then(|frame| split(&frame))
     }
 
-    /// Works until the other side has closed the connection, sooner than it would for silence.
-    pub fn is_closed(&mut self) -> bool {
-        self.stream
-            .set_read_timeout(Some(Duration::from_millis(5)))
-            .expect("timeout");
-        let deadline = Instant::now() + Duration::from_secs(5);
-        while Instant::now() < deadline {
-            self.worker.progress();
-            match self.stream.read(&mut [0; 4096]) {
-                Ok(0) => return true,
-                Err(error)
-                    if !matches!(
-                        error.kind(),
-                        std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut
-                    ) =>
-                {
-                    return true;
+    /// The next frame that is wanted, if it comes in time; others are dropped.
+    fn frame(&self, deadline: Instant, is_wanted: impl Fn(&[u8]) -> bool) -> Option<Vec<u8>> {
+        let mut received = self.received.borrow_mut();
+        loop {
+            while let Some((len, rest)) = received.split_first_chunk::<4>()
+                && let Some(frame) = rest.get(..u32::from_le_bytes(*len) as usize)
+            {
+                let frame = frame.to_vec();
+                received.drain(..4 + frame.len());
+                if is_wanted(&frame) {
+                    return Some(frame);
                 }
-                _ => {}
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            let mut polled = [PollFd::new(&self.stream, PollFlags::IN)];
+            let timeout = Timespec::try_from(left).expect("a timeout");
+            if poll(&mut polled, Some(&timeout)) == Ok(0) {
+                return None;
+            }
+            let mut bytes = [0; 64 << 10];
+            match (&self.stream).read(&mut bytes) {
+                Ok(0) | Err(_) => return None,
+                Ok(len) => received.extend(&bytes[..len]),
             }
         }
-        false
+    }
+
+    /// Waits until the other side has closed the connection, sooner than it would for silence.
+    pub fn is_closed(&mut self) -> bool {
+        self.stream
+            .set_read_timeout(Some(Duration::from_secs(5)))
+            .expect("timeout");
+        loop {
+            match self.stream.read(&mut [0; 4096]) {
+                Ok(0) => return true,
+                Ok(_) => {}
+                Err(error) => {
+                    return !matches!(
+                        error.kind(),
+                        std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut
+                    );
+                }
+            }
+        }
     }
 }
 
