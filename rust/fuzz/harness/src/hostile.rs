@@ -7,6 +7,7 @@ use std::time::Duration;
 use kvpipe_core::checksum;
 use kvpipe_core::fuzzing::PeerPlane;
 use kvpipe_core::ids::SessionId;
+use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::encryption::{Encryption, Offer};
 use kvpipe_core::net::handshake::{Handshake, Step as HandshakeStep};
 use kvpipe_core::net::identity::{Identity, SessionKind};
@@ -15,7 +16,8 @@ use kvpipe_core::net::secret::Secrets;
 use kvpipe_core::transport::{MemoryPath, Transport};
 use rustix::net::sockopt;
 
-use crate::kinds::session::APPLICATION;
+use crate::kinds::session::{MESSAGE, STREAM};
+use crate::kinds::transfer::DATA;
 use crate::script::{ADDRESS, Flags, KEY, Step, Victim};
 
 /// The secret that both sides share.
@@ -103,10 +105,10 @@ impl Hostile {
         }
         let secrets = Secrets::new(TOKEN);
         let ours = Offer {
-            encryption: match self.identity.kind {
-                // The others have messages over UCX, and refuse.
-                SessionKind::Control if flags.is_sealed() => Encryption::On,
-                _ => Encryption::Off,
+            encryption: if flags.is_sealed() {
+                Encryption::On
+            } else {
+                Encryption::Auto
             },
             is_loopback: true,
             host: self.identity.host.clone(),
@@ -173,7 +175,7 @@ impl Hostile {
 
     /// Sends its hello, and reports that it reads the victim's memory.
     fn establish(&mut self) {
-        self.message(&[0], &[]);
+        self.post([&self.session_id[..], &[0]].concat());
         self.send(DATA_PATH);
     }
 
@@ -243,13 +245,21 @@ impl Hostile {
         self.write(frame);
     }
 
-    fn message(&self, header: &[u8], payload: &[u8]) {
-        self.post([&self.session_id[..], header].concat(), payload);
+    /// Sends a message, or a part of a stream.
+    fn message(&mut self, header: &[u8], payload: &[u8]) {
+        let frame = if header.first() == Some(&DATA) {
+            let head = Writer::new(STREAM).u8(header.len() as u8).raw(header);
+            head.raw(payload).u8(0)
+        } else {
+            Writer::new(MESSAGE).bytes(header).raw(payload)
+        };
+        self.send(&frame.finish());
     }
 
-    fn post(&self, header: Vec<u8>, payload: &[u8]) {
+    /// Sends a message over the data plane.
+    fn post(&self, header: Vec<u8>) {
         if let Some(plane) = &self.plane {
-            plane.send(header, payload);
+            plane.send(header);
         }
     }
 
@@ -274,8 +284,8 @@ impl Hostile {
             Step::Socket(bytes) => self.write(&bytes),
             Step::Connection(frame) => self.send(&frame),
             Step::Frame(frame) => {
-                let frame = self.fill_in(frame);
-                self.send(&[&[APPLICATION], &frame[..]].concat());
+                let header = self.fill_in(frame);
+                self.message(&header, &[]);
             }
             Step::Message(header, payload) => {
                 let (header, payload) = (self.fill_in(header), self.fill_in(payload));
@@ -286,7 +296,7 @@ impl Hostile {
                 header.extend(checksum::of(&payload).to_le_bytes());
                 self.message(&header, &payload);
             }
-            Step::Stranger(header) => self.post(header, &[]),
+            Step::Stranger(header) => self.post(header),
             Step::Shut => {
                 if let Some(stream) = &self.stream {
                     let _ = stream.shutdown(std::net::Shutdown::Write);

@@ -11,8 +11,9 @@ pub(crate) mod bootstrap {
 /// Frames of every session.
 pub(crate) mod session {
     pub(crate) const HEARTBEAT: u8 = 32;
-    pub(crate) const APPLICATION: u8 = 33;
+    pub(crate) const MESSAGE: u8 = 33;
     pub(crate) const GOODBYE: u8 = 34;
+    pub(crate) const STREAM: u8 = 37;
 }
 
 /// Transfers of blocks and of large tensors.
@@ -37,6 +38,7 @@ pub(crate) mod pipe {
     pub(crate) const VALIDATE: u8 = 12;
     pub(crate) const VALID: u8 = 13;
     pub(crate) const INVALID: u8 = 14;
+    pub(crate) const END: u8 = 15;
 }
 
 pub(crate) mod lookup {

@@ -53,7 +53,7 @@ impl Flags {
         self.0 & UNREADY != 0
     }
 
-    /// The peer of a control port wants its frames sealed.
+    /// The peer wants its frames sealed.
     pub(crate) fn is_sealed(self) -> bool {
         self.0 & ENCRYPTED != 0
     }
@@ -87,13 +87,13 @@ pub(crate) enum Step {
     Socket(Vec<u8>),
     /// A frame of any type.
     Connection(Vec<u8>),
-    /// An application frame.
+    /// A message that is a header only.
     Frame(Vec<u8>),
-    /// An active message of the session: header, payload.
+    /// A message, or a part of a stream: header, payload.
     Message(Vec<u8>, Vec<u8>),
     /// The same with the checksum of its payload at the end of its header.
     Sealed(Vec<u8>, Vec<u8>),
-    /// An active message of no session.
+    /// A message of no session over the data plane.
     Stranger(Vec<u8>),
     /// The victim's user calls something.
     User(u8, u8),

@@ -4,7 +4,7 @@ use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::version::PROTOCOL_VERSION;
 
 use crate::kinds::bootstrap::{HELLO, IDENTITY, REFUSED, REPLY};
-use crate::kinds::session::APPLICATION;
+use crate::kinds::session::MESSAGE;
 use crate::script::{REMOTE_READ, SERVER, Script};
 
 fn hello(version: u16) -> Vec<u8> {
@@ -32,7 +32,7 @@ pub(super) fn bootstrap() -> Vec<Vec<u8>> {
         Script::new(SERVER).connection(&refusal),
         Script::new(REMOTE_READ)
             .connection(&differs.finish())
-            .connection(&[APPLICATION]),
+            .connection(&[MESSAGE]),
     ];
     scripts.map(Script::finish).to_vec()
 }

@@ -9,7 +9,7 @@ mod pipe;
 
 use kvpipe_core::net::codec::Writer;
 
-use crate::kinds::session::{GOODBYE, HEARTBEAT};
+use crate::kinds::session::{GOODBYE, HEARTBEAT, STREAM};
 use crate::kinds::transfer::{DATA, READ};
 use crate::script::Script;
 use crate::wire::{block_ids, head};
@@ -54,4 +54,11 @@ fn read(script: Script, source: u64) -> Script {
 /// The first bytes of a large tensor of zeros.
 fn stream(script: Script, id: u64, kib: u8) -> Script {
     script.large(&head(DATA, id).u64(0).finish(), (kib, 0))
+}
+
+/// A part of a stream whose sender has its memory back.
+fn aborted(script: Script, id: u64) -> Script {
+    let header = head(DATA, id).u64(0).u64(0).finish();
+    let frame = Writer::new(STREAM).u8(header.len() as u8).raw(&header);
+    script.connection(&frame.raw(&[0; 64]).u8(1).finish())
 }
