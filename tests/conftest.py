@@ -63,7 +63,15 @@ def _why_no_vllm():
 def no_settings_of_the_user():
     """What the user has set for himself does not decide how tests end."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("KVPIPE_TOKEN", "KVPIPE_TOKEN_FILE", "KVPIPE_TOKEN_NEXT", "KVPIPE_TOKEN_NEXT_FILE", "UCX_TLS", "KVPIPE_DATA_PATH", "KVPIPE_ENCRYPTION"):
+        for name in (
+            "KVPIPE_TOKEN",
+            "KVPIPE_TOKEN_FILE",
+            "KVPIPE_TOKEN_NEXT",
+            "KVPIPE_TOKEN_NEXT_FILE",
+            "UCX_TLS",
+            "KVPIPE_DATA_PATH",
+            "KVPIPE_ENCRYPTION",
+        ):
             patch.delenv(name, raising=False)
         yield
 
@@ -92,9 +100,7 @@ def _over(data_path):
 def transport(request):
     """For tests in one process: the data paths of processes, and those of UCX's twin in memory."""
     way = (
-        _over(DATA_PATHS[request.param])
-        if request.param in DATA_PATHS
-        else memory_transport(IN_MEMORY[request.param])
+        _over(DATA_PATHS[request.param]) if request.param in DATA_PATHS else memory_transport(IN_MEMORY[request.param])
     )
     with way:
         yield request.param

@@ -29,6 +29,7 @@ def over_verbs():
     """What the user's environment says here: UCX has rc, with ud to connect by, and nothing else."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", "rc_verbs,ud_verbs,self")
+        patch.setenv("KVPIPE_DATA_PATH", "rdma")
         patch.setenv("KVPIPE_TOKEN", "token of the tests")
         yield
 

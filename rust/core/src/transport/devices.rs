@@ -1,5 +1,5 @@
-//! The network devices that UCX may use. The local address chooses the interface, so that UCX listens on no other.
-//! `UCX_NET_DEVICES` of the user chooses the RDMA devices.
+//! The network devices that UCX may use. `UCX_NET_DEVICES` of the user chooses the RDMA devices. Where UCX has TCP, the local
+//! address chooses the interface, so that UCX listens on no other.
 
 use std::net::IpAddr;
 
@@ -9,15 +9,22 @@ const VARIABLE: &str = "UCX_NET_DEVICES";
 /// UCX aborts the process at a longer list.
 const DEVICES_CAP: usize = 64;
 
-/// The UCX devices that belong to a local address: `lo` for loopback, else its interface and the RDMA devices.
-pub(super) fn devices(local: IpAddr) -> Result<String> {
-    if local.is_loopback() {
+/// The UCX devices for a local address: the RDMA devices, and with `has_tcp` the interface that has it. With TCP on
+/// loopback that is all.
+///
+/// # Errors
+/// `Config`: no interface has the address.
+pub(super) fn devices(local: IpAddr, has_tcp: bool) -> Result<String> {
+    if has_tcp && local.is_loopback() {
         return Ok("lo".to_owned());
     }
     let interfaces = if_addrs::get_if_addrs().map_err(|error| {
         Error::Unavailable(format!("cannot tell the interface of {local}: {error}"))
     })?;
-    let mut devices = vec![interface(&interfaces, local)?];
+    let mut devices = Vec::new();
+    if has_tcp {
+        devices.push(interface(&interfaces, local)?);
+    }
     let users = std::env::var_os(VARIABLE);
     let users = users.as_ref().map(|list| list.to_string_lossy());
     let is_interface = |name: &str| interfaces.iter().any(|one| one.name == name);
@@ -104,7 +111,7 @@ mod tests {
     fn the_first_device_is_the_interface_that_has_the_address() {
         let interfaces = if_addrs::get_if_addrs().unwrap();
         for of in &interfaces {
-            let devices = devices(of.ip()).unwrap();
+            let devices = devices(of.ip(), true).unwrap();
             let first = devices.split(',').next().unwrap();
             let has_it = |one: &if_addrs::Interface| one.name == first && one.ip() == of.ip();
             assert!(interfaces.iter().any(has_it), "{} by {devices}", of.ip());
@@ -113,7 +120,9 @@ mod tests {
 
     #[test]
     fn an_address_of_no_interface_is_an_error_and_not_every_interface() {
-        let error = devices("203.0.113.1".parse().unwrap()).unwrap_err();
+        let elsewhere = "203.0.113.1".parse().unwrap();
+        assert!(devices(elsewhere, false).is_ok(), "RDMA devices have no address");
+        let error = devices(elsewhere, true).unwrap_err();
         assert!(
             matches!(&error, Error::Config(text) if text.contains("203.0.113.1")),
             "{error}"

@@ -49,8 +49,13 @@ pub(super) fn context(
     let mut config = Config::new();
     config.pin("TLS", &transports);
     if !local.is_unspecified() {
-        config.pin("NET_DEVICES", &devices(local)?);
-        if let Ok(ports) = std::env::var(PORT_RANGE) {
+        let devices = devices(local, has_cuda)?;
+        if devices.is_empty() {
+            tracing::info!("ucx.unused UCX_NET_DEVICES names no RDMA device");
+            return Ok(None);
+        }
+        config.pin("NET_DEVICES", &devices);
+        if let Some(ports) = std::env::var(PORT_RANGE).ok().filter(|_| has_cuda) {
             check_ports(&ports, local)?;
         }
     }
