@@ -324,3 +324,23 @@ def test_a_host_that_refuses_the_password_is_passed_over_and_the_last_one_is_an_
             with second.client(password="changed") as client:
                 client.config_set("requirepass", "secret")
             assert store.exists([b"k"]) == [True]
+
+
+def test_what_is_closed_while_the_server_refuses_the_password_raises_nothing(running, tmp_path):
+    with (
+        running(tmp_path) as server,
+        server.client() as client,
+        ValkeyStore.open(server.url("pin_s=1&reservation_s=1")) as store,
+    ):
+        for name in (b"value", b"lease"):
+            assert store.put(name, b"x")
+        with store.reserve(b"reserved", 1), store.select(b"value"), store.take(b"lease", lease_s=1):
+            client.config_set("requirepass", "changed")
+            client.client_kill_filter(_type="normal", skipme=True)
+            with pytest.raises(AuthenticationError):
+                store.exists([b"value"])
+        client.config_set("requirepass", "")
+        # They end by time.
+        eventually(lambda: store.exists([b"value", b"lease"]) == [True, True])
+        eventually(lambda: store.put(b"reserved", b"x"))
+        eventually(lambda: store.delete([b"value", b"lease", b"reserved"]) == 3)
