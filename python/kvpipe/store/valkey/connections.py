@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpipe import _kvpipe
 from kvpipe.exceptions import ClosedError, ConnectError, IncompatiblePeerError, PeerLostError, ProtocolError
-from kvpipe.store.valkey.errors import LoginError, NotServingError, UnreachedError, error_of
+from kvpipe.store.valkey.errors import LoginError, NotNowError, NotServingError, UnreachedError, error_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -221,6 +221,9 @@ class _Pool:
             while len(connections) < num_wanted and (more := self._borrow(is_needed=False)):
                 connections.append(more)
             yield connections
+        except NotNowError:
+            self._give_back(connections, are_usable=True)
+            raise
         except BaseException:
             self._give_back(connections, are_usable=False)
             raise
