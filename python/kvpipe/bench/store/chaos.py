@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from kvpipe.bench.instances.servers import ServerPool
 from kvpipe.bench.processes import Process, SubjectError
+from kvpipe.bench.store.redis_servers import ClusterStore, EvictingStore, RedisStore
 from kvpipe.bench.store.results import Ledger
-from kvpipe.bench.store.servers import EvictingStore, OwnStore, RedisStore
+from kvpipe.bench.store.servers import OwnStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,7 +84,9 @@ class Chaos:
         random_of, folder = self._random, self._folder
         stores: list[Store] = [OwnStore("kvpipe", pool, random_of("kvpipe"), folder)]
         stores += [RedisStore(name, pool, random_of(name), folder, program) for name, program in found.items()]
-        stores.append(EvictingStore("evicting", pool, random_of("evicting"), folder, next(iter(found.values()))))
+        program = next(iter(found.values()))
+        stores.append(EvictingStore("evicting", pool, random_of("evicting"), folder, program))
+        stores.append(ClusterStore("cluster", pool, random_of("cluster"), folder, program))
         return stores
 
     def _random(self, name: str) -> random.Random:

@@ -34,6 +34,7 @@ class Survival(Counts):
         roles_changed: How often a replica became the primary.
         passwords_changed: How often the servers wanted another password for a while.
         connections_killed: How often the server ended all connections.
+        slots_moved: How often a slot of the cluster went to another server.
         memory_short: How often the server had to evict.
         entries_evicted: Entries that it has evicted then.
         clients_killed_in_put: Clients that were killed with a value half put.
@@ -66,6 +67,7 @@ class Survival(Counts):
     roles_changed: int = 0
     passwords_changed: int = 0
     connections_killed: int = 0
+    slots_moved: int = 0
     memory_short: int = 0
     entries_evicted: int = 0
     clients_killed_in_put: int = 0
