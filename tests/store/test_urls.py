@@ -6,9 +6,10 @@ import traceback
 
 import pytest
 
+from kvpipe._redaction import redact
 from kvpipe.exceptions import ConfigError
 from kvpipe.store import LocalStore, open_store
-from kvpipe.store.urls import redact, resolve_url
+from kvpipe.store.urls import resolve_url
 from kvpipe.store.valkey.settings import ValkeySettings
 
 

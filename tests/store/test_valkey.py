@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +12,7 @@ import redis
 
 from kvpipe.exceptions import PeerLostError
 from kvpipe.store.valkey import ValkeyStore
+from kvpipe.store.valkey.scripts import Script
 from tests.store.contract import LONG_S, StoreContract, eventually
 
 MIB = 1 << 20
@@ -196,6 +198,28 @@ def test_a_call_for_a_key_without_a_server_counts_once_as_one_that_lost_it(clust
             with pytest.raises(PeerLostError):
                 call()
             assert store.stats().num_lost == number
+
+
+def test_a_script_that_a_redirection_leads_to_runs_once_when_its_answer_is_lost(running_cluster, tmp_path):
+    # The time of a script stands still in Valkey 9, and Redis 7.0 has no `os`.
+    counting = Script.of("""
+redis.call('INCR', KEYS[1])
+local function time_s()
+  if rawget(_G, 'os') then return rawget(_G, 'os').clock() end
+  local now = redis.call('TIME')
+  return now[1] + now[2] / 1000000
+end
+local began_s = time_s()
+repeat until time_s() - began_s > 0.45
+return 1
+""")
+    with running_cluster(tmp_path) as servers, ValkeyStore.open(servers[0].url("answer_s=0.3")) as store:
+        cluster, key = store._context.client.cluster, b"{k}"
+        with pytest.raises(PeerLostError):
+            cluster.run_script(counting, 1, [key])
+        # Until a second run would have ended, too.
+        time.sleep(2)
+        assert cluster.run(b"GET", key) == b"1"
 
 
 def serves_slots(server, other):

@@ -246,6 +246,36 @@ def test_a_server_that_refuses_more_clients_is_not_asked_again_and_again(own_ser
         assert store.select(b"k", timeout=0.01) is None
 
 
+def test_a_server_that_refuses_more_clients_serves_each_call_by_the_connections_that_there_are(own_server):
+    with own_server.client() as client, ValkeyStore.open(own_server.url("part_bytes=65536")) as store:
+        assert store.put(b"k", bytes(65536))
+        connections = store._context.client.connections
+        address = store._context.client.primary.address
+        client.config_set("maxclients", client.info("clients")["connected_clients"])
+        # One for values, for sixteen parts.
+        assert store.put(b"large", bytes(MIB))
+        with store.select(b"large") as value:
+            assert value.read() == bytes(MIB)
+        with ThreadPoolExecutor(1) as threads:
+            with connections.for_commands([address]):
+                waiting = threads.submit(store.exists, [b"large"])
+                time.sleep(0.3)
+                assert not waiting.done()
+            assert waiting.result(LONG_S) == [True]
+
+
+def test_a_server_that_refuses_more_clients_is_an_error_once_the_bound_has_passed(own_server):
+    with own_server.client() as client, ValkeyStore.open(own_server.url("answer_s=0.5")) as store:
+        assert store.exists([b"k"]) == [False]
+        client.config_set("maxclients", client.info("clients")["connected_clients"])
+        with store._context.client.connections.for_commands([store._context.client.primary.address]):
+            began_s = time.monotonic()
+            with pytest.raises(PeerLostError):
+                store.exists([b"k"])
+            assert 0.4 < time.monotonic() - began_s < LONG_S / 2
+        assert store.exists([b"k"]) == [False]
+
+
 def test_a_process_without_descriptors_is_a_capacity_error_and_the_subscription_goes_on(server, client, store):
     assert store.select(b"k", timeout=0.01) is None
     before = num_connections(client)

@@ -12,9 +12,9 @@ import pytest
 from kvpipe.exceptions import AuthenticationError, KVPipeError, PeerLostError, ProtocolError, TransferTimeoutError
 from kvpipe.store.valkey import ValkeyStore
 from kvpipe.store.valkey.connections import check_role
-from kvpipe.store.valkey.errors import NotServingError, check_serves
+from kvpipe.store.valkey.errors import NotNowError, NotServingError, check_serves
 from tests.store.contract import LONG_S, eventually
-from tests.store.valkey_servers import free_port
+from tests.store.valkey_servers import free_port, num_connections
 
 MIB = 1 << 20
 
@@ -86,6 +86,57 @@ def test_a_role_that_is_no_text_is_no_primary():
     check_role(HELLO, "host:1")
     with pytest.raises(NotServingError, match="host:1 is a"):
         check_role([b"role", b"\xff", *HELLO[2:]], "host:1")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NOREPLICAS Not enough good replicas to write.",
+        "NOREPLICAS Not enough good replicas to write. script: 1, on @user_script:3.",
+        "MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist to disk.",
+        "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
+    ],
+)
+def test_a_refusal_for_now_leaves_the_connection_of_use(text):
+    with pytest.raises(NotNowError, match=r"^host:1: the server answered: "):
+        check_serves([b"OK", text], "host:1")
+
+
+def test_a_primary_that_lacks_replicas_is_left_for_the_next_one(pair):
+    first, second = pair
+    with ValkeyStore.open(url_of(pair)) as store, first.client() as one, second.client() as other:
+        assert store.put(b"k", bytes(MIB))
+        one.config_set("min-replicas-to-write", 1)
+        assert store.put(b"new", bytes(8 * MIB))
+        assert other.exists("kvpipe:v:{new}")
+        assert store.stats().num_lost == 0
+        # The one that has failed comes last, and is found again.
+        other.config_set("min-replicas-to-write", 1)
+        one.config_set("min-replicas-to-write", 0)
+        assert store.put(b"newer", b"x")
+        assert one.exists("kvpipe:v:{newer}")
+
+
+def test_parts_that_a_primary_without_replicas_refuses_are_not_committed_and_say_why(running, tmp_path):
+    with (
+        running(tmp_path) as server,
+        running(tmp_path, "--replicaof", "127.0.0.1", str(server.port)) as replica,
+        server.client() as client,
+        ValkeyStore.open(url_of((server, replica))) as store,
+    ):
+        assert store.put(b"k", b"x")
+        reservation = store.reserve(b"new", 2 * MIB)
+        reservation.write(bytes(MIB))
+        client.config_set("min-replicas-to-write", 2)
+        before = num_connections(client)
+        for number, call in enumerate((lambda: reservation.write(bytes(MIB)), lambda: store.put(b"other", b"x")), 1):
+            with pytest.raises(PeerLostError, match="NOREPLICAS Not enough good replicas"):
+                call()
+            assert store.stats().num_lost == number
+            assert store.exists([b"k", b"other"]) == [True, False]
+        assert num_connections(client) == before
+        client.config_set("min-replicas-to-write", 0)
+        assert store.put(b"other", b"x")
 
 
 CALLS = {
@@ -324,3 +375,23 @@ def test_a_host_that_refuses_the_password_is_passed_over_and_the_last_one_is_an_
             with second.client(password="changed") as client:
                 client.config_set("requirepass", "secret")
             assert store.exists([b"k"]) == [True]
+
+
+def test_what_is_closed_while_the_server_refuses_the_password_raises_nothing(running, tmp_path):
+    with (
+        running(tmp_path) as server,
+        server.client() as client,
+        ValkeyStore.open(server.url("pin_s=1&reservation_s=1")) as store,
+    ):
+        for name in (b"value", b"lease"):
+            assert store.put(name, b"x")
+        with store.reserve(b"reserved", 1), store.select(b"value"), store.take(b"lease", lease_s=1):
+            client.config_set("requirepass", "changed")
+            client.client_kill_filter(_type="normal", skipme=True)
+            with pytest.raises(AuthenticationError):
+                store.exists([b"value"])
+        client.config_set("requirepass", "")
+        # They end by time.
+        eventually(lambda: store.exists([b"value", b"lease"]) == [True, True])
+        eventually(lambda: store.put(b"reserved", b"x"))
+        eventually(lambda: store.delete([b"value", b"lease", b"reserved"]) == 3)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpipe.bench import builds, machine, measure, plot, remote, report
+from kvpipe.bench import builds, chaos, machine, measure, plot, remote, report
 from kvpipe.bench.benchmarks import BENCHMARKS, Benchmark, subjects_of
 from kvpipe.bench.bounds import Bound, bounds_of
 from kvpipe.bench.handoff import command as handoff
@@ -20,6 +20,7 @@ from kvpipe.bench.reuse import command as reuse
 from kvpipe.bench.run import Run
 from kvpipe.bench.scale import command as scale
 from kvpipe.bench.serving import command as serving
+from kvpipe.bench.store import command as store
 from kvpipe.bench.subjects import DATA_PATHS
 from kvpipe.exceptions import ConfigError
 
@@ -32,6 +33,8 @@ _LEAST_ROUNDS = 5
 _KINDS = ("tensors", "blocks", "latency")
 _WITHOUT_VLLM = ("sizes", "data_path", "baseline", "working_set", "pin", "against")
 _WITH_VLLM = ("tokens", "lmcache", "work")
+# Benchmarks that have arguments and output of their own.
+_WITH_COMMANDS = {"handoff": handoff.main, "queue": queue.main, "scale": scale.main, "serving": serving.main}
 _ASSUMED_CACHE_BYTES = 32 << 20
 _LATENCY_BUFFER_BYTES = 1 << 20
 _HELP = {
@@ -65,15 +68,11 @@ def main(arguments: Sequence[str]) -> int:
     if args.benchmark == "serve":
         remote.serve(args.listen, args.token)
         return 0
-    if args.benchmark == "handoff":
-        return handoff.main(args)
-    if args.benchmark == "queue":
-        return queue.main(args)
-    if args.benchmark == "scale":
-        return scale.main(args)
-    if args.benchmark == "serving":
-        return serving.main(args)
+    if args.benchmark in _WITH_COMMANDS:
+        return _WITH_COMMANDS[args.benchmark](args)
     _check(args)
+    if getattr(args, "chaos", None) is not None:
+        return store.main(args)
     old = report.read_json(args.compare) if args.compare else None
     found = reuse.measure(args) if args.vllm else _measure(BENCHMARKS[args.benchmark], args)
     sys.stdout.write(f"{report.text(found)}\n")
@@ -136,6 +135,7 @@ def _add_benchmark(parser: argparse.ArgumentParser, benchmark: Benchmark) -> Non
     )
     if benchmark is BENCHMARKS["store"]:
         reuse.add_arguments(parser)
+        store.add_arguments(parser)
     parser.set_defaults(peer=None, token=None, vllm=False)
     if benchmark.remote:
         parser.add_argument(
@@ -166,6 +166,7 @@ def _check(args: argparse.Namespace) -> None:
         plot.require()
     _check_against(args)
     _check_vllm(args)
+    _check_chaos(args)
     if args.peer:
         _check_peer(args)
 
@@ -184,6 +185,18 @@ def _check_vllm(args: argparse.Namespace) -> None:
         default = getattr(defaults, name)
         if getattr(args, name, default) != default:
             _refuse(f"--{name.replace('_', '-')}", where, "it has no meaning there")
+
+
+def _check_chaos(args: argparse.Namespace) -> None:
+    if args.benchmark != "store":
+        return
+    chaos.check_arguments(args)
+    if args.chaos is None:
+        return
+    defaults = vars(parse(["store"])) | {name: getattr(args, name) for name in ("chaos", "seed", "json")}
+    for name, default in defaults.items():
+        if getattr(args, name) != default:
+            _refuse(f"--{name.replace('_', '-')}", "with --chaos", "it has no meaning there")
 
 
 def _check_peer(args: argparse.Namespace) -> None:

@@ -167,6 +167,12 @@ class Process:
         """Sends a signal, unless the process has ended."""
         self._process.send_signal(number)
 
+    def end_input(self) -> None:
+        """Ends its input, which ends programs that read it to the end."""
+        stdin, self._process.stdin = self._process.stdin, None
+        if stdin is not None:
+            stdin.close()
+
     def close(self) -> None:
         """Kills the process, which has no state to save."""
         self._process.kill()

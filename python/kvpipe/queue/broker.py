@@ -17,6 +17,7 @@ from aio_pika.exceptions import (
 )
 from yarl import URL
 
+from kvpipe._redaction import redact
 from kvpipe.exceptions import ConfigError, KVPipeError
 from kvpipe.proxy.silence import wait_awake
 
@@ -269,10 +270,11 @@ def checked_url(url: str) -> URL:
     """
     try:
         parsed = URL(url)
-    except ValueError as error:
-        message = f"AMQP URL: {error}"
-        raise ConfigError(message) from error
-    if parsed.scheme not in {"amqp", "amqps"} or not parsed.host:
-        message = f"AMQP URL {parsed.with_user(None) if parsed.host else url!r}: expected amqp://user:password@host:port/vhost"
+        is_broker = parsed.scheme in {"amqp", "amqps"} and parsed.host and "@" not in parsed.path + parsed.fragment
+    except ValueError:
+        is_broker = False
+    if not is_broker:
+        expected = "amqp://user:password@host:port/vhost, where user, password and vhost are percent-encoded"
+        message = f"AMQP URL {redact(url)!r}: expected {expected}"
         raise ConfigError(message)
     return parsed

@@ -8,6 +8,7 @@ from threading import Condition
 from typing import TYPE_CHECKING, TypeVar
 
 from kvpipe import _kvpipe
+from kvpipe._redaction import redact
 from kvpipe.exceptions import CapacityError, ClosedError, ConfigError
 from kvpipe.store.base import LEASE_S, RESERVATION_S, KVStore, Lease, Reservation, StoreStats, Value, ValueInfo
 from kvpipe.store.catalogue import Catalogue, Reserved, Stored
@@ -43,7 +44,7 @@ class LocalStore(KVStore):
             ConfigError: The URL is not `local://`.
         """
         if url != "local://":
-            message = f"{url!r}: expected local://"
+            message = f"{redact(url)!r}: expected local://"
             raise ConfigError(message)
         return cls()
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from kvpipe import exceptions
+from kvpipe._redaction import redact
 from kvpipe.exceptions import ConfigError, KVPipeError, PeerLostError, ProtocolError, TransferTimeoutError
 from kvpipe.lookup_buffer import LookupBuffer
 from kvpipe.store.base import LEASE_S, RESERVATION_S, KVStore, Lease, Reservation, StoreStats, Value, ValueInfo
@@ -64,11 +65,7 @@ class LookupBufferStore(KVStore):
             ConnectError: The server does not answer in time.
             AuthenticationError: The server has another token.
         """
-        parts = urlsplit(url)
-        if parts.scheme != "lookup" or not parts.netloc or parts.path.strip("/") or parts.query:
-            message = f"{url!r}: expected lookup://host:port"
-            raise ConfigError(message)
-        return cls(LookupBuffer.connect(parts.netloc, token=token, timeout=timeout))
+        return cls(LookupBuffer.connect(_address(url), token=token, timeout=timeout))
 
     # --- calls
 
@@ -224,3 +221,15 @@ class _LookupLease(Lease):
 
 def _array(data: Buffer) -> Any:
     return np.frombuffer(data, np.uint8)
+
+
+def _address(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme == "lookup" and parts.hostname and parts.port
+    except ValueError:
+        is_address = False
+    if not is_address or parts.path.strip("/") or parts.query or "@" in parts.netloc:
+        message = f"{redact(url)!r}: expected lookup://host:port"
+        raise ConfigError(message)
+    return parts.netloc

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvpipe import _kvpipe
+from kvpipe._redaction import redact
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
 from kvpipe.exceptions import ClosedError, ConfigError, KVPipeError, PeerLostError
@@ -206,13 +207,13 @@ def stats_of(info: dict[str, Any], **details: Any) -> StoreStats:
 
 
 def _address(url: str) -> str:
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         is_address = parts.scheme == "kvpipe" and parts.hostname and parts.port
     except ValueError:
         is_address = False
-    if not is_address or parts.path.strip("/") or parts.query or parts.username:
-        message = f"store URL {url!r}: expected kvpipe://host:port"
+    if not is_address or parts.path.strip("/") or parts.query or "@" in parts.netloc:
+        message = f"store URL {redact(url)!r}: expected kvpipe://host:port"
         raise ConfigError(message)
     return parts.netloc
 

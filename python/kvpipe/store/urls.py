@@ -6,6 +6,7 @@ import importlib
 import re
 from typing import NamedTuple
 
+from kvpipe._redaction import redact
 from kvpipe.exceptions import ConfigError
 from kvpipe.store.base import KVStore
 
@@ -62,11 +63,6 @@ def open_store(url: str, token: str | None = None, timeout: float = 10) -> KVSto
     """
     implementation, own_url = resolve_url(url)
     return implementation.open(own_url, token=token, timeout=timeout)
-
-
-def redact(url: str) -> str:
-    """Returns a URL without its password, for logs and messages."""
-    return re.sub(r"(://[^/@]*:)[^/@]*@", r"\1…@", url)
 
 
 def _import(module: str, name: str, url: str) -> type[KVStore]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from vllm.logger import init_logger
 
+from kvpipe._redaction import redact
 from kvpipe.exceptions import ClosedError, ConnectError, PeerLostError, TransferTimeoutError
-from kvpipe.store.urls import open_store, redact
+from kvpipe.store.urls import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable

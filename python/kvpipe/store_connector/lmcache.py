@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvpipe._redaction import redact
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
@@ -84,9 +85,10 @@ def _read(path: Path) -> dict[str, Any]:
 def _store(path: str, url: object) -> str:
     if isinstance(url, str) and not url.startswith("lm://"):
         return url
+    shown = redact(url) if isinstance(url, str) else url
     message = (
-        f"remote_url={url!r} in {path}: kvpipe does not speak to LMCache's own server; start `kvpipe store serve` "
-        'there and write "kvpipe://host:port", or use "redis://host:port"'
+        f"remote_url={shown!r} in {path}: kvpipe does not speak to LMCache's own server; "
+        'start `kvpipe store serve` there and write "kvpipe://host:port", or use "redis://host:port"'
     )
     raise ConfigError(message)
 

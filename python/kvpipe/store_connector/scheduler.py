@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from kvpipe._redaction import redact
 from kvpipe.connector.adapters import Adapters
 from kvpipe.connector.model_files import NOT_COMPARED
 from kvpipe.connector.prediction import PrefillClock
 from kvpipe.connector.steps import scheduled
 from kvpipe.exceptions import ConfigError
-from kvpipe.store.urls import redact
 from kvpipe.store_connector.break_even import BreakEven
 from kvpipe.store_connector.breaker import Breaker
 from kvpipe.store_connector.client import StoreClient

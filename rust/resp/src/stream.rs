@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
-use rustix::net::RecvFlags;
+use rustix::net::{RecvFlags, SendFlags};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
@@ -18,6 +18,8 @@ use crate::{Error, Result};
 
 /// Ciphertext that one call of the system reads. rustls by itself reads 4 KiB at a time.
 const CIPHERTEXT_BYTES: usize = 256 << 10;
+/// Bound for records without bytes that have arrived on a connection that nothing is expected from.
+const QUIET_WITHIN: Duration = Duration::from_millis(100);
 
 /// The authorities that are trusted, and the certificate of this client.
 #[derive(Debug, Clone)]
@@ -124,6 +126,7 @@ impl Stream {
             if !session.connection.is_handshaking() {
                 break;
             }
+            left(deadline)?;
             let advanced = session.advance(&self.socket);
             drop(session);
             self.ready(advanced, deadline)?;
@@ -135,7 +138,7 @@ impl Stream {
     pub(crate) fn read(&self, out: &mut [u8], deadline: Instant) -> io::Result<usize> {
         loop {
             let result = if let Some(mut session) = self.session() {
-                session.read(&self.socket, out)
+                session.read(&self.socket, out, deadline)
             } else {
                 self.socket.set_read_timeout(Some(left(deadline)?))?;
                 match (&self.socket).read(out) {
@@ -163,7 +166,8 @@ impl Stream {
     /// True if the peer has neither ended the connection nor sent bytes that were not read.
     pub(crate) fn is_quiet(&self) -> bool {
         if let Some(mut session) = self.session() {
-            let result = session.read(&self.socket, &mut [0; 1]);
+            let deadline = Instant::now() + QUIET_WITHIN;
+            let result = session.read(&self.socket, &mut [0; 1], deadline);
             return result.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
         }
         let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
@@ -176,9 +180,12 @@ impl Stream {
         loop {
             if self
                 .session()
-                .is_some_and(|mut session| session.is_readable(&self.socket))
+                .is_some_and(|mut session| session.is_readable(&self.socket, deadline))
             {
                 return Ok(true);
+            }
+            if self.session.is_some() && left(deadline).is_err() {
+                return Ok(false);
             }
             if !readable(&self.socket, Some(deadline))? {
                 return Ok(false);
@@ -215,20 +222,28 @@ impl Stream {
 
 impl Session {
     /// Reads some bytes that have arrived; `WouldBlock` if there are none.
-    fn read(&mut self, socket: &TcpStream, out: &mut [u8]) -> io::Result<usize> {
+    ///
+    /// A peer may send records that have no bytes for as long as it likes: `TimedOut` after `deadline`.
+    fn read(&mut self, socket: &TcpStream, out: &mut [u8], deadline: Instant) -> io::Result<usize> {
         loop {
             match self.connection.reader().read(out) {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.advance(socket)?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    left(deadline)?;
+                    self.advance(socket)?;
+                }
                 result => return result,
             }
         }
     }
 
-    fn is_readable(&mut self, socket: &TcpStream) -> bool {
+    fn is_readable(&mut self, socket: &TcpStream, deadline: Instant) -> bool {
         loop {
             match self.connection.process_new_packets() {
                 Ok(state) if state.plaintext_bytes_to_read() == 0 && !state.peer_has_closed() => {}
                 _ => return true,
+            }
+            if left(deadline).is_err() {
+                return false;
             }
             if let Err(error) = self.advance(socket) {
                 return error.kind() != io::ErrorKind::WouldBlock;
@@ -252,9 +267,15 @@ impl Session {
             return Err(io::ErrorKind::InvalidData.into());
         }
         self.start += num_bytes;
-        self.connection
-            .process_new_packets()
-            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, explained(&error)))?;
+        if let Err(error) = self.connection.process_new_packets() {
+            // The alert tells the peer why. A socket that takes nothing now will not matter any more.
+            let mut unblocked = Unblocked(socket);
+            while self.connection.wants_write() && self.connection.write_tls(&mut unblocked).is_ok()
+            {
+            }
+            let text = explained(&error);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
         Ok(())
     }
 
@@ -266,6 +287,20 @@ impl Session {
                 result => drop(result?),
             }
         }
+        Ok(())
+    }
+}
+
+/// A socket whose writes do not wait.
+struct Unblocked<'a>(&'a TcpStream);
+
+impl Write for Unblocked<'_> {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        Ok(rustix::net::send(self.0, data, flags)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
 }
@@ -300,4 +335,91 @@ pub(crate) fn readable(fd: impl AsFd, deadline: Option<Instant>) -> rustix::io::
     });
     let mut polled = [PollFd::new(&fd, PollFlags::IN)];
     rustix::event::poll(&mut polled, timeout.as_ref()).map(|num_ready| num_ready > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::thread;
+
+    use rustls::{ServerConfig, ServerConnection};
+
+    use super::*;
+
+    const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/test_certificates");
+
+    fn file(name: &str) -> std::path::PathBuf {
+        Path::new(FOLDER).join(name)
+    }
+
+    /// A server's end of a connection that has begun its handshake, and the port at which it listens.
+    fn serve() -> (u16, thread::JoinHandle<(ServerConnection, TcpStream)>) {
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let config = ServerConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(
+                certificates(&file("server.pem")).unwrap(),
+                PrivateKeyDer::from_pem_file(file("server.key")).unwrap(),
+            )
+            .unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let serving = thread::spawn(move || {
+            let connection = ServerConnection::new(Arc::new(config)).unwrap();
+            (connection, listener.accept().unwrap().0)
+        });
+        (port, serving)
+    }
+
+    fn connect(port: u16, ca_file: &str) -> io::Result<Stream> {
+        let tls = Tls::new(Some(&file(ca_file)), None, None).unwrap();
+        let socket = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        Stream::with_tls(
+            socket,
+            &tls,
+            "127.0.0.1",
+            Instant::now() + Duration::from_secs(20),
+        )
+    }
+
+    #[test]
+    fn a_read_whose_deadline_has_passed_handles_no_more_records() {
+        let (port, serving) = serve();
+        // The tickets that follow its handshake are records without bytes for the reader.
+        let sending = thread::spawn(move || {
+            let (mut connection, mut socket) = serving.join().unwrap();
+            while connection.is_handshaking() || connection.wants_write() {
+                connection.complete_io(&mut socket).unwrap();
+            }
+            socket
+        });
+        let stream = connect(port, "ca.pem").unwrap();
+        let _socket = sending.join().unwrap();
+        let soon = Some(Instant::now() + Duration::from_secs(20));
+        assert!(readable(&stream.socket, soon).unwrap());
+        let error = stream.read(&mut [0; 1], Instant::now()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert!(readable(&stream.socket, Some(Instant::now())).unwrap());
+        assert!(stream.is_quiet());
+        assert!(!readable(&stream.socket, Some(Instant::now())).unwrap());
+    }
+
+    #[test]
+    fn a_server_whose_certificate_is_refused_is_told_why() {
+        let (port, serving) = serve();
+        let sending = thread::spawn(move || {
+            let (mut connection, mut socket) = serving.join().unwrap();
+            loop {
+                if let Err(error) = connection.complete_io(&mut socket) {
+                    return error;
+                }
+            }
+        });
+        let error = connect(port, "server.pem").unwrap_err();
+        assert!(error.to_string().contains("ca_file"), "{error}");
+        let told = sending.join().unwrap().to_string();
+        assert!(told.contains("received fatal alert"), "{told}");
+    }
 }

@@ -180,9 +180,13 @@ class ServerPool:
     ) -> Server:
         """Starts a server; the caller waits until it is healthy."""
         server = Server(name, url, command, env, log, health=health)
+        self.add(server)
+        return server
+
+    def add(self, server: Server) -> None:
+        """Adds a server that was started."""
         self._servers.append(server)
         self._watchdog.watch(server.group)
-        return server
 
     def start_broker(self, folder: Path) -> BrokerProcess:
         """Starts a RabbitMQ broker with its data in an empty folder, and waits for it.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import time
 from collections import Counter
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import uvloop
 
+from kvpipe.bench.chaos import SHOWN_FAILURES, until
 from kvpipe.bench.processes import SubjectError
 from kvpipe.bench.queue.instances import text_of
 from kvpipe.bench.queue.load import Ask, Client, open_session
@@ -19,7 +19,7 @@ from kvpipe.bench.queue.results import Survival
 from kvpipe.queue.topology import REPLIES_EXPIRE_S, Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from aiohttp import ClientSession
 
@@ -43,8 +43,6 @@ _ASK_AGAIN_AFTER_S = 0.2
 _RELEASED_WITHIN_S = 60.0
 # The queue of a front end that was killed ends after 60 s, and with it what workers have of its requests.
 _FORGOTTEN_WITHIN_S = REPLIES_EXPIRE_S + 60.0
-_LOOK_EVERY_S = 0.5
-_SHOWN_FAILURES = 10
 
 
 class Chaos:
@@ -88,12 +86,12 @@ class Chaos:
         self._progress.end()
         deployment, found = self._deployment, self.found
         deployment.until_served()
-        _until(lambda: not deployment.has_requests(), _FORGOTTEN_WITHIN_S)
-        _until(lambda: not deployment.counts()["handoffs"], _RELEASED_WITHIN_S)
+        until(lambda: not deployment.has_requests(), _FORGOTTEN_WITHIN_S)
+        until(lambda: not deployment.counts()["handoffs"], _RELEASED_WITHIN_S)
         counts = deployment.counts()
         found.kv_left, found.decoded = counts["handoffs"], counts["decoded"]
         deployment.stop()
-        _until(lambda: left_in(deployment.broker) == (0, 0), _FORGOTTEN_WITHIN_S)
+        until(lambda: left_in(deployment.broker) == (0, 0), _FORGOTTEN_WITHIN_S)
         found.queues_left, found.messages_left = left_in(deployment.broker)
         if found.queues_left or found.messages_left:
             self.failures.append(f"left in the broker: {deployment.broker.queues()}")
@@ -144,7 +142,7 @@ class Chaos:
             self.found.lost += 1
         else:
             self.found.answered_twice += 1
-        if len(self.failures) < _SHOWN_FAILURES:
+        if len(self.failures) < SHOWN_FAILURES:
             self.failures.append(f"request {ask.number}: {reply.error or 'complete'}; {reply.text!r} of {expected!r}")
 
     async def _kill(self) -> None:
@@ -204,13 +202,6 @@ class Chaos:
 def _is_begun(ask: Ask, reply: Reply) -> bool:
     """Whether a client got nothing but the beginning of its answer."""
     return text_of(ask.number, ask.num_tokens).startswith(reply.text)
-
-
-def _until(is_reached: Callable[[], bool], within_s: float) -> None:
-    """Waits until something is so, or that time is over."""
-    ends_at = time.monotonic() + within_s
-    while not is_reached() and time.monotonic() < ends_at:
-        time.sleep(_LOOK_EVERY_S)
 
 
 def left_in(broker: BrokerProcess) -> tuple[int, int]:

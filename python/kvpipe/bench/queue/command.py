@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import secrets
 import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpipe.bench import machine
+from kvpipe.bench import chaos, machine
 from kvpipe.bench.instances import broker_process
 from kvpipe.bench.progress import Progress
 from kvpipe.bench.report import write
@@ -31,13 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=_LEAST_ROUNDS, metavar="N", help="at least 5, default 5")
     add("--requests", type=int, default=2000, metavar="N", help="of a round, for requests/s; default 2000")
     add("--workers", type=int, default=2, metavar="N", help="decode instances, each with a worker; default 2")
-    add(
-        "--chaos",
-        type=int,
-        metavar="N",
-        help="instead: ask N requests while front ends, workers and the broker are killed",
-    )
-    add("--seed", type=int, metavar="N", help="of --chaos; by default another one each time, which is printed")
+    chaos.add_arguments(parser, "ask N requests while front ends, workers and the broker are killed")
     add("--json", type=Path, metavar="FILE", help="write the figures here too")
 
 
@@ -57,15 +50,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    chaos = {} if args.chaos is None else {"chaos": (args.chaos, 1)}
+    chaos.check_arguments(args)
     least = {"rounds": (args.rounds, _LEAST_ROUNDS), "requests": (args.requests, 1), "workers": (args.workers, 1)}
-    for name, (value, smallest) in (least | chaos).items():
+    for name, (value, smallest) in least.items():
         if value < smallest:
             message = f"--{name} {value}: expected at least {smallest}"
             raise ConfigError(message)
-    if args.seed is not None and args.chaos is None:
-        message = f"--seed {args.seed}: expected --chaos with it"
-        raise ConfigError(message)
     if args.json and not args.json.absolute().parent.is_dir():
         message = f"file {args.json}: there is no such folder"
         raise ConfigError(message)
@@ -95,13 +85,11 @@ def _measure(args: argparse.Namespace, folder: Path) -> int:
 
 
 def _survive(args: argparse.Namespace, folder: Path) -> int:
-    from kvpipe.bench.queue import report  # noqa: PLC0415 - needs the packages that were checked
-    from kvpipe.bench.queue.chaos import MAX_MESSAGE_BYTES, Chaos  # noqa: PLC0415
+    from kvpipe.bench.queue.chaos import MAX_MESSAGE_BYTES, Chaos  # noqa: PLC0415 - needs the packages that were checked
     from kvpipe.bench.queue.deployment import Deployment  # noqa: PLC0415
 
-    seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
+    seed = chaos.seed_of(args)
     facts = {**machine.machine(), **_facts(args), "requests": args.chaos, "seed": seed}
-    sys.stderr.write(f"seed {seed}\n")
     with Deployment(
         folder,
         1,
@@ -110,11 +98,11 @@ def _survive(args: argparse.Namespace, folder: Path) -> int:
         has_direct=False,
         max_message_bytes=MAX_MESSAGE_BYTES,
     ) as deployment:
-        chaos = Chaos(deployment, args.chaos, seed, Progress())
-        chaos.run()
-    sys.stdout.write(f"{report.survival(facts, chaos.found, chaos.failures)}\n")
-    _write(args, {"machine": facts, **dict(chaos.found.lines()), "failures": chaos.failures})
-    return 0 if chaos.found.is_clean else 1
+        run = Chaos(deployment, args.chaos, seed, Progress())
+        run.run()
+    sys.stdout.write(f"{chaos.text(facts, ['requests', 'number'], [run.found], run.failures)}\n")
+    _write(args, {"machine": facts, **dict(run.found.lines()), "failures": run.failures})
+    return 0 if run.found.is_clean else 1
 
 
 def _facts(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,10 +8,9 @@ from kvpipe.bench.queue.results import UNITS
 from kvpipe.bench.report import cell, describe, table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any
+    from collections.abc import Mapping
 
-    from kvpipe.bench.queue.results import Findings, Survival
+    from kvpipe.bench.queue.results import Findings
 
 _NOTES = """\
 Median of the rounds, with the 10th and 90th percentile in brackets; difference: of the two in the same round.
@@ -30,9 +29,3 @@ def text(found: Findings, load: Mapping[str, int]) -> str:
     cpu = [[name, cell(summary)] for name, summary in found.cpu_us.items()]
     tables = [table(["", "direct", "broker", "difference"], rows), table(["CPU, us", "a request"], cpu)]
     return "\n\n".join([describe(found.facts), *tables, _NOTES.format_map(load)])
-
-
-def survival(facts: Mapping[str, Any], found: Survival, failures: Sequence[str]) -> str:
-    """What became of the requests as text, with the first failures."""
-    rows = [[name, str(value)] for name, value in found.lines()]
-    return "\n\n".join(filter(None, [describe(facts), table(["requests", "number"], rows), "\n".join(failures)]))

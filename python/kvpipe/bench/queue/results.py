@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvpipe.bench.chaos import Counts
 from kvpipe.bench.measure import Summary, summarize
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def findings_of(facts: Mapping[str, Any], direct: Sequence[Sample], broker: Sequ
 
 
 @dataclass
-class Survival:
+class Survival(Counts):
     """What became of requests while processes were killed.
 
     Attributes:
@@ -104,6 +105,8 @@ class Survival:
         kv_left: Handoffs that P's still have.
     """
 
+    VIOLATIONS: ClassVar[Sequence[str]] = ("lost", "answered_twice", "queues_left", "messages_left", "kv_left")
+
     answered: int = 0
     lost: int = 0
     answered_twice: int = 0
@@ -117,12 +120,3 @@ class Survival:
     queues_left: int = 0
     messages_left: int = 0
     kv_left: int = 0
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing was lost, sent twice, or left behind."""
-        return not any((self.lost, self.answered_twice, self.queues_left, self.messages_left, self.kv_left))
-
-    def lines(self) -> list[tuple[str, int]]:
-        """Names and values."""
-        return [(each.name.replace("_", " "), getattr(self, each.name)) for each in fields(self)]

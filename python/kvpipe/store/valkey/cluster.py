@@ -41,7 +41,8 @@ class Cluster:
             "socket_connect_timeout": settings.answer_s,
             "max_connections": _MAX_CONNECTIONS,
             "protocol": 2,
-            "retry": Retry(NoBackoff(), 1),
+            # A script whose answer is lost may have run: a take or commit must not run twice.
+            "retry": Retry(NoBackoff(), 0),
         }
         if settings.is_tls:
             options |= {
@@ -53,6 +54,8 @@ class Cluster:
         nodes = [ClusterNode(host, port) for host, port in (first, *settings.hosts)]
         with self._translated():
             self.library: Any = redis.RedisCluster(startup_nodes=nodes, **options)
+        # Of redis-py before 6, which counts its repetitions here.
+        self.library.cluster_error_retry_attempts = 0
 
     def server_of(self, key: bytes) -> Address:
         """Returns the server that has a key."""
@@ -99,20 +102,27 @@ class Cluster:
                     raise reply
             return [None if isinstance(reply, Exception) else reply for reply in replies]
 
-        seconds, microseconds = self._call(lambda: self.library.time(target_nodes=self.library.get_random_node()))
-        return int(seconds) * 1000 + int(microseconds) // 1000, self._call(ask)
+        def ask_time() -> Any:
+            return self.library.time(target_nodes=self.library.get_random_node())
+
+        seconds, microseconds = self._call(ask_time, changes_nothing=True)
+        return int(seconds) * 1000 + int(microseconds) // 1000, self._call(ask, changes_nothing=True)
 
     def close(self) -> None:
         """Ends the library's connections."""
         self.library.close()
 
-    def _call(self, operation: Callable[[], T]) -> T:
-        """Calls the library, and once more with new connections where a server did not serve."""
+    def _call(self, operation: Callable[[], T], *, changes_nothing: bool = False) -> T:
+        """Calls the library, and once more with new connections where a server did not serve.
+
+        An operation that changes nothing is also repeated where a server was lost.
+        """
         try:
             with self._translated():
                 return operation()
-        except (NotServingError, AuthenticationError) as error:
-            if isinstance(error.__cause__, redis.exceptions.NoPermissionError):
+        except (PeerLostError, AuthenticationError) as error:
+            is_undone = changes_nothing or isinstance(error, NotServingError | AuthenticationError)
+            if not is_undone or isinstance(error.__cause__, redis.exceptions.NoPermissionError):
                 raise
             self.library.disconnect_connection_pools()
             self.refresh()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from threading import Condition, Lock
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpipe import _kvpipe
 from kvpipe.exceptions import ClosedError, ConnectError, IncompatiblePeerError, PeerLostError, ProtocolError
-from kvpipe.store.valkey.errors import LoginError, NotServingError, UnreachedError, error_of
+from kvpipe.store.valkey.errors import LoginError, NotNowError, NotServingError, UnreachedError, error_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -149,7 +150,8 @@ class Connections:
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the store was closed")
-            return self._pools.setdefault((server, limit), _Pool(lambda: self._open(server), limit))
+            pool = _Pool(lambda: self._open(server), limit, self._settings.answer_s)
+            return self._pools.setdefault((server, limit), pool)
 
     def _open(self, server: Address, timeout_s: float | None = None) -> _kvpipe.RespConnection:
         """Opens a connection as the user, in the database. Raises as `greet`."""
@@ -200,11 +202,12 @@ class _Pool:
 
     Args:
         open_one: Opens one.
-        limit: How many there are at most. Without one, nobody waits.
+        limit: How many there are at most. Without one, calls wait only while the server refuses to open more.
+        answer_s: Bound of that wait, the attempt to open one included.
     """
 
-    def __init__(self, open_one: Callable[[], _kvpipe.RespConnection], limit: int | None) -> None:
-        self._open_one, self._limit = open_one, limit
+    def __init__(self, open_one: Callable[[], _kvpipe.RespConnection], limit: int | None, answer_s: float) -> None:
+        self._open_one, self._limit, self._answer_s = open_one, limit, answer_s
         self._idle: list[_kvpipe.RespConnection] = []
         self._used: set[_kvpipe.RespConnection] = set()
         self._num_opening = 0
@@ -221,41 +224,73 @@ class _Pool:
             while len(connections) < num_wanted and (more := self._borrow(is_needed=False)):
                 connections.append(more)
             yield connections
+        except NotNowError:
+            self._give_back(connections, are_usable=True)
+            raise
         except BaseException:
             self._give_back(connections, are_usable=False)
             raise
         self._give_back(connections, are_usable=True)
 
     def _borrow(self, *, is_needed: bool) -> _kvpipe.RespConnection | None:
+        began_s = time.monotonic()
         with self._changed:
-            while self._ended is None:
-                if self._idle:
-                    connection = self._idle.pop()
-                    if not connection.is_idle:
-                        # The server has closed it since it was used.
-                        connection.close()
-                        continue
-                    self._used.add(connection)
-                    return connection
-                if self._limit is None or len(self._used) + self._num_opening < self._limit:
-                    break
+            while (connection := self._next_idle()) is None and self._is_full:
                 if not is_needed:
                     return None
                 self._changed.wait()
-            if self._ended is not None:
-                raise self._ended
+            if connection is not None:
+                return connection
             self._num_opening += 1
         try:
             connection = self._open_one()
+        except UnreachedError as error:
+            self._opened(None)
+            # A server that refuses at once may have as many clients as it takes; a silent one is asked no more.
+            ends_s = began_s + self._answer_s
+            if time.monotonic() >= ends_s:
+                raise
+            return self._borrow_used(error, ends_s) if is_needed else None
         except BaseException:
-            with self._changed:
-                self._num_opening -= 1
-                self._changed.notify()
+            self._opened(None)
             raise
+        self._opened(connection)
+        return connection
+
+    def _borrow_used(self, refusal: UnreachedError, ends_s: float) -> _kvpipe.RespConnection:
+        """Waits for a connection that another call uses, since there can be no more."""
+        with self._changed:
+            while (connection := self._next_idle()) is None:
+                left_s = ends_s - time.monotonic()
+                if not self._used or left_s <= 0:
+                    raise refusal
+                self._changed.wait(left_s)
+            return connection
+
+    @property
+    def _is_full(self) -> bool:
+        return self._limit is not None and len(self._used) + self._num_opening >= self._limit
+
+    def _next_idle(self) -> _kvpipe.RespConnection | None:
+        """Takes an idle connection, with the lock held."""
+        if self._ended is not None:
+            raise self._ended
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_idle:
+                self._used.add(connection)
+                return connection
+            # The server has closed it since it was used.
+            connection.close()
+        return None
+
+    def _opened(self, connection: _kvpipe.RespConnection | None) -> None:
         with self._changed:
             self._num_opening -= 1
-            self._used.add(connection)
-        return connection
+            if connection is not None:
+                self._used.add(connection)
+            else:
+                self._changed.notify()
 
     def _give_back(self, connections: list[_kvpipe.RespConnection], *, are_usable: bool) -> None:
         with self._changed:

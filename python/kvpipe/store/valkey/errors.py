@@ -25,6 +25,10 @@ class NotServingError(PeerLostError):
     """
 
 
+class NotNowError(NotServingError):
+    """A primary refuses to write for now, and its connections stay of use; the command has changed nothing."""
+
+
 class LoginError(AuthenticationError):
     """A server refuses the user or password when a connection begins; nothing was done."""
 
@@ -42,7 +46,9 @@ _KINDS: dict[str, type[KVPipeError]] = {
     "WRONGPASS": AuthenticationError,
     "NOPERM": AuthenticationError,
     "WRONGTYPE": CorruptDataError,
-    "MISCONF": PeerLostError,
+    "MISCONF": NotNowError,
+    "NOREPLICAS": NotNowError,
+    "BUSY": NotNowError,
     "CLUSTERDOWN": NotServingError,
     "LOADING": NotServingError,
     "MASTERDOWN": NotServingError,

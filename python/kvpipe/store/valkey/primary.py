@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpipe.exceptions import PeerLostError
-from kvpipe.store.valkey.errors import ELSEWHERE, NotServingError
+from kvpipe.store.valkey.errors import ELSEWHERE, NotNowError, NotServingError
 from kvpipe.store.valkey.shared_call import SharedCall
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 class Primary:
     """The host of the URL that is a primary: the first one at opening, and whenever the last one does not serve.
+
+    The host that does not serve is then the last one that is asked.
 
     Any thread may call.
 
@@ -58,15 +60,21 @@ class Primary:
     def _replace(self, error: KVPipeError, generation: int) -> None:
         if generation != self.generation:
             return
-        candidates = self._hosts
-        if isinstance(error, NotServingError):
+        candidates = tuple(host for host in self._hosts if host != self.address)
+        is_asked_again = isinstance(error, NotServingError) and not isinstance(error, NotNowError)
+        if is_asked_again:
             # Its other connections answer the same. The name of one host may stand for another server now.
             self._connections.discard(self.address)
-        else:
-            candidates = tuple(host for host in self._hosts if host != self.address)
+            candidates = (*candidates, self.address)
         if not candidates:
             raise error
-        self._first_of(candidates, None)
+        try:
+            self._first_of(candidates, None)
+        except ELSEWHERE:
+            if isinstance(error, NotNowError):
+                # It says more than that no other host is a primary.
+                raise error from None
+            raise
         self.generation += 1
         self.on_change()
 

@@ -22,8 +22,8 @@ class ValkeySettings:
     """Settings of a store; those with a default are parameters of the URL's query.
 
     Attributes:
-        hosts: Servers, tried in this order at opening, and whenever the last one does not serve. A cluster needs one
-            that answers.
+        hosts: Servers, tried in this order at opening, and whenever the last one does not serve, which is then the last
+            that is tried. A cluster needs one that answers.
         is_tls: Whether connections use TLS.
         username: Of the server's ACL.
         password: Of the user.
