@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe import Agent, KVPipeError, PeerLostError, Pipe, _log, info
+from kvpipe import Agent, PeerLostError, Pipe, _log, info
 from kvpipe.testing import memory_transport
 from tests.peers import Child
 

@@ -20,7 +20,7 @@ from kvpipe import (
     RegionInfo,
     TransferTimeoutError,
 )
-from tests.conftest import DATA_PATHS, is_tcp
+from tests.conftest import DATA_PATHS
 from tests.peers import pattern, serving, wait_until
 
 NUM_BLOCKS, BLOCK_BYTES = 300, 4096

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from kvpipe import ConnectError, PeerLostError, Pipe, TransportUnavailableError
+from kvpipe import ConnectError, PeerLostError, Pipe
 from tests.peers import LARGE, MIB, resident_bytes, wait_until
 
 pytestmark = pytest.mark.ucx
@@ -33,9 +33,11 @@ def test_a_pipe_without_devices_needs_no_ucx_and_listens_on_one_port():
         "    assert (receiver.recv_tensor() == numpy.arange(1 << 20)).all()\n"
         "    sent.wait()\n"
         "    numbers = os.listdir('/proc/self/fd')\n"
-        "    mine = {os.readlink(f'/proc/self/fd/{number}') for number in numbers if os.path.lexists(f'/proc/self/fd/{number}')}\n"
+        "    paths = [f'/proc/self/fd/{number}' for number in numbers]\n"
+        "    mine = {os.readlink(path) for path in paths if os.path.lexists(path)}\n"
         "    rows = [row.split() for row in Path('/proc/self/net/tcp').read_text().splitlines()[1:]]\n"
-        "    ports = [int(row[1].partition(':')[2], 16) for row in rows if row[3] == '0A' and f'socket:[{row[9]}]' in mine]\n"
+        "    listening = [row for row in rows if row[3] == '0A' and f'socket:[{row[9]}]' in mine]\n"
+        "    ports = [int(row[1].partition(':')[2], 16) for row in listening]\n"
         "    assert ports == [int(receiver.address.rpartition(':')[2])], ports\n"
         "assert 'libuc' not in Path('/proc/self/maps').read_text()\n"
     )

@@ -27,7 +27,7 @@ class ConfigError(KVPipeError, ValueError):
 
 
 class TransportUnavailableError(KVPipeError):
-    """A device cannot be used: there is no driver or UCX for it, or it is too old, or cannot move this kind of memory."""
+    """A device cannot be used: its driver or UCX is missing, too old, or cannot move this kind of memory."""
 
 
 class ConnectError(KVPipeError, ConnectionError):
