@@ -67,7 +67,6 @@ class RemoteStore(KVStore):
             ConfigError: The URL is malformed.
             ConnectError: The server does not answer in time.
             AuthenticationError: The server has another token.
-            TransportUnavailableError: There is no usable UCX.
         """
         address = _address(url)
         native, connected = _kvpipe.StoreClient.connect(address, resolve_token(token), transport(), timeout)

@@ -43,7 +43,6 @@ class StoreServer(Closing):
 
     Raises:
         ConfigError: The address cannot be bound, others could reach it without a token, or the disk cannot be used.
-        TransportUnavailableError: There is no usable UCX.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ use std::sync::atomic::AtomicUsize;
 
 use kvpipe_ucx::{
     Buffer, Domains, EndpointId, Event, Lane, LanesError, MemoryKind, Piece, Reaper,
-    Search, Status,
+    Search, Status, has_cuda_devices,
 };
 
 use crate::error::{Error, Result};
@@ -102,6 +102,7 @@ impl Context {
     pub(crate) fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
         let kind = buffer.kind();
         let memory = match self {
+            Self::Host { .. } if kind != MemoryKind::Host && !has_cuda_devices() => Err(NO_DRIVER),
             Self::Host { .. } => Ok(Memory::Host(buffer)),
             Self::Ucx { context, .. } => context.register(buffer).map(Memory::Ucx),
             Self::Twin(_) => memory::TwinMemory::new(buffer).map(Memory::Twin),
@@ -221,6 +222,12 @@ pub(crate) enum Worker {
 const FOREIGN: Status = Status {
     code: -5,
     call: "an operand of another transport",
+};
+
+/// The status of GPU memory where there is no GPU.
+const NO_DRIVER: Status = Status {
+    code: -22,
+    call: "no CUDA driver",
 };
 
 impl Worker {
