@@ -14,8 +14,9 @@ use crate::work::Driven;
 
 /// Longest sleep. UCX has lost wake-ups in the past (NIXL keeps a finite poll for the same reason).
 const SLEEP_CAP: Duration = Duration::from_secs(1);
-/// Longest time between two looks at the sockets while UCX is busy: heartbeats have to pass any bulk.
-const SOCKET_INTERVAL: Duration = Duration::from_millis(1);
+/// Longest time between two looks at the sockets while something else is busy: they bring messages and streams. A look costs
+/// a microsecond.
+const SOCKET_INTERVAL: Duration = Duration::from_micros(100);
 /// Longest time that a caller runs a busy reactor before it looks for signals. A signal ends its sleep at once.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 /// UCX events of one round. A CMA read completes as it is posted, so that a chain of them would never end the round.
