@@ -160,8 +160,8 @@ impl ReactorContext {
     }
 }
 
-/// Remote memory, for services. An operation that cannot be posted fails its session; a posted read ends with exactly one
-/// `done`.
+/// Remote memory, for services. A session whose endpoint cannot take an operation goes on without it; a posted read ends with
+/// exactly one `done`.
 impl ReactorContext {
     /// Reads remote memory.
     pub(crate) fn get(&mut self, session: SessionKey, get: Get<'_>) -> bool {
@@ -189,12 +189,14 @@ impl ReactorContext {
     ) -> Result<RemoteKey> {
         let worker = self.worker().ok_or_else(ended)?;
         let endpoint = self.endpoint_id(session)?;
-        worker
-            .unpack_rkey(endpoint, packed, local)
-            .map_err(|status| match status {
-                lost if lost.is_disconnect() => self.lost(session, lost),
-                other => Error::protocol(format_args!("a remote key cannot be used: {other}")),
-            })
+        let unpacked = worker.unpack_rkey(endpoint, packed, local);
+        if let Err(lost) = &unpacked
+            && lost.is_disconnect()
+        {
+            self.lose_devices(session, &lost.to_string());
+        }
+        unpacked
+            .map_err(|status| Error::protocol(format_args!("a remote key cannot be used: {status}")))
     }
 
     /// The transport of the session's lane that reads from CUDA memory of a peer into CUDA memory of ours, if there is one.
@@ -232,7 +234,7 @@ impl ReactorContext {
         let endpoint = self.endpoint_id(session);
         let posted = endpoint.and_then(|endpoint| operation(worker, endpoint));
         if let Err(status) = posted {
-            self.fail(session, self.lost(session, status));
+            self.lose_devices(session, &status.to_string());
         }
         posted.is_ok()
     }

@@ -10,10 +10,11 @@
 
 use std::sync::Arc;
 
-use kvpipe_ucx::{Buffer, Lane, LanesError, MemoryKind, ProcessVmError, ProcessVmReader, Status};
+use kvpipe_ucx::{Buffer, Lane, LanesError, MemoryKind, ProcessVmError, ProcessVmReader};
 
 use super::ReactorContext;
 use super::data_plane::DataPlane;
+use super::session::Session;
 use crate::checksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -149,7 +150,9 @@ impl ReactorContext {
     ) {
         let lanes = match lanes {
             Ok(lanes) => lanes,
-            Err(LanesError::Unusable(status)) => return self.fail_endpoint(key, status),
+            Err(LanesError::Unusable(status)) => {
+                return self.lose_devices(key, &status.to_string());
+            }
             Err(error) => {
                 tracing::error!(
                     "session.lanes peer={} {error}; bytes are streamed: report this with the version of UCX, {}",
@@ -229,35 +232,47 @@ impl ReactorContext {
                 );
                 self.switch_to_stream(key, &reason);
             }
-            Err(status) if status.is_disconnect() => {
-                self.fail(key, self.canary_lost(key, &transport, status));
-            }
             Err(status) => {
                 let reason = format!("its canary cannot be read over {transport}: {status}");
-                self.switch_to_stream(key, &reason);
+                if status.is_disconnect() {
+                    self.lose_devices(key, &reason);
+                } else {
+                    self.switch_to_stream(key, &reason);
+                }
             }
         }
     }
 
-    /// UCX cannot use the endpoint any more, which a get that fails may have caused.
-    pub(super) fn fail_endpoint(&mut self, key: SessionKey, status: Status) {
-        let endpoint = self.endpoint(key);
-        let canary = endpoint.and_then(|endpoint| endpoint.paths.canary.as_ref());
-        let error = match canary {
-            Some(canary) => self.canary_lost(key, &canary.transport, status),
-            None => self.lost(key, status),
+    /// UCX cannot use the session's endpoint any more: its reads end, each with an error, and the session goes on without
+    /// devices.
+    pub(crate) fn lose_devices(&mut self, key: SessionKey, reason: &str) {
+        let Some((data, endpoint)) = self.data_of(key) else {
+            return;
         };
-        self.fail(key, error);
+        let (Some(worker), Some(id)) = (&data.worker, endpoint.id.take()) else {
+            return;
+        };
+        worker.close(id);
+        endpoint.lanes.clear();
+        endpoint.paths.canary = None;
+        let (is_probed, reads_process) = (
+            endpoint.paths.ours.is_some(),
+            endpoint.paths.process.is_some(),
+        );
+        let establishing = self.sessions.get(&key).and_then(Session::establishing);
+        match establishing.cloned().filter(|_| !is_probed) {
+            Some(peer) => {
+                tracing::warn!("session.devices_lost peer={} {reason}", self.peer(key));
+                self.probe_lanes(key, &peer, Ok(Vec::new()));
+            }
+            None if reads_process => {}
+            None => self.switch_to_stream(key, reason),
+        }
     }
 
-    /// The error of a session whose endpoint has ended with the get of the canary.
-    fn canary_lost(&self, key: SessionKey, transport: &str, status: Status) -> Error {
-        self.lost(
-            key,
-            format_args!(
-                "its canary could not be read over {transport}: {status}; repair that transport, or set KVPIPE_DATA_PATH=tcp on both sides"
-            ),
-        )
+    /// True if the session's endpoint can be used.
+    pub(crate) fn has_devices(&self, key: SessionKey) -> bool {
+        self.endpoint(key).is_some_and(|endpoint| endpoint.id.is_some())
     }
 
     /// The peer reports how it gets our bytes.

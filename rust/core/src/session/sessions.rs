@@ -314,7 +314,7 @@ impl<S: Service> Sessions<S> {
     fn finish_hello(&mut self, session: SessionKey, result: UcxResult<()>) {
         match result {
             Ok(()) => self.record_hello(session, |endpoint| endpoint.is_hello_sent = true),
-            Err(status) => self.cx.fail(session, self.cx.lost(session, status)),
+            Err(status) => self.fail_endpoint(session, status),
         }
     }
 
@@ -340,7 +340,10 @@ impl<S: Service> Sessions<S> {
         // A peer that leaves in order says so before its endpoint ends, but over another connection: seen first, that
         // end would hide the reason that it gave.
         self.receive(session);
-        self.cx.fail_endpoint(session, status);
+        if !self.cx.has_failed(session) {
+            self.cx.lose_devices(session, &status.to_string());
+            self.report_up_if_probed(session);
+        }
     }
 
     /// The only message over UCX is the hello of a session.

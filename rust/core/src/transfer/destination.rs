@@ -129,6 +129,7 @@ impl PeerTransfers {
             cursor: Cursor::default(),
             verifier,
             has_asked,
+            has_lost_reads: false,
         }))
     }
 }
@@ -280,7 +281,7 @@ impl TransferEngine {
 /// Reads over UCX.
 impl TransferEngine {
     /// Keeps reads from a peer in flight, those of its first transfers first. More are due when a transfer has started, and
-    /// when few are left.
+    /// when few are left. Where they have failed, or none can be posted any more, the transfer begins again as a stream.
     fn post(&mut self, cx: &mut ReactorContext, session: SessionKey) {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
@@ -295,6 +296,18 @@ impl TransferEngine {
             {
                 peer.bytes_in_flight += len;
                 peer.reads_in_flight += 1;
+            }
+        }
+        let has_devices = cx.has_devices(session);
+        for id in &peer.running {
+            let Some(transfer) = self.transfers.get_mut(id) else {
+                continue;
+            };
+            if transfer.is_to_restart(has_devices) {
+                let source = peer.sources.get(&transfer.request.source);
+                let can_checksum = source.is_some_and(|source| !source.is_cuda);
+                let stream = begin_stream(cx, *id, &transfer.request, can_checksum);
+                transfer.restart(stream);
             }
         }
     }
@@ -318,9 +331,8 @@ impl TransferEngine {
             // While it is in the cache.
             Ok(()) => transfer.hash(CHECKSUMMED_BYTES),
             Err(status) => {
-                let error = Error::lost(&cx.peer(session), status);
-                transfer.fail(error.clone());
-                cx.fail(session, error);
+                transfer.lose_reads();
+                cx.lose_devices(session, &status.to_string());
             }
         }
         schedule(&mut self.scheduled, id, transfer);

@@ -94,6 +94,8 @@ pub(super) struct Reading {
     pub(super) verifier: Option<Verifier>,
     /// Whether the source was asked for checksums.
     pub(super) has_asked: bool,
+    /// A read has failed: it begins again as a stream when no other is in flight.
+    pub(super) has_lost_reads: bool,
 }
 
 /// See the diagram in `transfer/mod.rs`.
@@ -169,7 +171,8 @@ impl Transfer {
             State::Queued => pieces.num_bytes == 0,
             State::Reading(reading) => {
                 let verifier = reading.verifier.as_ref();
-                self.posted.placed_bytes == pieces.num_bytes
+                !reading.has_lost_reads
+                    && self.posted.placed_bytes == pieces.num_bytes
                     && verifier.is_none_or(|verifier| verifier.is_done(pieces))
             }
             State::Streaming(stream) => stream.received_bytes == pieces.num_bytes,
@@ -257,7 +260,8 @@ impl Transfer {
         id: u64,
         reads_in_flight: usize,
     ) -> Option<u64> {
-        if reads_in_flight >= READS_IN_FLIGHT || self.posted.is_full() {
+        let is_lost = matches!(&self.state, State::Reading(reading) if reading.has_lost_reads);
+        if is_lost || reads_in_flight >= READS_IN_FLIGHT || self.posted.is_full() {
             return None;
         }
         self.post_copy(cx, id).or_else(|| self.post_read(cx, id))
@@ -380,6 +384,23 @@ impl Transfer {
         process.read(self.request.memory.buffer(), &pieces)?;
         self.posted.placed_bytes += len;
         Ok(Some(len))
+    }
+
+    /// A read has failed: no more are posted.
+    pub(super) fn lose_reads(&mut self) {
+        if let State::Reading(reading) = &mut self.state {
+            reading.has_lost_reads = true;
+        }
+    }
+
+    /// True if it has to begin again as a stream, and can: `has_devices` says that reads can be posted.
+    pub(super) fn is_to_restart(&self, has_devices: bool) -> bool {
+        let State::Reading(reading) = &self.state else {
+            return false;
+        };
+        let needs_devices = !matches!(reading.path, ReadPath::ProcessVm(_));
+        let is_lost = reading.has_lost_reads || (!has_devices && self.bytes_left() > 0);
+        needs_devices && is_lost && self.posted.is_empty()
     }
 
     /// Begins again as a stream: what was read before is written once more. No read of UCX is in flight.

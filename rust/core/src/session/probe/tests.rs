@@ -82,7 +82,9 @@ impl Fixture {
                     assert_eq!(canary_of(token), Some(SESSION));
                     self.cx.finish_probe(SESSION, result);
                 }
-                Event::EndpointFailed { status, .. } => self.cx.fail_endpoint(SESSION, status),
+                Event::EndpointFailed { status, .. } => {
+                    self.cx.lose_devices(SESSION, &status.to_string());
+                }
                 _ => {}
             }
         }
@@ -183,10 +185,12 @@ fn a_session_whose_lanes_are_unknown_streams_and_the_error_in_the_log_shows_them
 }
 
 #[test]
-fn a_session_whose_endpoint_cannot_be_used_is_lost_instead_of_streaming() {
+fn a_session_whose_endpoint_cannot_be_used_streams_and_the_log_says_why() {
     let mut it = Fixture::new();
     let identity = it.identity.clone();
-    let status = Status {
+    let session = it.cx.sessions.get_mut(&SESSION).unwrap();
+    session.state = SessionState::Establishing(Box::new(identity.clone()));
+    let status = kvpipe_ucx::Status {
         code: -25,
         call: "ucp_ep_print_info",
     };
@@ -194,8 +198,10 @@ fn a_session_whose_endpoint_cannot_be_used_is_lost_instead_of_streaming() {
         let error = LanesError::Unusable(status);
         it.cx.probe_lanes(SESSION, &identity, Err(error));
     });
-    assert!(it.cx.has_failed(SESSION));
-    assert_eq!((it.cx.data_path(SESSION), lines), (None, Vec::new()));
+    assert!(!it.cx.has_failed(SESSION));
+    assert!(!it.cx.has_devices(SESSION));
+    assert_eq!(it.cx.data_path(SESSION), Some(stream()));
+    assert!(lines[0].starts_with("WARN session.devices_lost peer=peer"), "{lines:?}");
 }
 
 #[test]
@@ -212,20 +218,17 @@ fn a_canary_that_cannot_be_read_makes_the_session_stream() {
 }
 
 #[test]
-fn a_session_whose_endpoint_ends_with_the_canary_is_lost_and_the_error_names_it() {
+fn a_session_whose_endpoint_ends_with_the_canary_streams_and_the_log_says_why() {
     let mut it = Fixture::new();
     it.begin();
     drop(it.peer);
     let peer = Transport::Memory(MemoryPath::RemoteRead).open(Ipv4Addr::LOCALHOST.into());
     it.peer = peer.unwrap().worker().unwrap().unwrap();
-    it.run();
-    let session = it.cx.sessions.get(&SESSION).unwrap();
-    let error = session.failure.as_ref().unwrap().to_string();
-    assert!(
-        error.contains("its canary could not be read over memory"),
-        "{error}"
-    );
-    assert!(error.contains("KVPIPE_DATA_PATH=tcp"), "{error}");
+    let lines = logged(|| it.run());
+    assert!(!it.cx.has_failed(SESSION));
+    assert_eq!(it.cx.data_path(SESSION), Some(stream()));
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    assert!(lines[0].starts_with("WARN session.devices_lost peer=peer its canary"), "{lines:?}");
 }
 
 #[test]

@@ -135,3 +135,22 @@ fn the_end_of_a_session_is_that_of_its_transfers_after_their_reads() {
     it.end_reads();
     assert_eq!(failed(it.engine.next_completion()), lost);
 }
+
+/// As when the link of its device goes down.
+#[test]
+fn transfers_whose_device_is_lost_begin_again_as_streams_and_the_session_goes_on() {
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    let ids = [0, 1].map(|owner| it.begin(it.request(owner)));
+    it.sent();
+    it.cx.lose_devices(SESSION, "the link is down");
+    it.end_reads();
+    assert!(it.engine.next_completion().is_none());
+    assert_eq!(it.requests(), ids.map(|id| (id, Wanted::ChecksummedBytes)));
+    for (id, owner) in ids.into_iter().zip([0, 1]) {
+        it.data(id).unwrap();
+        it.assert_moved(owner);
+    }
+    assert!(!it.cx.has_failed(SESSION));
+    let later = it.begin(it.request(2));
+    assert_eq!(it.requests(), [(later, Wanted::ChecksummedBytes)]);
+}
