@@ -99,6 +99,7 @@ def _blocks_subjects(data_path: str, args: argparse.Namespace) -> list[Subject]:
         *of.kvpipe_blocks(data_path, sizes),
         *of.kvpipe_handoffs(data_path, sizes),
         *of.process_vm(data_path),
+        *of.bare_sockets(data_path),
         *of.bare(data_path),
     ]
 

@@ -109,6 +109,17 @@ def memcpy() -> list[Subject]:
     ]
 
 
+def bare_sockets(data_path: str) -> list[Subject]:
+    """Two processes with nothing but `sendmsg` and `readv` on one connection; and the same sealed with AES-128-GCM."""
+    if data_path != "tcp":
+        return []
+    over = ("over", "sockets")
+    return [
+        Subject("bare sockets", data_path, _bare(setup=(over,)), BLOCKS),
+        Subject("bare sockets, sealed", data_path, _bare(setup=(over, ("sealed", "yes"))), BLOCKS),
+    ]
+
+
 def process_vm(data_path: str) -> list[Subject]:
     """The calls to the kernel of the default data path on one host, and nothing else."""
     program = ours("process_vm_blocks", (("op", "READ"),))
@@ -364,11 +375,12 @@ def _peer(name: str, setup: Pairs = (), env: Pairs = ()) -> Program:
     return Program(name, command, setup=setup, env=(*_LOOPBACK, *env), is_paused=True)
 
 
-def _bare(env: Pairs = (), roles: Sequence[str] = ("active", "passive")) -> Program:
+def _bare(env: Pairs = (), roles: Sequence[str] = ("active", "passive"), setup: Pairs = ()) -> Program:
     target = Path(os.environ.get("CARGO_TARGET_DIR") or _CHECKOUT / "target")
     wheel = ucx_wheel_dir()
     library = (("KVPIPE_UCX_LIB", f"{wheel}/lib/libucp.so.0"),) if wheel and "KVPIPE_UCX_LIB" not in os.environ else ()
-    return Program("bare_loop", (str(target / "release/examples/bare_loop"),), tuple(roles), env=(*library, *env))
+    command = (str(target / "release/examples/bare_loop"),)
+    return Program("bare_loop", command, tuple(roles), setup, env=(*library, *env))
 
 
 REMEDIES = {

@@ -1,4 +1,4 @@
-//! The least that UCX needs to move tensors and blocks: the baseline of `kvpipe bench`. It has the
+//! The least that UCX, or sockets, need to move tensors and blocks: the baseline of `kvpipe bench`. With UCX it has the
 //! library, settings, error mode and window of a Pipe and an Agent, and cold buffers. It has no
 //! sessions, queues, threads or Python.
 //!
@@ -8,6 +8,7 @@
 
 mod copy;
 mod request;
+mod sockets;
 mod transfers;
 mod worker;
 
@@ -15,6 +16,7 @@ use std::error::Error;
 use std::io::{BufRead, Write};
 
 use request::{Request, Role};
+use sockets::SocketPeer;
 use worker::BareWorker;
 
 /// An error is the answer to its request; the program goes on with the next one.
@@ -28,6 +30,11 @@ fn main() -> Result<()> {
         Role::Copy => {
             let buffers = copy::CopyBuffers::new(total);
             answer("ok", |request| buffers.answer(request))
+        }
+        role if request.is("over", "sockets") => {
+            let mut peer = SocketPeer::new(role, &request)?;
+            let hello = peer.hello()?;
+            answer(&hello, |request| peer.answer(request))
         }
         role => {
             let mut worker = BareWorker::new(role, total)?;
