@@ -15,7 +15,7 @@ from kvpipe.bench.store.values import NUM_KEYS, key_of
 from kvpipe.launch.plan import free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from random import Random
 
@@ -81,6 +81,22 @@ class RedisServer(Server):
         return bool(is_up and mine["slave_repl_offset"] == theirs["master_repl_offset"])
 
 
+@contextlib.contextmanager
+def _asking(name: str) -> Iterator[None]:
+    """Asks servers beside their clients.
+
+    Raises:
+        SubjectError: One does not answer.
+    """
+    import redis  # noqa: PLC0415
+
+    try:
+        yield
+    except redis.RedisError as error:
+        message = f"{name}: {type(error).__name__}: {error}"
+        raise SubjectError(message) from error
+
+
 class _DatabaseStore(Store):
     """A store whose servers can be asked for their keys.
 
@@ -94,6 +110,11 @@ class _DatabaseStore(Store):
         """Returns the servers that have the keys."""
         raise NotImplementedError
 
+    def make(self, fault: str) -> None:
+        """Makes one of its faults; see `Store.make`."""
+        with _asking(self.name):
+            super().make(fault)
+
     def kill_connections(self) -> None:
         """Ends all connections of clients."""
         for server in self.primaries():
@@ -101,6 +122,10 @@ class _DatabaseStore(Store):
                 server.admin.client_kill_filter(_type=kind, skipme=True)
 
     def _look(self, store: KVStore, found: Left) -> None:
+        with _asking(self.name):
+            self._look_at_keys(store, found)
+
+    def _look_at_keys(self, store: KVStore, found: Left) -> None:
         def is_settled() -> bool:
             keys = self._keys()
             return not (keys.leased or keys.unknown - self._orphans(keys))
