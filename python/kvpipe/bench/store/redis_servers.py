@@ -209,7 +209,9 @@ class RedisStore(_DatabaseStore):
         super().__init__(name, pool, random)
         ports = free_ports(2)
         # Neither is a primary when it starts: no client uses one whose role is not decided.
-        options = [("--repl-diskless-sync-delay", "0", "--replicaof", HOST, str(sum(ports) - port)) for port in ports]
+        # A link that says nothing is made again before `_CHANGES_WITHIN_S`; by default after 60 s.
+        common = ("--repl-diskless-sync-delay", "0", "--repl-timeout", "5", "--repl-ping-replica-period", "1")
+        options = [(*common, "--replicaof", HOST, str(sum(ports) - port)) for port in ports]
         self._servers = [
             RedisServer(f"{name} {port}", program, port, folder, *of_one)
             for port, of_one in zip(ports, options, strict=True)
@@ -256,7 +258,8 @@ class RedisStore(_DatabaseStore):
             return False
 
         if not until(is_synchronous, _CHANGES_WITHIN_S, _LOOK_EVERY_S):
-            message = f"{self.name}: the replica does not follow within {_CHANGES_WITHIN_S:.0f} s"
+            infos = [server.admin.info("replication") for server in (self._primary, self._replica)]
+            message = f"{self.name}: the replica does not follow within {_CHANGES_WITHIN_S:.0f} s: {infos}"
             raise SubjectError(message)
 
     def change_roles(self) -> None:
