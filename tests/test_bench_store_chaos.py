@@ -149,7 +149,7 @@ def test_stores_keep_their_promises_while_servers_and_clients_fail(tmp_path: Pat
     assert figures.exists(), done.stderr
     found = json.loads(figures.read_text())["stores"]
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert found.keys() == {"kvpipe", *programs(), "evicting"}
+    assert found.keys() == {"kvpipe", *programs(), "evicting", "cluster"}
     for counts in found.values():
         assert counts["calls"] - counts["errors"] >= 4000 // len(found)
         assert min(counts["values read"], counts["acknowledged"]) > 0

@@ -19,7 +19,6 @@ from kvpipe.bench.store.results import Ledger
 from kvpipe.bench.store.servers import OwnStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from kvpipe.bench.progress import Progress
@@ -27,9 +26,13 @@ if TYPE_CHECKING:
     from kvpipe.bench.store.servers import Store
 
 NUM_CLIENTS = 2
+# In which a client is killed.
+STAGES = ("put", "lease")
 # From the end of a fault until each client has a call without an error.
 RECOVERS_WITHIN_S = 10.0
 _MOST_CALLS_BETWEEN = 200
+# Faults after which a store did not recover.
+_GIVES_UP_AFTER = 3
 _ENDS_WITHIN_S = 30.0
 # Until a client says that it puts, or has a lease.
 _REACHED_WITHIN_S = 20.0
@@ -98,7 +101,7 @@ class _Client:
 
     def __init__(self, store: Store, seed: int, name: str, ledger: Ledger) -> None:
         self.name, self._ledger = name, ledger
-        self.reached: dict[str, Event] = {"put": Event(), "lease": Event()}
+        self.reached: dict[str, Event] = {stage: Event() for stage in STAGES}
         self._is_ending = self._is_killed = False
         words = [store.url, f"{seed} {store.name}", name, str(int(store.opens_again)), str(store.answer_s)]
         self._process = Process([sys.executable, "-m", "kvpipe.bench.store.client", *words], {})
@@ -143,11 +146,7 @@ class _StoreRun:
         self._random = random.Random(f"{seed} faults {store.name}")  # noqa: S311 - no secret
         self._lives = [0] * NUM_CLIENTS
         self._clients: list[_Client] = []
-        self._faults: Mapping[str, Callable[[], None]] = {
-            **store.faults,
-            "clients killed in put": lambda: self._kill_client("put"),
-            "clients killed in lease": lambda: self._kill_client("lease"),
-        }
+        self._faults = [*store.faults, *(f"clients killed in {stage}" for stage in STAGES)]
 
     def run(self) -> None:
         """Calls, makes faults, and looks at what is left."""
@@ -157,7 +156,7 @@ class _StoreRun:
             self._until_served(time.monotonic_ns(), "the start")
             order: list[str] = []
             while self._until_served_calls(self.ledger.num_served + self._random.randint(1, _MOST_CALLS_BETWEEN)):
-                order = order or self._random.sample([*self._faults], len(self._faults))
+                order = order or self._random.sample(self._faults, len(self._faults))
                 self._make(order.pop())
             for client in self._clients:
                 client.end()
@@ -179,11 +178,14 @@ class _StoreRun:
         with ledger.changed:
             while ledger.num_served < min(num_calls, self._num_calls) and ledger.changed.wait(_ENDS_WITHIN_S):
                 pass
-            return ledger.num_served < self._num_calls
+            return ledger.num_served < self._num_calls and ledger.found.unrecovered < _GIVES_UP_AFTER
 
     def _make(self, name: str) -> None:
         self._progress.line(f"{self.store.name}: {self.ledger.num_served} calls, {name}")
-        self._faults[name]()
+        if name in self.store.faults:
+            self.store.make(name)
+        else:
+            self._kill_client(name.rpartition(" ")[2])
         ended_ns = time.monotonic_ns()
         counter = name.replace(" ", "_")
         with self.ledger.changed:

@@ -15,7 +15,7 @@ from kvpipe.bench.store.values import NUM_KEYS, key_of
 from kvpipe.launch.plan import free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from random import Random
 
@@ -81,6 +81,22 @@ class RedisServer(Server):
         return bool(is_up and mine["slave_repl_offset"] == theirs["master_repl_offset"])
 
 
+@contextlib.contextmanager
+def _asking(name: str) -> Iterator[None]:
+    """Asks servers beside their clients.
+
+    Raises:
+        SubjectError: One does not answer.
+    """
+    import redis  # noqa: PLC0415
+
+    try:
+        yield
+    except redis.RedisError as error:
+        message = f"{name}: {type(error).__name__}: {error}"
+        raise SubjectError(message) from error
+
+
 class _DatabaseStore(Store):
     """A store whose servers can be asked for their keys.
 
@@ -94,6 +110,11 @@ class _DatabaseStore(Store):
         """Returns the servers that have the keys."""
         raise NotImplementedError
 
+    def make(self, fault: str) -> None:
+        """Makes one of its faults; see `Store.make`."""
+        with _asking(self.name):
+            super().make(fault)
+
     def kill_connections(self) -> None:
         """Ends all connections of clients."""
         for server in self.primaries():
@@ -101,6 +122,10 @@ class _DatabaseStore(Store):
                 server.admin.client_kill_filter(_type=kind, skipme=True)
 
     def _look(self, store: KVStore, found: Left) -> None:
+        with _asking(self.name):
+            self._look_at_keys(store, found)
+
+    def _look_at_keys(self, store: KVStore, found: Left) -> None:
         def is_settled() -> bool:
             keys = self._keys()
             return not (keys.leased or keys.unknown - self._orphans(keys))
@@ -184,7 +209,9 @@ class RedisStore(_DatabaseStore):
         super().__init__(name, pool, random)
         ports = free_ports(2)
         # Neither is a primary when it starts: no client uses one whose role is not decided.
-        options = [("--repl-diskless-sync-delay", "0", "--replicaof", HOST, str(sum(ports) - port)) for port in ports]
+        # A link that says nothing is made again before `_CHANGES_WITHIN_S`; by default after 60 s.
+        common = ("--repl-diskless-sync-delay", "0", "--repl-timeout", "5", "--repl-ping-replica-period", "1")
+        options = [(*common, "--replicaof", HOST, str(sum(ports) - port)) for port in ports]
         self._servers = [
             RedisServer(f"{name} {port}", program, port, folder, *of_one)
             for port, of_one in zip(ports, options, strict=True)
@@ -231,7 +258,8 @@ class RedisStore(_DatabaseStore):
             return False
 
         if not until(is_synchronous, _CHANGES_WITHIN_S, _LOOK_EVERY_S):
-            message = f"{self.name}: the replica does not follow within {_CHANGES_WITHIN_S:.0f} s"
+            infos = [server.admin.info("replication") for server in (self._primary, self._replica)]
+            message = f"{self.name}: the replica does not follow within {_CHANGES_WITHIN_S:.0f} s: {infos}"
             raise SubjectError(message)
 
     def change_roles(self) -> None:

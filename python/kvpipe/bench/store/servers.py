@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from kvpipe.bench.chaos import until
 from kvpipe.bench.instances.servers import Server
-from kvpipe.bench.processes import SubjectError
 from kvpipe.bench.store.values import TTL_S, content_of
 from kvpipe.exceptions import KVPipeError
 from kvpipe.launch.plan import free_ports
@@ -64,7 +63,7 @@ class Store:
         opens_again: True if a client opens the store again when its server was lost.
         answer_s: Bound of a call, beside the time that it waits by itself.
         num_evicted: Entries that its servers have evicted while that was watched.
-        faults: Each with its name; it returns when its servers serve again.
+        faults: Each with its name; see `make`.
     """
 
     name: str
@@ -79,6 +78,14 @@ class Store:
             "servers killed": self.kill,
             "servers frozen": self.freeze,
         }
+
+    def make(self, fault: str) -> None:
+        """Makes one of its faults, and returns when its servers serve again.
+
+        Raises:
+            SubjectError: They do not.
+        """
+        self.faults[fault]()
 
     def servers(self) -> list[Server]:
         """Returns its servers."""
@@ -107,7 +114,7 @@ class Store:
         try:
             with open_store(self.url, timeout=_ANSWER_S) as store:
                 self._look(store, found)
-        except (KVPipeError, SubjectError) as error:
+        except KVPipeError as error:
             found.unanswered += 1
             found.reasons.append(f"{self.name}: {type(error).__name__}: {error}")
         return found
