@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -208,26 +207,3 @@ def test_a_peer_that_was_lost_is_replaced_by_another(agent, source, start, block
     peer = agent.connect(start("expose_blocks", NUM_BLOCKS, BLOCK_BYTES).read(), timeout=TIMEOUT_S)
     assert peer.read_blocks(region, [3], "kv", [4]).wait(TIMEOUT_S) == BLOCK_BYTES
     assert np.array_equal(blocks[3], pattern(NUM_BLOCKS, BLOCK_BYTES)[4])
-
-
-def rdma_link(*words):
-    subprocess.run(["rdma", "link", *words], check=True)
-
-
-@pytest.fixture
-def removable():
-    """The device's name; it is there again afterwards."""
-    yield "rxe0"
-    rdma_link("add", "rxe0", "type", "rxe", "netdev", "rdma0")
-
-
-def test_reads_under_way_when_the_device_is_removed_go_on_over_tcp_on_the_same_session(agent, peer, blocks, removable):
-    region, every = agent.register(blocks, "own", BLOCK_BYTES), range(NUM_BLOCKS)
-    assert peer.transport == "rc_verbs"
-    for number in range(20):
-        blocks[:] = 0
-        if number == 3:
-            rdma_link("delete", removable)
-        assert peer.read_blocks(region, every, "kv", every).wait(TIMEOUT_S) == blocks.nbytes
-        assert np.array_equal(blocks, pattern(NUM_BLOCKS, BLOCK_BYTES))
-    assert peer.transport == "tcp"
