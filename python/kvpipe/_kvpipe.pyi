@@ -39,6 +39,7 @@ __all__ = [
     "cuda_device_of",
     "cuda_is_exportable",
     "drain_log",
+    "has_rdma_devices",
     "joined_checksum",
     "serde_copy",
     "serde_decode",
@@ -250,7 +251,7 @@ class Transport:
     """What pipes and agents move their bytes with; UCX is opened when the first of them is made."""
 
     @staticmethod
-    def ucx(wheel_dir: str | Path | None) -> Transport: ...
+    def host(wheel_dir: str | Path | None) -> Transport: ...
     @staticmethod
     def memory(data_path: str) -> Transport:
         """Between objects of this process; the data path is `remote_read` or `stream`."""

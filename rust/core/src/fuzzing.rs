@@ -12,7 +12,7 @@ use crate::agent::Metadata;
 use crate::agent::messages::{self as agent, AgentMessage, OFFER};
 use crate::checksum;
 use crate::control::messages::ControlMessage;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::handoff::messages::HandoffMessage;
 use crate::lookup::messages::{self as lookup, LookupMessage};
 use crate::lookup::transfer::EntryTransfer;
@@ -43,7 +43,9 @@ impl PeerPlane {
     pub fn open(transport: &Transport, len: usize) -> Result<Self> {
         let context = transport.open(Ipv4Addr::LOCALHOST.into())?;
         Ok(Self {
-            worker: context.worker()?.expect("the twin has one"),
+            worker: context
+                .worker()?
+                .ok_or_else(|| Error::protocol("a transport without workers"))?,
             memory: context.register(Buffer::zeroed(len))?,
             canary: context.register(Buffer::zeroed(Canary::LEN))?,
             endpoint: None,

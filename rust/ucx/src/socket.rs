@@ -72,7 +72,7 @@ pub fn receive(
         libc::readv(
             socket.as_raw_fd(),
             vectors.as_ptr(),
-            vectors.len() as libc::c_int,
+            libc::c_int::try_from(vectors.len()).map_err(|_| ErrorKind::InvalidInput)?,
         )
     };
     let received = usize::try_from(received).map_err(|_| Error::last_os_error())?;
@@ -149,20 +149,30 @@ mod tests {
 
     #[test]
     fn a_range_that_must_not_be_read_or_written_is_refused_and_nothing_is_sent() {
+        static BYTES: &[u8] = b"kvpipe";
         let (near, far) = UnixStream::pair().unwrap();
         far.set_nonblocking(true).unwrap();
         let host = Buffer::zeroed(4);
         let invalid = ErrorKind::InvalidInput;
-        for ranges in [vec![(1, 4)], vec![(usize::MAX, 1)], vec![(0, 0); RANGES_CAP + 1]] {
-            assert_eq!(kind(send(near.as_fd(), b"head", (&host, &ranges), b"")), invalid);
+        for ranges in [
+            vec![(1, 4)],
+            vec![(usize::MAX, 1)],
+            vec![(0, 0); RANGES_CAP + 1],
+        ] {
+            assert_eq!(
+                kind(send(near.as_fd(), b"head", (&host, &ranges), b"")),
+                invalid
+            );
             let received = receive(far.as_fd(), Some((&host, &ranges)), &mut Vec::new(), 0);
             assert_eq!(kind(received), invalid);
         }
         let cuda = MemoryKind::Cuda { device: 0 };
         // SAFETY: never dereferenced, which is what this test is about.
         let device = unsafe { Buffer::from_raw_parts(4096, 4, cuda, Box::new(())) };
-        assert_eq!(kind(send(near.as_fd(), b"", (&device, &[(0, 4)]), b"")), invalid);
-        static BYTES: &[u8] = b"kvpipe";
+        assert_eq!(
+            kind(send(near.as_fd(), b"", (&device, &[(0, 4)]), b"")),
+            invalid
+        );
         let address = BYTES.as_ptr().expose_provenance();
         // SAFETY: a static is valid for reads for ever.
         let fixed = unsafe { Buffer::read_only(address, 6, MemoryKind::Host, Box::new(())) };

@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-
 use super::SharedState;
 use super::inbox::Drained;
 use super::messages::{AgentMessage, REGIONS, RELEASED, read_regions};

@@ -110,9 +110,7 @@ impl AgentMessage<'_> {
                     .bytes(tag);
                 (header, payload.finish())
             }
-            Self::Withdraw { offer } | Self::Accepted { offer } => {
-                (header.u64(offer), Vec::new())
-            }
+            Self::Withdraw { offer } | Self::Accepted { offer } => (header.u64(offer), Vec::new()),
             Self::Declined { offer, reason } | Self::Corrupt { offer, reason } => {
                 let text = Writer::default().text(&reason, REASON_CAP);
                 (header.u64(offer), text.finish())

@@ -70,9 +70,7 @@ impl HandoffMessage {
                 (header, text.finish())
             }
             Self::Ack => (header, Vec::new()),
-            Self::Validate { epoch, question } => {
-                (header.u64(*epoch).u64(*question), Vec::new())
-            }
+            Self::Validate { epoch, question } => (header.u64(*epoch).u64(*question), Vec::new()),
             Self::Valid { question } | Self::Invalid { question } => {
                 (header.u64(*question), Vec::new())
             }

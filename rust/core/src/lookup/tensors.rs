@@ -154,12 +154,7 @@ impl Tensors {
     }
 
     /// The peer has, or will never have, the tensors of an operation.
-    pub(super) fn release(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-    ) {
+    pub(super) fn release(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
         for source in (0..NUM_ITEMS).map(|index| source_id(operation, index)) {
             self.exchange.withdraw(cx, session, source);
         }

@@ -133,7 +133,10 @@ mod tests {
             assert_eq!(Encryption::of_setting(setting), Ok(expected));
         }
         let error = Encryption::of_setting(Some("yes")).unwrap_err().to_string();
-        assert!(error.contains("KVPIPE_ENCRYPTION=yes: expected auto"), "{error}");
+        assert!(
+            error.contains("KVPIPE_ENCRYPTION=yes: expected auto"),
+            "{error}"
+        );
     }
 
     #[test]

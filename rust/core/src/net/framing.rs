@@ -29,10 +29,7 @@ pub(crate) enum SessionFrame<'a> {
     /// The sender is alive.
     Heartbeat,
     /// A message of a service.
-    Message {
-        header: &'a [u8],
-        payload: &'a [u8],
-    },
+    Message { header: &'a [u8], payload: &'a [u8] },
     /// A part of a stream, whose sender has its memory back if `is_aborted`: then the bytes mean nothing.
     Stream {
         header: &'a [u8],
@@ -162,7 +159,9 @@ impl FrameReader {
     /// How many bytes of the next frame are missing, as far as its length is known.
     pub(crate) fn num_missing(&self) -> usize {
         let unread = self.unread();
-        let length = unread.first_chunk::<4>().map_or(0, |length| u32::from_le_bytes(*length));
+        let length = unread
+            .first_chunk::<4>()
+            .map_or(0, |length| u32::from_le_bytes(*length));
         (4 + length as usize).saturating_sub(unread.len())
     }
 

@@ -5,7 +5,6 @@ use std::collections::VecDeque;
 use std::iter::once;
 use std::time::Instant;
 
-
 use super::messages::{END, ReceiverMessage, SenderMessage};
 use super::posted::{LargeSend, PostedSend, QueuedSend};
 use super::{EAGER_CAP, MESSAGES_IN_FLIGHT, SharedInfo, TRANSFERS_IN_FLIGHT};

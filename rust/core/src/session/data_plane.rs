@@ -195,8 +195,9 @@ impl ReactorContext {
         {
             self.lose_devices(session, &lost.to_string());
         }
-        unpacked
-            .map_err(|status| Error::protocol(format_args!("a remote key cannot be used: {status}")))
+        unpacked.map_err(|status| {
+            Error::protocol(format_args!("a remote key cannot be used: {status}"))
+        })
     }
 
     /// The transport of the session's lane that reads from CUDA memory of a peer into CUDA memory of ours, if there is one.

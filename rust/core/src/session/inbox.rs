@@ -74,7 +74,11 @@ impl Inbox {
             return socket::receive(socket, None, buffer, cap);
         };
         let in_ranges: usize = self.ranges.iter().map(|range| range.1).sum();
-        let rest_cap = if in_ranges == part.left { READ_AHEAD } else { 0 };
+        let rest_cap = if in_ranges == part.left {
+            READ_AHEAD
+        } else {
+            0
+        };
         let into = Some((&memory, &self.ranges[..]));
         let received = socket::receive(socket, into, buffer, rest_cap)?;
         let placed = received.min(in_ranges);
@@ -162,7 +166,9 @@ pub(super) fn place(
 
 impl std::fmt::Debug for Inbox {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Inbox").field("frames", &self.frames).finish_non_exhaustive()
+        f.debug_struct("Inbox")
+            .field("frames", &self.frames)
+            .finish_non_exhaustive()
     }
 }
 

@@ -91,7 +91,12 @@ impl SendingPart {
 
     /// Sends what the socket takes in one call; returns the number of bytes, and true if that was the end.
     fn send(&mut self, socket: BorrowedFd<'_>) -> IoResult<(usize, bool)> {
-        let ranges: Vec<_> = self.ranges.iter().copied().take(socket::RANGES_CAP).collect();
+        let ranges: Vec<_> = self
+            .ranges
+            .iter()
+            .copied()
+            .take(socket::RANGES_CAP)
+            .collect();
         let end = if ranges.len() == self.ranges.len() {
             &self.end[..]
         } else {

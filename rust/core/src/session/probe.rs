@@ -14,7 +14,6 @@ use kvpipe_ucx::{Buffer, Lane, LanesError, MemoryKind, ProcessVmError, ProcessVm
 
 use super::ReactorContext;
 use super::data_plane::DataPlane;
-use super::session::Session;
 use crate::checksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -111,7 +110,9 @@ impl Probe {
             return Self::Refused("the peer exposes no canary".to_owned());
         };
         let process = reads_process.then(|| find_process(canary));
-        let device = lanes.iter().find(|lane| reads_host(lane) && lane.transport != CMA);
+        let device = lanes
+            .iter()
+            .find(|lane| reads_host(lane) && lane.transport != CMA);
         match (process, device) {
             (Some(Ok(process)), _) => Self::Process(process),
             (_, Some(lane)) => Self::Get(lane.transport.clone()),
@@ -162,7 +163,10 @@ impl ReactorContext {
                 Vec::new()
             }
         };
-        let may_read = self.data.as_ref().is_some_and(|data| data.context.reads_processes());
+        let may_read = self
+            .data
+            .as_ref()
+            .is_some_and(|data| data.context.reads_processes());
         let reads_process = may_read && peer.host == self.identity().host;
         let probe = Probe::of(&lanes, peer, reads_process);
         let Some(endpoint) = self.endpoint_mut(key) else {
@@ -259,7 +263,8 @@ impl ReactorContext {
             endpoint.paths.ours.is_some(),
             endpoint.paths.process.is_some(),
         );
-        let establishing = self.sessions.get(&key).and_then(Session::establishing);
+        let session = self.sessions.get(&key);
+        let establishing = session.and_then(|session| session.establishing());
         match establishing.cloned().filter(|_| !is_probed) {
             Some(peer) => {
                 tracing::warn!("session.devices_lost peer={} {reason}", self.peer(key));
@@ -272,7 +277,8 @@ impl ReactorContext {
 
     /// True if the session's endpoint can be used.
     pub(crate) fn has_devices(&self, key: SessionKey) -> bool {
-        self.endpoint(key).is_some_and(|endpoint| endpoint.id.is_some())
+        self.endpoint(key)
+            .is_some_and(|endpoint| endpoint.id.is_some())
     }
 
     /// The peer reports how it gets our bytes.

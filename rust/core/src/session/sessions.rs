@@ -221,7 +221,8 @@ impl<S: Service> Sessions<S> {
                     num_bytes: part.num_bytes,
                     is_aborted: part.is_aborted,
                 };
-                self.service.message(&mut self.cx, key, &part.header, placed)?;
+                self.service
+                    .message(&mut self.cx, key, &part.header, placed)?;
             }
         }
         Ok(())

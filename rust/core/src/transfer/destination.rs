@@ -145,9 +145,7 @@ fn begin_stream(
     // What is sealed needs no second checksum of the same.
     let is_sealed = is_compared && cx.is_sealed(request.session);
     let (checksums, wanted) = match request.checksums {
-        _ if is_compared && !is_sealed => {
-            (Checksums::OfStream, Wanted::ChecksummedBytes)
-        }
+        _ if is_compared && !is_sealed => (Checksums::OfStream, Wanted::ChecksummedBytes),
         of_owner @ Checksums::OfOwner(_) => (of_owner, Wanted::Bytes),
         _ => (Checksums::None, Wanted::Bytes),
     };

@@ -4,7 +4,6 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-
 use super::message::Message;
 use super::outgoing_stream::OutgoingStream;
 use super::region::Pieces;

@@ -123,7 +123,12 @@ impl OutgoingStream {
                 return false;
             };
             let offset = before.bytes_behind();
-            let part = self.part(transfer, offset, checksum, (self.memory.buffer().clone(), ranges));
+            let part = self.part(
+                transfer,
+                offset,
+                checksum,
+                (self.memory.buffer().clone(), ranges),
+            );
             if !cx.stream(session, part) {
                 self.cursor = before;
                 return false;
@@ -155,7 +160,11 @@ impl OutgoingStream {
     }
 
     fn compared(&self, checksum: RunningChecksum) -> u64 {
-        if self.is_checksummed { checksum.get() } else { 0 }
+        if self.is_checksummed {
+            checksum.get()
+        } else {
+            0
+        }
     }
 
     fn part(

@@ -121,7 +121,10 @@ mod tests {
     #[test]
     fn an_address_of_no_interface_is_an_error_and_not_every_interface() {
         let elsewhere = "203.0.113.1".parse().unwrap();
-        assert!(devices(elsewhere, false).is_ok(), "RDMA devices have no address");
+        assert!(
+            devices(elsewhere, false).is_ok(),
+            "RDMA devices have no address"
+        );
         let error = devices(elsewhere, true).unwrap_err();
         assert!(
             matches!(&error, Error::Config(text) if text.contains("203.0.113.1")),

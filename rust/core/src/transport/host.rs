@@ -63,7 +63,9 @@ pub(super) fn context(search: &Search, local: IpAddr) -> Result<Context> {
         }),
         Ok(None) => Ok(host),
         Err(error @ Error::Unavailable(_)) if reads_processes => {
-            tracing::warn!("ucx.missing this machine has {devices}, and bytes move without them: {error}");
+            tracing::warn!(
+                "ucx.missing this machine has {devices}, and bytes move without them: {error}"
+            );
             Ok(host)
         }
         Err(error) => Err(error),
@@ -86,6 +88,9 @@ mod tests {
             assert_eq!(Allowed::of(setting), Ok(allowed));
         }
         let error = Allowed::of(Some("cma")).unwrap_err().to_string();
-        assert!(error.contains("KVPIPE_DATA_PATH=cma: expected auto"), "{error}");
+        assert!(
+            error.contains("KVPIPE_DATA_PATH=cma: expected auto"),
+            "{error}"
+        );
     }
 }

@@ -18,8 +18,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use kvpipe_ucx::{
-    Buffer, Domains, EndpointId, Event, Lane, LanesError, MemoryKind, Piece, Reaper,
-    Search, Status, has_cuda_devices,
+    Buffer, Domains, EndpointId, Event, Lane, LanesError, MemoryKind, Piece, Reaper, Search,
+    Status, has_cuda_devices,
 };
 
 use crate::error::{Error, Result};
@@ -69,7 +69,9 @@ impl Transport {
 #[derive(Debug)]
 pub(crate) enum Context {
     /// Without UCX.
-    Host { reads_processes: bool },
+    Host {
+        reads_processes: bool,
+    },
     Ucx {
         context: Arc<kvpipe_ucx::Context>,
         reads_processes: bool,
@@ -93,7 +95,10 @@ impl Context {
     /// True if a peer's process on this host may be read.
     pub(crate) fn reads_processes(&self) -> bool {
         match self {
-            Self::Host { reads_processes } | Self::Ucx { reads_processes, .. } => *reads_processes,
+            Self::Host { reads_processes }
+            | Self::Ucx {
+                reads_processes, ..
+            } => *reads_processes,
             Self::Twin(_) => false,
         }
     }

@@ -30,7 +30,9 @@ fn transports(users: Option<&str>, has_cuda: bool) -> Option<String> {
         return Some(format!("^{excluded},{}", unwanted.join(",")));
     }
     let names = users.split(',').map(str::trim);
-    let left: Vec<_> = names.filter(|name| !(name.is_empty() || unwanted.contains(name))).collect();
+    let left: Vec<_> = names
+        .filter(|name| !(name.is_empty() || unwanted.contains(name)))
+        .collect();
     (!left.is_empty()).then(|| left.join(","))
 }
 

@@ -9,7 +9,7 @@ use kvpipe_core::net::identity::SessionKind;
 use kvpipe_ucx::Buffer;
 
 use crate::agents::{BLOCK, COUNT, agent, connect, pair, register};
-use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern, };
+use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern};
 
 const REGIONS: u8 = 1;
 const RELEASED: u8 = 2;

@@ -275,11 +275,7 @@ fn asked(search: &Search) -> (Raw, HandoffAgent, Region) {
     let from = Buffer::from_vec(pattern(COUNT * BLOCK, 1));
     let region = register(&source, "kv", &from, BLOCK, BLOCK);
     let address = source.address().expect("address");
-    (
-        Raw::connect(address, SessionKind::Agent),
-        source,
-        region,
-    )
+    (Raw::connect(address, SessionKind::Agent), source, region)
 }
 
 fn ask(raw: &Raw, transfer: u64, wanted: u8, ids: &[u32]) {

@@ -12,7 +12,7 @@ use kvpipe_ucx::{Buffer, Search};
 use crate::agents::{
     BLOCK, COUNT, agent, connect, pair, register, register_writable, tagged, tags,
 };
-use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern, };
+use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern};
 
 const OFFER: u8 = 36;
 const ACCEPTED: u8 = 37;

@@ -207,7 +207,8 @@ fn a_client_that_exceeds_the_tokens_of_inserts_is_cut_off() {
     local
         .insert(vec![1], full, None, Then::GoOn)
         .expect("inserted");
-    let mut raw = Raw::connect(local.address().parse().expect("address"),
+    let mut raw = Raw::connect(
+        local.address().parse().expect("address"),
         SessionKind::Lookup,
     );
     let insert = |raw: &Raw, operation: u64, num_tokens: usize| {

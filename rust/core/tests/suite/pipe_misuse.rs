@@ -109,7 +109,8 @@ fn a_sender_that_leaves_before_it_is_established_leaves_its_place() {
     let Some(search) = common::ucx() else { return };
     let rx =
         Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
-    drop(Raw::begin(rx.address().expect("address"),
+    drop(Raw::begin(
+        rx.address().expect("address"),
         SessionKind::Pipe,
     ));
     std::thread::sleep(Duration::from_millis(100));
@@ -186,10 +187,7 @@ fn a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_g
         let is_read = !common::is_tcp();
         let proof = if is_read { 1 } else { 2 };
         let header = unsummed(OFFER, 0);
-        raw.send(
-            &header,
-            &offer(len as u64, address, proof, &[]),
-        );
+        raw.send(&header, &offer(len as u64, address, proof, &[]));
         let received = receive(&rx);
         if is_read {
             let wrong = Writer::default().list(&[7], |w, sum| w.u64(*sum)).finish();

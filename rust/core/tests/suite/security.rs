@@ -18,9 +18,6 @@ use crate::common::relay::Relay;
 use crate::common::sockets::listening;
 use crate::common::{PATIENCE, TOKEN, alone, eventually};
 
-/// A message of blocks: the destination asks for some.
-/// The answer to one that cannot be served.
-
 const PATIENT: ControlTimeouts = ControlTimeouts {
     session: SessionTimeouts {
         handshake: PATIENCE,

@@ -86,7 +86,9 @@ impl SocketPeer {
             stream.read_exact(&mut [0])?;
             for record in records(&ranges) {
                 if self.key.is_none() {
-                    each(record, |rest| socket::send(stream.as_fd(), &[], (&self.region, rest), &[]))?;
+                    each(record, |rest| {
+                        socket::send(stream.as_fd(), &[], (&self.region, rest), &[])
+                    })?;
                     continue;
                 }
                 scratch.clear();
@@ -141,8 +143,8 @@ impl SocketPeer {
         let original = pattern(self.region.len());
         for (to, from) in self.ranges(case, 1).iter().zip(self.ranges(case, 2)) {
             for (&(to, len), (from, _)) in to.iter().zip(from) {
-                let came = self.region.bytes(to, len).ok_or("a block")?.to_vec();
-                if came != original[from..from + len] {
+                let moved = self.region.bytes(to, len).ok_or("a block")?.to_vec();
+                if moved != original[from..from + len] {
                     return Err(format!("block at {to} differs").into());
                 }
             }

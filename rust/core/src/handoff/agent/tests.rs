@@ -125,8 +125,8 @@ fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not
 mod by_messages {
     use super::*;
     use crate::reactor::manual::{Round, without_threads};
-    use crate::transfer::message::DATA;
     use crate::session::wire;
+    use crate::transfer::message::DATA;
 
     const BLOCK: u64 = 1 << 16; // less than is credited, so that all of it is sent at once
 

@@ -10,8 +10,8 @@ use crate::handoff::{
     AgentConfig, Event, HandoffAgent, LoadFailure, LoadReport, LoadRequest, ReadyBlocks, ReadyRange,
 };
 use crate::reactor::manual::{Round, without_threads};
-use crate::transfer::region::Layout;
 use crate::session::wire;
+use crate::transfer::region::Layout;
 use crate::transport::{MemoryPath, Transport};
 use crate::{FailureCause, Integrity};
 

@@ -140,7 +140,11 @@ fn a_large_part_is_received_into_the_memory_of_its_sink_but_for_its_beginning() 
     receive(&cx, &bytes, 100 << 10);
     let collected = collected.borrow();
     assert_eq!(collected.bytes(), payload);
-    assert!(collected.num_copied <= READ_AHEAD, "{}", collected.num_copied);
+    assert!(
+        collected.num_copied <= READ_AHEAD,
+        "{}",
+        collected.num_copied
+    );
 }
 
 #[test]

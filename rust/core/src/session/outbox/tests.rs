@@ -117,7 +117,7 @@ fn memory_that_is_taken_back_is_read_no_more_and_its_part_ends_as_aborted() {
     it.send();
     it.outbox.abort(|tag| tag.source == 1);
     // Now another request's.
-    assert!(memory.write(0, &[9; LEN]));
+    assert!(memory.write(0, &vec![9; LEN]));
     let received = it.receive();
     let headers: Vec<_> = received.iter().map(|(header, ..)| &header[..]).collect();
     assert_eq!(headers, [[33, 1], [33, 2]]);

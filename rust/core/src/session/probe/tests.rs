@@ -4,9 +4,9 @@ use kvpipe_ucx::Event;
 
 use super::super::session::SessionState;
 use super::*;
-use crate::session::FarEnd;
 use crate::logged::logged;
 use crate::net::identity::SessionKind;
+use crate::session::FarEnd;
 use crate::transport::{MemoryPath, Transport, Worker};
 
 const SESSION: SessionKey = 20;
@@ -201,7 +201,10 @@ fn a_session_whose_endpoint_cannot_be_used_streams_and_the_log_says_why() {
     assert!(!it.cx.has_failed(SESSION));
     assert!(!it.cx.has_devices(SESSION));
     assert_eq!(it.cx.data_path(SESSION), Some(stream()));
-    assert!(lines[0].starts_with("WARN session.devices_lost peer=peer"), "{lines:?}");
+    assert!(
+        lines[0].starts_with("WARN session.devices_lost peer=peer"),
+        "{lines:?}"
+    );
 }
 
 #[test]
@@ -228,7 +231,10 @@ fn a_session_whose_endpoint_ends_with_the_canary_streams_and_the_log_says_why() 
     assert!(!it.cx.has_failed(SESSION));
     assert_eq!(it.cx.data_path(SESSION), Some(stream()));
     assert_eq!(lines.len(), 1, "{lines:?}");
-    assert!(lines[0].starts_with("WARN session.devices_lost peer=peer its canary"), "{lines:?}");
+    assert!(
+        lines[0].starts_with("WARN session.devices_lost peer=peer its canary"),
+        "{lines:?}"
+    );
 }
 
 #[test]

@@ -56,7 +56,8 @@ impl Session {
         let mut inbox = std::mem::take(&mut self.inbox);
         let mut ended = Ok(());
         let handled = loop {
-            let handled = self.handle_received(&mut inbox, (key, sinks), ours, &mut accept, &mut events);
+            let handled =
+                self.handle_received(&mut inbox, (key, sinks), ours, &mut accept, &mut events);
             if handled.is_err() || budget == 0 {
                 break handled;
             }

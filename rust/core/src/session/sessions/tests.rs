@@ -117,7 +117,13 @@ impl Service for Reading {
     #[expect(unsafe_code, reason = "as the data plane connects")]
     fn command(&mut self, cx: &mut ReactorContext, _command: ()) {
         let (address, remote, packed) = &self.peer;
-        let worker = cx.data.as_ref().expect("data plane").worker.as_ref().expect("UCX");
+        let worker = cx
+            .data
+            .as_ref()
+            .expect("data plane")
+            .worker
+            .as_ref()
+            .expect("UCX");
         // SAFETY: the peer's worker has written it.
         let endpoint = unsafe { worker.connect(address) }.expect("connect");
         let key = worker.unpack_rkey(endpoint, packed, MemoryKind::Host);

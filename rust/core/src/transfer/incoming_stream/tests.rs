@@ -117,7 +117,9 @@ fn what_is_of_another_session_or_stream_is_not_placed() {
         header[at] ^= 1;
         it.place(&header, b"abcd").unwrap();
     }
-    it.cx.place(SESSION + 1, &header(0, b"abcd"), b"abcd").unwrap();
+    it.cx
+        .place(SESSION + 1, &header(0, b"abcd"), b"abcd")
+        .unwrap();
     it.place(b"", b"abcd").unwrap();
     assert_eq!(it.bytes(), [0; 16]);
 }

@@ -422,7 +422,7 @@ impl Raw {
             if poll(&mut polled, Some(&timeout)) == Ok(0) {
                 return None;
             }
-            let mut bytes = [0; 64 << 10];
+            let mut bytes = vec![0; 64 << 10];
             match (&self.stream).read(&mut bytes) {
                 Ok(0) | Err(_) => return None,
                 Ok(len) => received.extend(&bytes[..len]),

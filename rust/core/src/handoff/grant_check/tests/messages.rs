@@ -4,8 +4,8 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use super::*;
-use crate::transfer::message::DATA;
 use crate::session::wire;
+use crate::transfer::message::DATA;
 
 /// Counts the messages of this thread that ask whether a grant holds.
 fn count_questions() -> Rc<Cell<usize>> {
