@@ -162,7 +162,7 @@ class HttpPool(Pool):
 
     def failed(self, instance: Instance) -> None:
         """As `Pool.failed`."""
-        self._probed[instance].health.failed(asyncio.get_running_loop().time())
+        self._probed[instance].failed()
 
     def takes(self, instance: Instance) -> bool:
         """As `Pool.takes`."""

@@ -66,6 +66,15 @@ class ProbedInstance:
         name = f"role={role} url={instance.url}"
         self._probes = Probes(name, self.health, self._answers, self._answers_control, tasks)
 
+    def failed(self) -> None:
+        """Note that it has failed."""
+        self.health.failed(asyncio.get_running_loop().time())
+
+    def check(self) -> None:
+        """Raises `InstanceError` while it takes no request: it is frozen, or has its trial after that."""
+        if not self.health.takes_requests:
+            raise self.frozen("frozen")
+
     async def unless_frozen(
         self, exchange: Awaitable[T], may_leave: Callable[[], bool], *, is_generation: bool = True
     ) -> T:

@@ -31,7 +31,7 @@ from kvpipe.queue.topology import SMALL_MESSAGE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from kvpipe.proxy.instances import Instance
+    from kvpipe.proxy.probed import ProbedInstance
     from kvpipe.proxy.upstream import Upstream
     from kvpipe.queue.messages import ControlKind
 
@@ -66,6 +66,11 @@ class Finished:
     is_over: bool
     failure: InstanceError | None = None
 
+    @property
+    def is_frozen(self) -> bool:
+        """True if D was frozen, and has not begun to answer: that is no fault of the request."""
+        return self.failure is not None and self.failure.failure == "frozen"
+
 
 class Delivery:
     """A request that this worker has.
@@ -85,7 +90,7 @@ class Delivery:
     def __init__(
         self,
         request: Request,
-        decode: Instance,
+        decode: ProbedInstance,
         upstream: Upstream,
         replies: Replies,
         is_read: Callable[[str], Awaitable[bool]],
@@ -96,7 +101,8 @@ class Delivery:
         self.request = request
         self._is_redelivered = is_redelivered
         self._is_read = is_read
-        self._decode = decode
+        self._probed = decode
+        self._decode = decode.instance
         self._upstream = upstream
         self._replies = replies
         self._number = 0
@@ -136,6 +142,14 @@ class Delivery:
         # Before its front end sees it in the dead-letter queue.
         await self._replies.send_confirmed(self.request.reply_to, reply)
 
+    async def report_interruption(self) -> None:
+        """Tells the front end that this delivery, which the broker counts, ends without a fault of the request."""
+        await self._replies.send_confirmed(self.request.reply_to, self._reply("interrupted"))
+
+    async def leave_to_front_end(self) -> None:
+        """Has the front end publish the request again."""
+        await self._replies.send_confirmed(self.request.reply_to, self._reply("returned"))
+
     async def _begin(self) -> Control:
         """Asks what the client has. A front end may be without the broker, too."""
         for _ in range(_NUM_REPEATS):
@@ -152,7 +166,7 @@ class Delivery:
 
         One that has died does not. Here its request would be delivered again and again, and become a dead letter.
         """
-        await self._replies.send_confirmed(self.request.reply_to, self._reply("returned"))
+        await self.leave_to_front_end()
         return self._control("drop")
 
     def _control(self, kind: ControlKind) -> Control:
@@ -181,7 +195,7 @@ class Delivery:
         body, hides_tokens = _body(self.request.body, tokens)
         headers = CIMultiDict(self.request.headers)
         try:
-            answer = await self._upstream.post("decode", self._decode, self.request.path, headers, body)
+            answer = await self._post(headers, body)
             try:
                 if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                     raise failed(answer)
@@ -193,6 +207,17 @@ class Delivery:
                 return error
             await self._send_one("failed", status=error.status, reason=error.reason)
         return None
+
+    async def _post(self, headers: CIMultiDict[str], body: bytes) -> Answer:
+        """Asks D, as long as it is not frozen."""
+        self._probed.check()
+        exchange = self._upstream.post("decode", self._decode, self.request.path, headers, body)
+        try:
+            return await self._probed.unless_frozen(exchange, lambda: True)
+        except InstanceError as error:
+            if error.failure != "frozen":
+                self._probed.failed()
+            raise
 
     async def _send_answer(self, answer: Answer, *, hides_tokens: bool) -> None:
         head: dict[str, Any] = {

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 # `begin`: asks whether to go on with a request that was delivered before. `head`: status and headers, with the body of
 # an answer that is no stream. `piece`: events of a stream. `part`: the beginning of the next head or piece, which is
 # larger than a message. `end`: the stream's end. `failed`: D has failed it for good.
-# `returned`: the front end did not read its replies. It publishes the request again, unless it has the answer.
-# `interrupted`: the worker lost a connection or channel, which was not the request's fault.
+# `returned`: the front end did not read its replies, or D was frozen. The front end publishes the request again, unless
+# it has the answer.
+# `interrupted`: the worker lost a connection or channel, or D was frozen, which was not the request's fault.
 ReplyKind = Literal["begin", "head", "piece", "part", "end", "failed", "returned", "interrupted"]
 # `continue`: go on after the tokens. `done`: the front end has all of the answer. `drop`: nobody waits for it.
 # `requeue`: pieces were lost on the way; have another worker go on. `cancel`: the client has left.
