@@ -280,7 +280,7 @@ class DecodeQueue:
         outcome = pending.assembly.receive(reply)
         if outcome.control is not None:
             self._send(outcome.control, reply.worker)
-        if reply.kind == "part":
+        if outcome.has_more_of_part:
             pending.advanced()
         if outcome.decode_control:
             pending.begun(outcome.decode_control)
