@@ -186,6 +186,22 @@ def test_a_request_that_is_too_large_for_the_queue_is_refused_before_prefill_com
     run(scene)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_the_size_that_the_queue_gets_counts_and_not_that_of_the_clients_body(broker, way):
+    async def scene():
+        topology = Topology(f"escaped-{way}", max_message_bytes=256 << 10)
+        async with deployment(broker, way, topology=topology) as it:
+            decode = await it.stage.pair()
+            await until_health(it, 200)
+            text = "\N{EURO SIGN}" * (50 << 10)  # 3 bytes each, and 6 as an escape
+            escaped = body().removesuffix(b"}") + b',"user":"' + text.encode("ascii", "backslashreplace") + b'"}'
+            assert len(escaped) > topology.max_message_bytes
+            assert (await it.post(escaped))[0] == 200
+            assert decode.bodies[0]["user"] == text
+
+    run(scene)
+
+
 def test_queues_and_workers_are_shown_to_programs_and_to_people(broker):
     async def scene():
         async with deployment(broker, "handoff") as it:

@@ -91,8 +91,11 @@ class Pool(ABC):
         """Stop probing."""
 
     @abstractmethod
-    def check(self, num_bytes: int) -> None:
-        """Raises `InstanceError` while no request can be taken, or none with a body of so many bytes."""
+    def check(self) -> None:
+        """Raises `InstanceError` while no request can be taken."""
+
+    def check_size(self, num_bytes: Callable[[], int]) -> None:  # noqa: B027 - HTTP takes any size
+        """Raises `InstanceError` for a request whose body and headers are larger than a broker takes."""
 
     @abstractmethod
     def describe(self, instance: Instance) -> dict[str, Any] | None:
@@ -170,7 +173,7 @@ class HttpPool(Pool):
         is_only = self._is_last_resort and not any(each.health.takes_requests for each in self._probed.values())
         return health.takes_requests or (is_only and not health.is_frozen)
 
-    def check(self, num_bytes: int) -> None:  # noqa: ARG002 - of any size
+    def check(self) -> None:
         """As `Pool.check`: all instances are frozen."""
         if all(each.health.is_frozen for each in self._probed.values()):
             raise self._probed[self.instances[0]].frozen("unavailable")
@@ -241,9 +244,13 @@ class BrokerPool(Pool):
         super().__init__("decode", (QUEUE,))
         self._queue = queue
 
-    def check(self, num_bytes: int) -> None:
+    def check(self) -> None:
         """As `Pool.check`."""
-        self._queue.check(num_bytes)
+        self._queue.check()
+
+    def check_size(self, num_bytes: Callable[[], int]) -> None:
+        """As `Pool.check_size`."""
+        self._queue.check(num_bytes())
 
     def describe(self, instance: Instance) -> dict[str, Any] | None:  # noqa: ARG002 - it has one
         """As `Pool.describe`: what all decode instances have in common."""
