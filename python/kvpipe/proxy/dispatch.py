@@ -153,9 +153,11 @@ class Dispatcher:
         """Decide how a request is answered, as far as the request and D's limits tell."""
         self._budget.add_request()
         self._pools["decode"].check()
-        self._pools["decode"].check_size(call.num_queued_bytes)
         prefill, decode = self._pools["prefill"].order(), self._pools["decode"].order()
         reason = self._alone_reason(call)
+        ends_at_prefill = not reason and output_limit(call.body, call.path) == 1
+        if not ends_at_prefill:  # else the queue refuses it itself, if it goes there all the same
+            self._pools["decode"].check_size(call.num_queued_bytes)
         if not reason:
             fit = await self._length.fit(call, prefill, decode)
             prefill, decode, reason = list(fit.prefill), list(fit.decode), fit.alone
@@ -166,7 +168,7 @@ class Dispatcher:
             route = "decode"
             call.record.alone = reason
             self._metrics.went_to_decode_alone(reason)
-        elif output_limit(call.body, call.path) == 1:
+        elif ends_at_prefill:
             route = "prefill"
         if route != "decode" and not self._falls_back:
             self._pools["prefill"].check()
