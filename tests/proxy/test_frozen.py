@@ -160,6 +160,26 @@ def test_models_are_those_of_a_decode_that_is_not_frozen():
                     assert response.status == 200
 
 
+def test_health_reports_a_frozen_instance_without_asking_it():
+    @scene
+    async def _(d):
+        async with frozen_stage(None, [d, answers()], connect_timeout_s=LIMIT_S) as s:
+            posting = asyncio.create_task(s.post(body=REQUEST | {"n": 2}))
+            await d.until_state(s, lambda state: len(state["handoffs"]) == 1)
+            d.stop()
+            assert (await posting)[0] == 200
+            async with asyncio.timeout(LIMIT_S / 4), s.client.get(s.url + "/health") as response:
+                assert (response.status, (await response.json())["status"]) == (200, "ok")
+                states = (await response.json())["decode"]
+            assert states == {d.url: "is frozen: neither HTTP nor its control port answers", s.decode[1].url: "ok"}
+            d.go_on()
+            async with asyncio.timeout(LIMIT_S / 4):
+                while "is frozen" in states[d.url]:
+                    await asyncio.sleep(0.05)
+                    async with s.client.get(s.url + "/health") as response:
+                        states = (await response.json())["decode"]
+
+
 def test_the_only_decode_keeps_its_requests_while_it_is_frozen_and_new_ones_get_503():
     @scene
     async def _(d):

@@ -206,7 +206,7 @@ class HttpPool(Pool):
         return self._asks.described(instance)
 
     async def health(self) -> dict[str, str]:
-        """As `Pool.health`, within the timeout of a probe."""
+        """As `Pool.health`, within the timeout of a probe; one that is known to be frozen is not asked."""
         states = await asyncio.gather(*map(self._probe, self.instances))
         return {instance.url: state for instance, state in zip(self.instances, states, strict=True)}
 
@@ -225,6 +225,9 @@ class HttpPool(Pool):
         return await upstream.post(self.role, instance, path, headers, body, awaits_first_byte=awaits_first_byte)
 
     async def _probe(self, instance: Instance) -> str:
+        probed = self._probed[instance]
+        if probed.health.is_frozen:  # it is probed until it goes on
+            return probed.frozen("frozen").reason
         try:
             async with asyncio.timeout(self._probe_timeout_s):
                 answer = await self._asks.upstream.get(self.role, instance, "/health", CIMultiDict())
