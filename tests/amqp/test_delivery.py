@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from kvpipe.proxy import exact_json
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.probed import ProbedInstance
 from kvpipe.proxy.tasks import OwnedTasks
@@ -78,6 +79,24 @@ def test_numbers_that_json_has_not_reach_decode_as_they_came():
         async with delivered(more=b',"more":[NaN,1e400,18446744073709551616]}') as (decode, front, *_):
             await front.until("end")
             assert repr(decode.bodies[0]["more"]) == "[nan, inf, 18446744073709551616]"
+
+    run(scene)
+
+
+def test_a_body_is_parsed_once(monkeypatch):
+    parsed, read = [], exact_json.read
+
+    def noting(raw):
+        parsed.append(raw)
+        return read(raw)
+
+    monkeypatch.setattr(exact_json, "read", noting)
+
+    async def scene():
+        async with delivered() as (decode, front, delivery, _):
+            await front.until("end")
+            assert parsed.count(delivery.request.body) == 1
+            assert decode.bodies[0]["return_token_ids"]
 
     run(scene)
 

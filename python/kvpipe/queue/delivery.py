@@ -192,7 +192,7 @@ class Delivery:
 
     async def _answer(self, tokens: tuple[int, ...]) -> InstanceError | None:
         """Sends D's answer; returns why another D should be asked."""
-        body, hides_tokens = _body(self.request.body, tokens)
+        body, hides_tokens = _body(self.request, tokens)
         headers = CIMultiDict(self.request.headers)
         try:
             answer = await self._post(headers, body)
@@ -298,13 +298,14 @@ def _finished(control: Control) -> Finished:
     return Finished(is_over=control.kind != "requeue")
 
 
-def _body(raw: bytes, tokens: tuple[int, ...]) -> tuple[bytes, bool]:
+def _body(request: Request, tokens: tuple[int, ...]) -> tuple[bytes, bool]:
     """The body for D, and whether the client does not want the token ids that D is asked for."""
-    body = exact_json.read(raw)
+    body = exact_json.read(request.body) if request.parsed is None else request.parsed
     # With `echo` vLLM leaves out the prompt where it returns token ids.
     if body.get("stream") is not True or body.get("echo"):
-        return raw, False
+        return request.body, False
     hides_tokens = not body.get("return_token_ids")
+    changed: dict[str, Any] = {"return_token_ids": True}
     if tokens:
-        body[PARAMS] = transfer_params.resume(secrets.token_hex(16), tokens)
-    return orjson.dumps(body | {"return_token_ids": True}), hides_tokens
+        changed[PARAMS] = transfer_params.resume(secrets.token_hex(16), tokens)
+    return orjson.dumps(body | changed), hides_tokens

@@ -7,7 +7,7 @@ payload: headers of AMQP would have to fit into one frame. docs/reference/wire-q
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -56,6 +56,7 @@ class Request:
         headers: HTTP headers for D.
         body: body for D, JSON.
         publication: how often it was published before. The client may have a part of its answer then.
+        parsed: the body, as it was read with the message; None at a front end.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Request:
     headers: list[tuple[str, str]]
     body: bytes
     publication: int = 0
+    parsed: dict[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def message(self, ttl_s: float) -> Message:
         """As a message that ends in the queue after this time."""
@@ -95,11 +97,12 @@ class Request:
         path = fields.get("path")
         if path not in PATHS:
             raise _wrong(message, f"one of the paths {', '.join(PATHS)}")
-        if not isinstance(_parsed(message, body), dict):
+        parsed = _parsed(message, body)
+        if not isinstance(parsed, dict):
             raise _wrong(message, "a JSON object as body")
         headers = list(_pairs(message, fields.get("headers")))
         publication = publication_of(message)
-        return cls(str(message.correlation_id), str(message.reply_to), str(path), headers, body, publication)
+        return cls(str(message.correlation_id), str(message.reply_to), str(path), headers, body, publication, parsed)
 
 
 def publication_of(message: AbstractMessage) -> int:
