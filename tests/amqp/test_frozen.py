@@ -120,6 +120,30 @@ def test_freezes_count_against_no_request(broker):
     run(scene)
 
 
+def test_a_failure_after_a_freeze_is_followed_by_as_many_deliveries_as_after_none(broker):
+    async def scene():
+        async with frozen_stage(broker.url, topology=Topology("frozen-failed", delivery_limit=1)) as (
+            s,
+            first,
+            it,
+            work,
+        ):
+            front, second = await s.front(), await s.decode()
+            second.status = 500
+            await work()
+            client = Client(front, body(), {})
+            await first.until_state(it, lambda state: len(state["handoffs"]) == 1)
+            first.stop()
+            await until(lambda: s.workers[0]._num_running() == 0)
+            await s.worker(second)
+            await second.until(lambda: len(second.bodies) == 1)
+            second.status = 200
+            await has_one_answer(client, written(second.tokens()))
+            assert broker.queues()[s.topology.dead] == 0
+
+    run(scene)
+
+
 def test_a_worker_that_dies_after_a_freeze_has_the_whole_delivery_limit(broker):
     async def scene():
         async with frozen_stage(broker.url, topology=Topology("frozen-killed", delivery_limit=1)) as (

@@ -85,6 +85,7 @@ class Delivery:
 
     Attributes:
         id: chosen here; the front end tells the deliveries of a request apart by it.
+        has_interruptions: whether the broker has counted a delivery before it that was no fault of the request.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Delivery:
         is_redelivered: bool,
     ) -> None:
         self.id = secrets.token_hex(8)
+        self.has_interruptions = False
         self.request = request
         self._is_redelivered = is_redelivered
         self._is_read = is_read
@@ -121,7 +123,7 @@ class Delivery:
             control = await self._begin()
             if control.kind != "continue":
                 return _finished(control)
-            tokens = control.tokens
+            tokens, self.has_interruptions = control.tokens, control.has_interruptions
         answering = asyncio.create_task(self._answer(tokens))
         interrupted = asyncio.create_task(self._end_control())
         try:

@@ -226,16 +226,21 @@ class Control:
         id: of the request.
         delivery: of the delivery that is meant; empty for all.
         tokens: with `continue`, the token ids that the client has.
+        has_interruptions: with `continue`, whether an earlier delivery of this publication was `interrupted`.
     """
 
     kind: ControlKind
     id: str
     delivery: str = ""
     tokens: tuple[int, ...] = ()
+    has_interruptions: bool = False
 
     def message(self) -> Message:
         """As a message."""
-        body = _framed({"delivery": self.delivery, "tokens": self.tokens}, b"")
+        fields: dict[str, Any] = {"delivery": self.delivery, "tokens": self.tokens}
+        if self.has_interruptions:
+            fields["has_interruptions"] = True
+        body = _framed(fields, b"")
         return Message(body, type=self.kind, correlation_id=self.id)
 
     @classmethod
@@ -252,7 +257,8 @@ class Control:
         if not isinstance(delivery, str):
             raise _wrong(message, "a delivery")
         tokens = _tokens(message, fields.get("tokens", []))
-        return cls(message.type, str(message.correlation_id), delivery, tokens)  # type: ignore[arg-type]
+        has_interruptions = fields.get("has_interruptions") is True
+        return cls(message.type, str(message.correlation_id), delivery, tokens, has_interruptions)  # type: ignore[arg-type]
 
 
 def _framed(fields: dict[str, Any], payload: bytes) -> bytes:

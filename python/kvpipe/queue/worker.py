@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvpipe.proxy.control import Control as ControlClient
     from kvpipe.proxy.instances import Instance
     from kvpipe.proxy.upstream import InstanceError, Upstream
+    from kvpipe.queue.delivery import Finished
     from kvpipe.queue.topology import Topology
 
 # Requests at once; while some wait in D no more are taken.
@@ -295,13 +296,11 @@ class Worker:
             finished = await delivery.run()
             if finished.failure is not None:
                 await self._failed(finished.failure)
-                if finished.is_frozen:
-                    await self._hand_back(message, delivery)
-                    return
                 if _delivery_count(message) >= self._topology.delivery_limit:
-                    await delivery.fail(finished.failure)
-                    await self._give_up(link, message, finished.failure.reason)
+                    await self._end_last(link, message, delivery, finished)
                     return
+                if finished.is_frozen:
+                    await delivery.report_interruption()
             if finished.is_over:
                 await message.ack()
             else:
@@ -313,14 +312,16 @@ class Worker:
             with contextlib.suppress(*BROKER_ERRORS):
                 await message.reject(requeue=True)
 
-    async def _hand_back(self, message: AbstractIncomingMessage, delivery: Delivery) -> None:
-        """Has another worker take a request, which does not count. At the limit its front end publishes it again."""
-        if _delivery_count(message) >= self._topology.delivery_limit:
+    async def _end_last(
+        self, link: _Link, message: AbstractIncomingMessage, delivery: Delivery, finished: Finished
+    ) -> None:
+        """Gives up a request, or has it published again if one of its deliveries was interrupted."""
+        if finished.is_frozen or delivery.has_interruptions:
             await delivery.leave_to_front_end()
             await message.ack()
-        else:
-            await delivery.report_interruption()
-            await message.reject(requeue=True)
+        elif finished.failure is not None:
+            await delivery.fail(finished.failure)
+            await self._give_up(link, message, finished.failure.reason)
 
     async def _failed(self, failure: InstanceError) -> None:
         """Consumes no more, so that another worker gets what has failed here."""
