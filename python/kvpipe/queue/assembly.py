@@ -48,7 +48,7 @@ class Outcome:
         control: answer to the worker.
         part: of the answer for the client: its head, a piece, its end, or a failure.
         decode_control: address of the control port of the D that begins here; empty if none begins, or it is not known.
-        has_more_of_part: whether the reply is the next beginning of a head or piece that is not complete.
+        has_more_of_part: True if the reply is the next beginning of a head or piece that is not complete.
     """
 
     control: Control | None = None

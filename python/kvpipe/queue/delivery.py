@@ -85,7 +85,7 @@ class Delivery:
 
     Attributes:
         id: chosen here; the front end tells the deliveries of a request apart by it.
-        has_interruptions: whether the broker has counted a delivery before it that was no fault of the request.
+        has_interruptions: true if the broker has counted an earlier delivery that ended without a fault of the request.
     """
 
     def __init__(

@@ -226,7 +226,7 @@ class Control:
         id: of the request.
         delivery: of the delivery that is meant; empty for all.
         tokens: with `continue`, the token ids that the client has.
-        has_interruptions: with `continue`, whether an earlier delivery of this publication was `interrupted`.
+        has_interruptions: with `continue`, true if an earlier delivery of this publication was `interrupted`.
     """
 
     kind: ControlKind
