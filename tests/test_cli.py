@@ -126,7 +126,28 @@ def test_a_dispatch_that_was_removed_is_refused_by_name_with_its_successor(comma
     assert "concurrent was removed: use just-in-time" in capsys.readouterr().err
 
 
+WORKER = ["worker", "--decode", "http://127.0.0.1:3", "--amqp", "amqp://127.0.0.1:1"]
+
+
 def test_the_time_after_which_an_instance_is_frozen_has_a_flag(capsys):
     instances = ["--prefill", "http://127.0.0.1:1,127.0.0.1:2", "--decode", "http://127.0.0.1:3"]
     assert main(["proxy", *instances, "--frozen-after", "0"]) == 1
     assert "frozen_after_s=0.0: must be more than 0 seconds" in capsys.readouterr().err
+    assert main([*WORKER, "--frozen-after", "0"]) == 1
+    assert "frozen_after_s=0.0: must be more than 0 seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "frozen_after_s"), [([], 5.0), (["--frozen-after", "7"], 7.0)])
+def test_the_flag_of_a_worker_reaches_it(monkeypatch, flag, frozen_after_s):
+    given = []
+
+    class Worker:
+        def __init__(self, *_, **settings):
+            given.append(settings["frozen_after_s"])
+
+        async def run(self, *_):
+            """Takes no request."""
+
+    monkeypatch.setattr("kvpipe.queue.command.Worker", Worker)
+    assert main([*WORKER, *flag]) == 0
+    assert given == [frozen_after_s]

@@ -21,7 +21,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # n
 
 _HOST, _PORT = "127.0.0.1", 8000
 _DISPATCHES = ("just-in-time", "sequential")  # the first one is the default
-_TIMEOUTS = ("connect-timeout", "silence-timeout", "client-timeout", "control-timeout", "drain-timeout")
+_TIMEOUTS = ("connect-timeout", "frozen-after", "silence-timeout", "client-timeout", "control-timeout", "drain-timeout")
 _INTERRUPTED = 130  # the exit status of a command that SIGINT ended, as in shells
 
 
@@ -160,7 +160,7 @@ def _add_worker(commands: Commands) -> None:
     parser = commands.add_parser("worker", help="have a decode instance answer requests from a broker")
     parser.add_argument("--decode", required=True, metavar="URL,CONTROL", help="the instance, as of kvpipe proxy")
     parser.add_argument("--slots", type=int, metavar="N", help="requests at once, default 16")
-    _add_limits(parser, ("connect-timeout", "silence-timeout", "drain-timeout"))
+    _add_limits(parser, ("connect-timeout", "frozen-after", "silence-timeout", "drain-timeout"))
     _add_broker(parser)
     parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE")
     parser.set_defaults(command=_worker)
@@ -216,18 +216,13 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="whether a plain stream begins with prefill's token before decode has answered (default), or waits",
     )
-    parser.add_argument(
-        "--frozen-after",
-        type=float,
-        metavar="SECONDS",
-        help="silence, on HTTP and on its control port, after which requests leave an instance; default 5",
-    )
 
 
 def _add_limits(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     """Flags for fields of the command's configuration; without them its defaults hold."""
     about = {
         "connect-timeout": "to connect to an instance, and for one health probe; default 5",
+        "frozen-after": "silence, on HTTP and on its control port, after which requests leave an instance; default 5",
         "silence-timeout": "how long an instance may take no byte of a request, or send none of an answer; default 600",
         "client-timeout": "how long a client may send no byte of its body, or accept none of an answer; default 60",
         "control-timeout": "for one question to a control port, and for decode's answer to /tokenize; default 5",
@@ -364,7 +359,6 @@ def _proxy(args: argparse.Namespace) -> int:
         allowed_headers=args.allowed_headers,
         allow_credentials=args.allow_credentials,
         **({} if args.split_from is None else {"split_from": args.split_from}),
-        **({} if args.frozen_after is None else {"frozen_after_s": args.frozen_after}),
         **_limits(args),
     )
     try:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from kvpipe.queue.letters import DeadLetter
+    from tests.proxy.stoppable import Stoppable
 
 LIMIT_S = 60.0
 SILENCE_S = 40.0
@@ -227,7 +228,9 @@ class Stage:
         self.decodes.append(decode)
         return decode
 
-    async def worker(self, decode: Decode, num_slots: int = 4, port: str = "") -> asyncio.Event:
+    async def worker(
+        self, decode: Decode | Stoppable, num_slots: int = 4, port: str = "", **settings: Any
+    ) -> asyncio.Event:
         """A worker in this process; the event that it returns makes it drain."""
         if self._upstream is None:
             session = await self.stack.enter_async_context(open_session(5.0, SILENCE_S))
@@ -239,7 +242,7 @@ class Stage:
             Instance(decode.url, port),
             num_slots=num_slots,
             upstream=self._upstream,
-            control=DecodeControl(),  # type: ignore[arg-type]
+            **{"control": DecodeControl()} | settings,
         )
         self.workers.append(worker)
         stopped = asyncio.Event()

@@ -5,12 +5,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from kvpipe.proxy import exact_json
 from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.probed import ProbedInstance
+from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Upstream, open_session
 from kvpipe.queue.delivery import Delivery
 from kvpipe.queue.messages import Control, Request
 from kvpipe.queue.topology import SMALL_MESSAGE_BYTES
-from tests.amqp.harness import COMPLETIONS, SILENCE_S, Decode, body, forced_by, run, text_of, written
+from tests.amqp.harness import COMPLETIONS, SILENCE_S, Decode, DecodeControl, body, forced_by, run, text_of, written
 
 
 class Front:
@@ -44,7 +47,7 @@ class Front:
 
 
 @asynccontextmanager
-async def delivered(*, is_redelivered=False, is_read=True, silence_s=SILENCE_S, more=b"}"):
+async def delivered(*, is_redelivered=False, is_read=True, silence_s=SILENCE_S, more=b"}", is_half_open=False):
     """A delivery that runs, with D and the front end."""
     async with AsyncExitStack() as stack:
         decode = await stack.enter_async_context(Decode(1))
@@ -54,8 +57,13 @@ async def delivered(*, is_redelivered=False, is_read=True, silence_s=SILENCE_S, 
         raw = body().removesuffix(b"}") + more
         request = Request.of(Request("request", "the front end's", COMPLETIONS, [], raw).message(60.0))
         upstream = Upstream(session, silence_s)
-        instance = Instance(decode.url)
-        delivery = Delivery(request, instance, upstream, front, front.is_read, is_redelivered=is_redelivered)
+        limits = {"frozen_after_s": SILENCE_S, "control_timeout_s": SILENCE_S}
+        probed = ProbedInstance("decode", Instance(decode.url), upstream, DecodeControl(), **limits, tasks=OwnedTasks())
+        if is_half_open:
+            probed.health.silent(probed.health.left_s)
+            assert probed.health.freeze()
+            probed.health.answered(is_http=True)
+        delivery = Delivery(request, probed, upstream, front, front.is_read, is_redelivered=is_redelivered)
         running = asyncio.create_task(delivery.run())
         stack.callback(running.cancel)
         yield decode, front, delivery, running
@@ -71,6 +79,24 @@ def test_numbers_that_json_has_not_reach_decode_as_they_came():
         async with delivered(more=b',"more":[NaN,1e400,18446744073709551616]}') as (decode, front, *_):
             await front.until("end")
             assert repr(decode.bodies[0]["more"]) == "[nan, inf, 18446744073709551616]"
+
+    run(scene)
+
+
+def test_a_body_is_parsed_once(monkeypatch):
+    parsed, read = [], exact_json.read
+
+    def noting(raw):
+        parsed.append(raw)
+        return read(raw)
+
+    monkeypatch.setattr(exact_json, "read", noting)
+
+    async def scene():
+        async with delivered() as (decode, front, delivery, _):
+            await front.until("end")
+            assert parsed.count(delivery.request.body) == 1
+            assert decode.bodies[0]["return_token_ids"]
 
     run(scene)
 
@@ -106,6 +132,27 @@ def test_an_instance_that_is_silent_for_too_long_has_failed_the_request_for_good
             ended = await running
             assert ended.is_over
             assert ended.failure is None, "no other instance is asked"
+
+    run(scene)
+
+
+@pytest.mark.parametrize("failure", ["silent", "answered", "lost"])
+def test_a_trial_of_an_instance_ends_with_its_failure(failure):
+    async def scene():
+        silence_s = 0.3 if failure == "silent" else SILENCE_S
+        async with delivered(silence_s=silence_s, is_half_open=True) as (decode, front, delivery, running):
+            decode.pause_after = 0
+            decode.status = 500 if failure == "answered" else 200
+            decode.breaks = "lost" if failure == "lost" else ""
+            if failure != "answered":
+                await decode.has_paused.wait()
+                assert not delivery._probed.health.takes_requests
+            if failure == "silent":
+                await front.until("failed")
+            else:
+                decode.go_on.set()
+                assert (await running).failure.failure in ("answered", "broken")
+            assert delivery._probed.health.takes_requests
 
     run(scene)
 

@@ -224,6 +224,27 @@ def test_a_large_event_may_take_longer_than_the_limit_on_silence(broker):
     run(scene)
 
 
+def test_parts_of_an_overtaken_delivery_are_no_sign_of_life(broker):
+    async def scene():
+        async with stage(broker.url) as s:
+            front = await s.front(silence_s=2.0)
+            client = Client(front, body(), {})
+            await until(lambda: front._pending)
+            [request] = front._pending
+            front._receive_reply(Reply("head", request, "first", "worker", is_stream=True))
+            front._receive_reply(Reply("begin", request, "second", "another"))
+            for number in range(1, 20):
+                await asyncio.sleep(0.4)
+                if client.answering.done():
+                    break
+                front._receive_reply(Reply("part", request, "first", "worker", number, b"da"))
+            assert client.answering.done()
+            with pytest.raises(InstanceError, match="silent for 2 s"):
+                await client.answering
+
+    run(scene)
+
+
 def test_a_limit_that_is_too_low_is_refused():
     with pytest.raises(ConfigError, match="max_message_bytes=1000: expected at least 262144"):
         Topology(max_message_bytes=1000)

@@ -16,7 +16,7 @@ from kvpipe.queue.front import DecodeQueue
 from kvpipe.queue.topology import Topology
 from kvpipe.transfer_params import ConsumeParams, LoadParams, parse
 from tests.amqp.harness import COMPLETIONS, SILENCE_S, Stage, body, run, stage, text_of, written
-from tests.proxy.harness import RecordingControl, StandIn
+from tests.proxy.harness import RecordingControl, StandIn, answers
 from tests.proxy.test_early_streams import prefilled
 
 WAYS = ["handoff", "store"]
@@ -182,6 +182,57 @@ def test_a_request_that_is_too_large_for_the_queue_is_refused_before_prefill_com
             assert (await it.post(body(user="x" * most), {"x-large": "x" * (40 << 10)}))[0] == 413
             assert it.prefill.bodies == decode.bodies == []
             assert (await it.post(body()))[0] == 200
+
+    run(scene)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_size_that_the_queue_gets_counts_and_not_that_of_the_clients_body(broker, way):
+    async def scene():
+        topology = Topology(f"escaped-{way}", max_message_bytes=256 << 10)
+        async with deployment(broker, way, topology=topology) as it:
+            decode = await it.stage.pair()
+            await until_health(it, 200)
+            text = "\N{EURO SIGN}" * (50 << 10)  # 3 bytes each, and 6 as an escape
+            escaped = body().removesuffix(b"}") + b',"user":"' + text.encode("ascii", "backslashreplace") + b'"}'
+            assert len(escaped) > topology.max_message_bytes
+            assert (await it.post(escaped))[0] == 200
+            assert decode.bodies[0]["user"] == text
+
+    run(scene)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_request_that_prefill_answers_alone_may_be_larger_than_the_queue_takes(broker, way):
+    async def scene():
+        topology = Topology(f"large-prefill-{way}", max_message_bytes=256 << 10)
+        async with deployment(broker, way, topology=topology) as it:
+            decode = await it.stage.pair()
+            await until_health(it, 200)
+            it.prefill.behaviour = healthy(answers())
+            large = {"user": "x" * topology.max_message_bytes, "max_tokens": 1, "stream": False}
+            assert (await it.post(body(**large)))[0] == 200
+            assert len(it.prefill.bodies) == 1
+            assert (await it.post(body(**large, n=2)))[0] == 413, "decode would have it alone"
+            assert (len(it.prefill.bodies), decode.bodies) == (1, [])
+
+    run(scene)
+
+
+def test_a_request_that_would_end_at_prefill_and_does_not_fit_there_has_the_size_limit_of_the_queue(broker, caplog):
+    caplog.set_level(logging.INFO, "kvpipe.proxy")
+
+    async def scene():
+        topology = Topology("large-long", max_message_bytes=256 << 10)
+        async with deployment(broker, "handoff", max_model_len=100, topology=topology) as it:
+            decode = await it.stage.pair()
+            await until_health(it, 200)
+            large = body(prompt=[1] * 101, user="x" * topology.max_message_bytes, max_tokens=1, stream=False)
+            status, answer = await it.post(large)
+            assert status == 413
+            assert "at most 262144; raise --max-message-bytes" in orjson.loads(answer)["error"]["message"]
+            assert "status=413 outcome=refused" in caplog.text
+            assert it.prefill.bodies == decode.bodies == []
 
     run(scene)
 

@@ -6,6 +6,7 @@ import time
 import pytest
 import uvloop
 
+from kvpipe.proxy.health import Health
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.upstream import Upstream, open_session
 from kvpipe.queue.broker import called
@@ -93,7 +94,9 @@ def test_an_instance_that_answered_while_its_worker_was_starved_is_healthy(monke
 
     async def scene():
         async with Decode(1) as decode, open_session(5.0, SILENCE_S) as session:
-            capacity = DecodeCapacity(Instance(decode.url), Upstream(session, SILENCE_S), DecodeControl())
+            capacity = DecodeCapacity(
+                Instance(decode.url), Upstream(session, SILENCE_S), DecodeControl(), Health(SILENCE_S)
+            )
             looking = asyncio.create_task(capacity.until_looked(is_busy=False))
             await asyncio.sleep(0)  # it asks
             starve()

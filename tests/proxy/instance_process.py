@@ -19,8 +19,17 @@ def main() -> None:
     go = asyncio.Event()
     handoffs: list[str] = []
     released: list[str] = []
+    num_aborted = 0
 
     async def complete(request: web.Request) -> web.StreamResponse:
+        nonlocal num_aborted
+        try:
+            return await answer(request)
+        except asyncio.CancelledError:
+            num_aborted += 1
+            raise
+
+    async def answer(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         params = parse(body.get("kv_transfer_params"))
         handoffs.append("" if params is None else params.handoff.hex())
@@ -37,7 +46,7 @@ def main() -> None:
 
     async def state(_: web.Request) -> web.Response:
         released.extend(event["handoff"].hex() for event in control.drain() if event["event"] == "released")
-        return web.json_response({"handoffs": handoffs, "released": released})
+        return web.json_response({"handoffs": handoffs, "released": released, "num_aborted": num_aborted})
 
     async def let_go(_: web.Request) -> web.Response:
         go.set()

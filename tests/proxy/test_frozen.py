@@ -1,73 +1,19 @@
 """Instances that are stopped (SIGSTOP), as a hung host looks: real processes with HTTP and a real control port."""
 
 import asyncio
-import signal
-import sys
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
 
 import pytest
 
-from kvpipe import ConnectError, _kvpipe
-from kvpipe.control import ControlClient
+from kvpipe import ConnectError
 
 from .harness import COMPLETIONS, REQUEST, RecordingControl, answers, never_ends, run, stage, streams
+from .stoppable import FROZEN_AFTER_S, real_control, stoppable
 from .test_early_streams import STREAMED, prefilled
 from .test_early_token import DONE, chunk, text_of
 from .test_metrics import metrics, replaced
 
-# Above what a busy machine takes to answer a probe.
-FROZEN_AFTER_S = 2.0
 LIMIT_S = 90.0
-
-
-@dataclass
-class Stoppable:
-    """An instance in a process of its own."""
-
-    process: asyncio.subprocess.Process
-    url: str
-    control: str
-    bodies: list = field(default_factory=list)
-
-    def stop(self):
-        self.process.send_signal(signal.SIGSTOP)
-
-    def go_on(self):
-        self.process.send_signal(signal.SIGCONT)
-
-    async def until_state(self, s, is_reached):
-        """Returns once its own report of handoffs is so."""
-        while True:
-            async with s.client.get(self.url + "/state") as response:
-                state = await response.json()
-            if is_reached(state):
-                return state
-            await asyncio.sleep(0.05)
-
-
-@asynccontextmanager
-async def stoppable():
-    command = (sys.executable, "-m", "tests.proxy.instance_process")
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    try:
-        url, control = (await process.stdout.readline()).decode().split()
-        yield Stoppable(process, url, control)
-    finally:
-        process.kill()
-        await process.wait()
-
-
-@contextmanager
-def real_control():
-    """A client of control ports, and a port for the instances of the test's own process."""
-    client, port = ControlClient(token=""), _kvpipe.Control("127.0.0.1:0", b"", "engine")
-    port.describe_as('{"forces_first_tokens": true, "reasoning_parser": ""}')
-    try:
-        yield client, port.address
-    finally:
-        client.close()
-        port.close()
 
 
 @asynccontextmanager
@@ -212,6 +158,26 @@ def test_models_are_those_of_a_decode_that_is_not_frozen():
             for _ in range(2):
                 async with s.client.get(s.url + "/v1/models") as response:
                     assert response.status == 200
+
+
+def test_health_reports_a_frozen_instance_without_asking_it():
+    @scene
+    async def _(d):
+        async with frozen_stage(None, [d, answers()], connect_timeout_s=LIMIT_S) as s:
+            posting = asyncio.create_task(s.post(body=REQUEST | {"n": 2}))
+            await d.until_state(s, lambda state: len(state["handoffs"]) == 1)
+            d.stop()
+            assert (await posting)[0] == 200
+            async with asyncio.timeout(LIMIT_S / 4), s.client.get(s.url + "/health") as response:
+                assert (response.status, (await response.json())["status"]) == (200, "ok")
+                states = (await response.json())["decode"]
+            assert states == {d.url: "is frozen: neither HTTP nor its control port answers", s.decode[1].url: "ok"}
+            d.go_on()
+            async with asyncio.timeout(LIMIT_S / 4):
+                while "is frozen" in states[d.url]:
+                    await asyncio.sleep(0.05)
+                    async with s.client.get(s.url + "/health") as response:
+                        states = (await response.json())["decode"]
 
 
 def test_the_only_decode_keeps_its_requests_while_it_is_frozen_and_new_ones_get_503():

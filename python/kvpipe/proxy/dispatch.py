@@ -140,7 +140,7 @@ class Dispatcher:
     async def ask_decode(self, path: str, headers: CIMultiDict[str]) -> Answer:
         """Send a GET to decode instances, or prefill's behind a broker, until one answers without a server error."""
         role: Role = "decode" if self._pools["decode"].answers_gets else "prefill"
-        self._pools[role].check(0)
+        self._pools[role].check()
         instances = self._pools[role].order()
         while True:
             try:
@@ -152,9 +152,12 @@ class Dispatcher:
     async def _begin(self, call: Call) -> Attempts:
         """Decide how a request is answered, as far as the request and D's limits tell."""
         self._budget.add_request()
-        self._pools["decode"].check(call.num_queued_bytes)
+        self._pools["decode"].check()
         prefill, decode = self._pools["prefill"].order(), self._pools["decode"].order()
         reason = self._alone_reason(call)
+        ends_at_prefill = not reason and output_limit(call.body, call.path) == 1
+        if not ends_at_prefill:  # else the queue refuses it itself, if it goes there all the same
+            self._pools["decode"].check_size(call.num_queued_bytes)
         if not reason:
             fit = await self._length.fit(call, prefill, decode)
             prefill, decode, reason = list(fit.prefill), list(fit.decode), fit.alone
@@ -165,10 +168,10 @@ class Dispatcher:
             route = "decode"
             call.record.alone = reason
             self._metrics.went_to_decode_alone(reason)
-        elif output_limit(call.body, call.path) == 1:
+        elif ends_at_prefill:
             route = "prefill"
         if route != "decode" and not self._falls_back:
-            self._pools["prefill"].check(call.num_bytes)
+            self._pools["prefill"].check()
         request = Request(
             route, prefill, decode, self._budget, falls_back=self._falls_back, is_available=self._is_available
         )

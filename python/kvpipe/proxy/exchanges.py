@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from multidict import CIMultiDict
 
+from kvpipe.proxy.bodies import plain_body
 from kvpipe.proxy.control import FailureLog
 from kvpipe.proxy.descriptions import Descriptions
 from kvpipe.proxy.instances import Instance
@@ -32,10 +33,9 @@ class Call:
         """The API path."""
         return self.record.path
 
-    @property
     def num_queued_bytes(self) -> int:
-        """Bytes of body and headers, which a broker gets."""
-        return self.num_bytes + sum(len(name) + len(value) for name, value in self.headers.items())
+        """Returns the bytes of body and headers, as a broker gets them: the body is written anew."""
+        return len(plain_body(self.body)) + sum(len(name) + len(value) for name, value in self.headers.items())
 
 
 class Exchanges:

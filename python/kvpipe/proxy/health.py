@@ -39,6 +39,11 @@ class Health:
         return self._state in ("up", "half-open")
 
     @property
+    def needs_trial(self) -> bool:
+        """True while it is half-open: the next request is its trial."""
+        return self._state == "half-open"
+
+    @property
     def is_doubtful(self) -> bool:
         """True while probes go on although it owes nothing."""
         return self.is_frozen or self._is_slow
@@ -65,7 +70,7 @@ class Health:
 
     def asked(self) -> bool:
         """Note that a request goes to it; returns true if that is its trial."""
-        is_trial = self._state == "half-open"
+        is_trial = self.needs_trial
         if is_trial:
             self._state = "trial"
         return is_trial

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from multidict import CIMultiDict
 
-from kvpipe.exceptions import KVPipeError
-from kvpipe.proxy.health import Health
 from kvpipe.proxy.instances import QUEUE
-from kvpipe.proxy.probes import Probes
+from kvpipe.proxy.probed import ProbedInstance
 from kvpipe.proxy.routing import RoundRobin
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import InstanceError
@@ -26,15 +23,9 @@ if TYPE_CHECKING:
     from kvpipe.proxy.control import Control
     from kvpipe.proxy.descriptions import Describe
     from kvpipe.proxy.instances import Instance
-    from kvpipe.proxy.upstream import Answer, DecodeQueue, Failure, Role, Upstream, WhenBegun
+    from kvpipe.proxy.upstream import Answer, DecodeQueue, Role, Upstream, WhenBegun
 
 T = TypeVar("T")
-
-# HTTP stalls while a healthy API server tokenizes. Without a control port its silence has to last so much longer.
-_PATIENCE = 6
-# A request leaves a frozen instance so long after the freeze, and looks again so often whether another one takes it:
-# several may freeze, or thaw, at about the same time.
-_LOOK_S = 1.0
 
 
 class Pool(ABC):
@@ -100,8 +91,11 @@ class Pool(ABC):
         """Stop probing."""
 
     @abstractmethod
-    def check(self, num_bytes: int) -> None:
-        """Raises `InstanceError` while no request can be taken, or none with a body of so many bytes."""
+    def check(self) -> None:
+        """Raises `InstanceError` while no request can be taken."""
+
+    def check_size(self, num_bytes: Callable[[], int]) -> None:  # noqa: B027 - HTTP takes any size
+        """Raises `InstanceError` for a request whose body and headers are larger than a broker takes."""
 
     @abstractmethod
     def describe(self, instance: Instance) -> dict[str, Any] | None:
@@ -147,33 +141,42 @@ class HttpPool(Pool):
         instances = config.prefill if role == "prefill" else config.decode
         super().__init__(role, instances, len(config.prefill) if role == "decode" else 0)
         self._probe_timeout_s = config.connect_timeout_s
-        self._control_timeout_s = config.control_timeout_s
         self._asks = asks
         self._tasks = OwnedTasks()
         # Without fallback, and at D's, no other can answer while the only instance has its trial.
         self._is_last_resort = role == "decode" or config.on_prefill_failure == "fail"
-        self._health = {each: Health(config.frozen_after_s * (1 if each.control else _PATIENCE)) for each in instances}
-        self._probes = {each: self._probes_of(each) for each in instances}
+        self._probed = {
+            instance: ProbedInstance(
+                role,
+                instance,
+                asks.upstream,
+                asks.control,
+                frozen_after_s=config.frozen_after_s,
+                control_timeout_s=config.control_timeout_s,
+                tasks=self._tasks,
+            )
+            for instance in instances
+        }
 
     def order(self) -> list[Instance]:
         """As `Pool.order`: those come last that have failed, are slow, or take no requests."""
         now_s = asyncio.get_running_loop().time()
-        return self._turn.order(lambda instance: self._health[instance].is_avoided(now_s))
+        return self._turn.order(lambda instance: self._probed[instance].health.is_avoided(now_s))
 
     def failed(self, instance: Instance) -> None:
         """As `Pool.failed`."""
-        self._health[instance].failed(asyncio.get_running_loop().time())
+        self._probed[instance].failed()
 
     def takes(self, instance: Instance) -> bool:
         """As `Pool.takes`."""
-        health = self._health[instance]
-        is_only = self._is_last_resort and not any(each.takes_requests for each in self._health.values())
+        health = self._probed[instance].health
+        is_only = self._is_last_resort and not any(each.health.takes_requests for each in self._probed.values())
         return health.takes_requests or (is_only and not health.is_frozen)
 
-    def check(self, num_bytes: int) -> None:  # noqa: ARG002 - of any size
+    def check(self) -> None:
         """As `Pool.check`: all instances are frozen."""
-        if all(health.is_frozen for health in self._health.values()):
-            raise self._frozen(self.instances[0], "unavailable")
+        if all(each.health.is_frozen for each in self._probed.values()):
+            raise self._probed[self.instances[0]].frozen("unavailable")
 
     async def unless_frozen(
         self,
@@ -184,38 +187,11 @@ class HttpPool(Pool):
         is_generation: bool = True,
     ) -> T:
         """As `Pool.unless_frozen`."""
-        loop, health = asyncio.get_running_loop(), self._health[instance]
-        timer: asyncio.TimerHandle | None = None
-
-        def look() -> None:
-            nonlocal timer
-            timer = None
-            if health.is_frozen and may_leave():
-                bound.reschedule(loop.time())
-            elif health.is_frozen:
-                when_frozen()
-
-        def when_frozen() -> None:
-            nonlocal timer
-            timer = timer or loop.call_later(_LOOK_S, look)
-
-        try:
-            async with asyncio.timeout(None) as bound:
-                with self._probes[instance].owing(when_frozen, is_generation=is_generation):
-                    if health.is_frozen:
-                        when_frozen()
-                    return await exchange
-        except TimeoutError:
-            if not bound.expired():
-                raise
-            raise self._frozen(instance, "frozen") from None
-        finally:
-            if timer is not None:
-                timer.cancel()
+        return await self._probed[instance].unless_frozen(exchange, may_leave, is_generation=is_generation)
 
     def is_frozen(self, instance: Instance) -> bool:
         """As `Pool.is_frozen`."""
-        return self._health[instance].is_frozen
+        return self._probed[instance].health.is_frozen
 
     async def close(self) -> None:
         """As `Pool.close`."""
@@ -223,14 +199,14 @@ class HttpPool(Pool):
 
     async def until_thawed(self, instance: Instance) -> None:
         """As `Pool.until_thawed`."""
-        await self._probes[instance].until_thawed()
+        await self._probed[instance].until_thawed()
 
     def describe(self, instance: Instance) -> dict[str, Any] | None:
         """As `Pool.describe`."""
         return self._asks.described(instance)
 
     async def health(self) -> dict[str, str]:
-        """As `Pool.health`, within the timeout of a probe."""
+        """As `Pool.health`, within the timeout of a probe; one that is known to be frozen is not asked."""
         states = await asyncio.gather(*map(self._probe, self.instances))
         return {instance.url: state for instance, state in zip(self.instances, states, strict=True)}
 
@@ -248,34 +224,10 @@ class HttpPool(Pool):
         upstream = self._asks.upstream
         return await upstream.post(self.role, instance, path, headers, body, awaits_first_byte=awaits_first_byte)
 
-    def _frozen(self, instance: Instance, failure: Failure) -> InstanceError:
-        ports = "neither HTTP nor its control port answers" if instance.control else "HTTP does not answer"
-        return InstanceError(self.role, instance, f"is frozen: {ports}", failure)
-
-    def _probes_of(self, instance: Instance) -> Probes:
-        name = f"role={self.role} url={instance.url}"
-        http, control = partial(self._answers, instance), partial(self._answers_control, instance)
-        return Probes(name, self._health[instance], http, control, self._tasks)
-
-    async def _answers(self, instance: Instance) -> bool:
-        """True if HTTP answers anything; a refused connection is an answer, because requests fail by it at once."""
-        try:
-            (await self._asks.upstream.get(self.role, instance, "/health", CIMultiDict())).close()
-        except InstanceError as error:
-            return not isinstance(error.__cause__, TimeoutError)
-        return True
-
-    async def _answers_control(self, instance: Instance) -> bool:
-        if not instance.control:
-            return False
-        try:
-            async with asyncio.timeout(self._control_timeout_s):
-                await self._asks.control.describe(instance.control, self._control_timeout_s)
-        except (KVPipeError, OSError):
-            return False
-        return True
-
     async def _probe(self, instance: Instance) -> str:
+        probed = self._probed[instance]
+        if probed.health.is_frozen:  # it is probed until it goes on
+            return probed.frozen("frozen").reason
         try:
             async with asyncio.timeout(self._probe_timeout_s):
                 answer = await self._asks.upstream.get(self.role, instance, "/health", CIMultiDict())
@@ -295,9 +247,13 @@ class BrokerPool(Pool):
         super().__init__("decode", (QUEUE,))
         self._queue = queue
 
-    def check(self, num_bytes: int) -> None:
+    def check(self) -> None:
         """As `Pool.check`."""
-        self._queue.check(num_bytes)
+        self._queue.check()
+
+    def check_size(self, num_bytes: Callable[[], int]) -> None:
+        """As `Pool.check_size`."""
+        self._queue.check(num_bytes())
 
     def describe(self, instance: Instance) -> dict[str, Any] | None:  # noqa: ARG002 - it has one
         """As `Pool.describe`: what all decode instances have in common."""

@@ -48,11 +48,13 @@ class Outcome:
         control: answer to the worker.
         part: of the answer for the client: its head, a piece, its end, or a failure.
         decode_control: address of the control port of the D that begins here; empty if none begins, or it is not known.
+        has_more_of_part: True if the reply is the next beginning of a head or piece that is not complete.
     """
 
     control: Control | None = None
     part: Reply | None = None
     decode_control: str = ""
+    has_more_of_part: bool = False
 
 
 class Assembly:
@@ -128,7 +130,7 @@ class Assembly:
         self._num_part_bytes += len(reply.body)
         if self._num_part_bytes > MAX_REPLY_BYTES:
             return self._failure(f"a worker sends an answer, or an event of one, of more than {MAX_REPLY_BYTES} bytes")
-        return Outcome()
+        return Outcome(has_more_of_part=True)
 
     def _joined(self, reply: Reply) -> Reply:
         """A head or piece with the parts before it."""

@@ -19,7 +19,7 @@ from kvpipe.proxy.server import signalled
 from kvpipe.proxy.upstream import Upstream, open_session
 from kvpipe.queue.front import DecodeQueue
 from kvpipe.queue.letters import letters, replay
-from kvpipe.queue.worker import DEFAULT_SLOTS, Worker
+from kvpipe.queue.worker import DEFAULT_FROZEN_AFTER_S, DEFAULT_SLOTS, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +45,8 @@ class WorkerConfig:
         num_slots: requests at once.
         token: shared secret for D's control port; None leaves the choice to the control client.
         connect_timeout_s: limit for a connection to D.
+        frozen_after_s: silence of a D that owes an answer, on HTTP and on its control port, after which it is
+            frozen: it gets nothing, and other workers get its requests. Without a control port six times as long.
         silence_timeout_s: limit for a D without output.
         drain_timeout_s: time for requests to end after SIGTERM or SIGINT; then others get them.
     """
@@ -55,6 +57,7 @@ class WorkerConfig:
     num_slots: int = DEFAULT_SLOTS
     token: str | None = None
     connect_timeout_s: float = 5.0
+    frozen_after_s: float = DEFAULT_FROZEN_AFTER_S
     silence_timeout_s: float = 600.0
     drain_timeout_s: float = 60.0
 
@@ -62,7 +65,7 @@ class WorkerConfig:
         if self.num_slots < 1:
             message = f"slots={self.num_slots}: must be at least 1"
             raise ConfigError(message)
-        for name in ("connect_timeout_s", "silence_timeout_s", "drain_timeout_s"):
+        for name in ("connect_timeout_s", "frozen_after_s", "silence_timeout_s", "drain_timeout_s"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 message = f"{name}={value!r}: must be more than 0 seconds, and finite"
@@ -103,6 +106,7 @@ async def _work(config: WorkerConfig) -> None:
                 num_slots=config.num_slots,
                 upstream=Upstream(session, config.silence_timeout_s),
                 control=control,
+                frozen_after_s=config.frozen_after_s,
             )
             logger.info("worker.started decode=%s slots=%s", config.decode.url, config.num_slots)
             await worker.run(stopped, config.drain_timeout_s)

@@ -19,6 +19,7 @@ from kvpipe.queue.nodes import REPORT_EVERY_S
 
 if TYPE_CHECKING:
     from kvpipe.proxy.control import Control
+    from kvpipe.proxy.health import Health
     from kvpipe.proxy.instances import Instance
     from kvpipe.proxy.upstream import Upstream
 
@@ -27,6 +28,7 @@ _LOOK_EVERY_S = 1.0
 _TIMEOUT_S = 5.0
 # A busy machine may fail to connect once.
 _UNREACHABLE_AFTER = 2
+_FROZEN = "is frozen"
 # Requests that wait for a place. Those that wait for KV, "deferred", need no other D. Older vLLMs count both as one.
 _WAITING_FOR_PLACE = re.compile(
     r'^vllm:num_requests_waiting_by_reason\{(?:.*,)?reason="capacity"(?:,.*)?\} (\S+)$', re.MULTILINE
@@ -43,16 +45,18 @@ class DecodeCapacity:
         decode: D.
         upstream: HTTP client of D.
         control: client of control ports.
+        health: D's health; while it is frozen D is not asked.
 
     Attributes:
         reason: why it takes no request; empty if it does.
         description: its engine, by itself; empty while it is not known.
     """
 
-    def __init__(self, decode: Instance, upstream: Upstream, control: Control) -> None:
+    def __init__(self, decode: Instance, upstream: Upstream, control: Control, health: Health) -> None:
         self._decode = decode
         self._upstream = upstream
         self._control = control
+        self._health = health
         self._wanted = asyncio.Event()
         self._has_looked = False
         self._num_unreached = 0
@@ -92,6 +96,8 @@ class DecodeCapacity:
             logger.info("decode.capacity url=%s: %s", self._decode.url, self.reason or "takes requests")
 
     async def _look(self) -> str:
+        if self._health.is_frozen:
+            return _FROZEN
         try:
             text = await called(self._ask(), _TIMEOUT_S)
         except (InstanceError, KVPipeError, OSError, TimeoutError) as error:

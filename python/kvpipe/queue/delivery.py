@@ -31,7 +31,7 @@ from kvpipe.queue.topology import SMALL_MESSAGE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from kvpipe.proxy.instances import Instance
+    from kvpipe.proxy.probed import ProbedInstance
     from kvpipe.proxy.upstream import Upstream
     from kvpipe.queue.messages import ControlKind
 
@@ -66,6 +66,11 @@ class Finished:
     is_over: bool
     failure: InstanceError | None = None
 
+    @property
+    def is_frozen(self) -> bool:
+        """True if D was frozen, and has not begun to answer: that is no fault of the request."""
+        return self.failure is not None and self.failure.failure == "frozen"
+
 
 class Delivery:
     """A request that this worker has.
@@ -80,12 +85,13 @@ class Delivery:
 
     Attributes:
         id: chosen here; the front end tells the deliveries of a request apart by it.
+        has_interruptions: true if the broker has counted an earlier delivery that ended without a fault of the request.
     """
 
     def __init__(
         self,
         request: Request,
-        decode: Instance,
+        decode: ProbedInstance,
         upstream: Upstream,
         replies: Replies,
         is_read: Callable[[str], Awaitable[bool]],
@@ -93,10 +99,12 @@ class Delivery:
         is_redelivered: bool,
     ) -> None:
         self.id = secrets.token_hex(8)
+        self.has_interruptions = False
         self.request = request
         self._is_redelivered = is_redelivered
         self._is_read = is_read
-        self._decode = decode
+        self._probed = decode
+        self._decode = decode.instance
         self._upstream = upstream
         self._replies = replies
         self._number = 0
@@ -115,7 +123,7 @@ class Delivery:
             control = await self._begin()
             if control.kind != "continue":
                 return _finished(control)
-            tokens = control.tokens
+            tokens, self.has_interruptions = control.tokens, control.has_interruptions
         answering = asyncio.create_task(self._answer(tokens))
         interrupted = asyncio.create_task(self._end_control())
         try:
@@ -136,6 +144,14 @@ class Delivery:
         # Before its front end sees it in the dead-letter queue.
         await self._replies.send_confirmed(self.request.reply_to, reply)
 
+    async def report_interruption(self) -> None:
+        """Tells the front end that this delivery, which the broker counts, ends without a fault of the request."""
+        await self._replies.send_confirmed(self.request.reply_to, self._reply("interrupted"))
+
+    async def leave_to_front_end(self) -> None:
+        """Has the front end publish the request again."""
+        await self._replies.send_confirmed(self.request.reply_to, self._reply("returned"))
+
     async def _begin(self) -> Control:
         """Asks what the client has. A front end may be without the broker, too."""
         for _ in range(_NUM_REPEATS):
@@ -152,7 +168,7 @@ class Delivery:
 
         One that has died does not. Here its request would be delivered again and again, and become a dead letter.
         """
-        await self._replies.send_confirmed(self.request.reply_to, self._reply("returned"))
+        await self.leave_to_front_end()
         return self._control("drop")
 
     def _control(self, kind: ControlKind) -> Control:
@@ -178,10 +194,10 @@ class Delivery:
 
     async def _answer(self, tokens: tuple[int, ...]) -> InstanceError | None:
         """Sends D's answer; returns why another D should be asked."""
-        body, hides_tokens = _body(self.request.body, tokens)
+        body, hides_tokens = _body(self.request, tokens)
         headers = CIMultiDict(self.request.headers)
         try:
-            answer = await self._upstream.post("decode", self._decode, self.request.path, headers, body)
+            answer = await self._post(headers, body)
             try:
                 if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                     raise failed(answer)
@@ -193,6 +209,17 @@ class Delivery:
                 return error
             await self._send_one("failed", status=error.status, reason=error.reason)
         return None
+
+    async def _post(self, headers: CIMultiDict[str], body: bytes) -> Answer:
+        """Asks D, as long as it is not frozen."""
+        self._probed.check()
+        exchange = self._upstream.post("decode", self._decode, self.request.path, headers, body)
+        try:
+            return await self._probed.unless_frozen(exchange, lambda: True)
+        except InstanceError as error:
+            if error.failure != "frozen":
+                self._probed.failed()
+            raise
 
     async def _send_answer(self, answer: Answer, *, hides_tokens: bool) -> None:
         head: dict[str, Any] = {
@@ -273,13 +300,14 @@ def _finished(control: Control) -> Finished:
     return Finished(is_over=control.kind != "requeue")
 
 
-def _body(raw: bytes, tokens: tuple[int, ...]) -> tuple[bytes, bool]:
+def _body(request: Request, tokens: tuple[int, ...]) -> tuple[bytes, bool]:
     """The body for D, and whether the client does not want the token ids that D is asked for."""
-    body = exact_json.read(raw)
+    body = exact_json.read(request.body) if request.parsed is None else request.parsed
     # With `echo` vLLM leaves out the prompt where it returns token ids.
     if body.get("stream") is not True or body.get("echo"):
-        return raw, False
+        return request.body, False
     hides_tokens = not body.get("return_token_ids")
+    changed: dict[str, Any] = {"return_token_ids": True}
     if tokens:
-        body[PARAMS] = transfer_params.resume(secrets.token_hex(16), tokens)
-    return orjson.dumps(body | {"return_token_ids": True}), hides_tokens
+        changed[PARAMS] = transfer_params.resume(secrets.token_hex(16), tokens)
+    return orjson.dumps(body | changed), hides_tokens

@@ -279,8 +279,9 @@ class DecodeQueue:
             return  # it came twice, and the delivery has ended
         outcome = pending.assembly.receive(reply)
         if outcome.control is not None:
-            self._send(outcome.control, reply.worker)
-        if reply.kind == "part":
+            control = dataclasses.replace(outcome.control, has_interruptions=bool(pending.interrupted))
+            self._send(control, reply.worker)
+        if outcome.has_more_of_part:
             pending.advanced()
         if outcome.decode_control:
             pending.begun(outcome.decode_control)

@@ -7,7 +7,7 @@ payload: headers of AMQP would have to fit into one frame. docs/reference/wire-q
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 # `begin`: asks whether to go on with a request that was delivered before. `head`: status and headers, with the body of
 # an answer that is no stream. `piece`: events of a stream. `part`: the beginning of the next head or piece, which is
 # larger than a message. `end`: the stream's end. `failed`: D has failed it for good.
-# `returned`: the front end did not read its replies. It publishes the request again, unless it has the answer.
-# `interrupted`: the worker lost a connection or channel, which was not the request's fault.
+# `returned`: the front end did not read its replies, or D was frozen. The front end publishes the request again, unless
+# it has the answer.
+# `interrupted`: the worker lost a connection or channel, or D was frozen, which was not the request's fault.
 ReplyKind = Literal["begin", "head", "piece", "part", "end", "failed", "returned", "interrupted"]
 # `continue`: go on after the tokens. `done`: the front end has all of the answer. `drop`: nobody waits for it.
 # `requeue`: pieces were lost on the way; have another worker go on. `cancel`: the client has left.
@@ -55,6 +56,7 @@ class Request:
         headers: HTTP headers for D.
         body: body for D, JSON.
         publication: how often it was published before. The client may have a part of its answer then.
+        parsed: the body, as it was read with the message; None at a front end.
     """
 
     id: str
@@ -63,6 +65,7 @@ class Request:
     headers: list[tuple[str, str]]
     body: bytes
     publication: int = 0
+    parsed: dict[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def message(self, ttl_s: float) -> Message:
         """As a message that ends in the queue after this time."""
@@ -94,11 +97,12 @@ class Request:
         path = fields.get("path")
         if path not in PATHS:
             raise _wrong(message, f"one of the paths {', '.join(PATHS)}")
-        if not isinstance(_parsed(message, body), dict):
+        parsed = _parsed(message, body)
+        if not isinstance(parsed, dict):
             raise _wrong(message, "a JSON object as body")
         headers = list(_pairs(message, fields.get("headers")))
         publication = publication_of(message)
-        return cls(str(message.correlation_id), str(message.reply_to), str(path), headers, body, publication)
+        return cls(str(message.correlation_id), str(message.reply_to), str(path), headers, body, publication, parsed)
 
 
 def publication_of(message: AbstractMessage) -> int:
@@ -222,16 +226,21 @@ class Control:
         id: of the request.
         delivery: of the delivery that is meant; empty for all.
         tokens: with `continue`, the token ids that the client has.
+        has_interruptions: with `continue`, true if an earlier delivery of this publication was `interrupted`.
     """
 
     kind: ControlKind
     id: str
     delivery: str = ""
     tokens: tuple[int, ...] = ()
+    has_interruptions: bool = False
 
     def message(self) -> Message:
         """As a message."""
-        body = _framed({"delivery": self.delivery, "tokens": self.tokens}, b"")
+        fields: dict[str, Any] = {"delivery": self.delivery, "tokens": self.tokens}
+        if self.has_interruptions:
+            fields["has_interruptions"] = True
+        body = _framed(fields, b"")
         return Message(body, type=self.kind, correlation_id=self.id)
 
     @classmethod
@@ -248,7 +257,8 @@ class Control:
         if not isinstance(delivery, str):
             raise _wrong(message, "a delivery")
         tokens = _tokens(message, fields.get("tokens", []))
-        return cls(message.type, str(message.correlation_id), delivery, tokens)  # type: ignore[arg-type]
+        has_interruptions = fields.get("has_interruptions") is True
+        return cls(message.type, str(message.correlation_id), delivery, tokens, has_interruptions)  # type: ignore[arg-type]
 
 
 def _framed(fields: dict[str, Any], payload: bytes) -> bytes:

@@ -16,6 +16,7 @@ from aio_pika import DeliveryMode, Message
 from aio_pika.exceptions import ChannelPreconditionFailed
 
 from kvpipe.exceptions import ProtocolError
+from kvpipe.proxy.probed import ProbedInstance
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.queue.broker import BROKER_ERRORS, CALL_TIMEOUT_S, Broker, called, num_consumers, publish_alone
 from kvpipe.queue.decode_capacity import DecodeCapacity
@@ -37,10 +38,14 @@ if TYPE_CHECKING:
     from kvpipe.proxy.control import Control as ControlClient
     from kvpipe.proxy.instances import Instance
     from kvpipe.proxy.upstream import InstanceError, Upstream
+    from kvpipe.queue.delivery import Finished
     from kvpipe.queue.topology import Topology
 
 # Requests at once; while some wait in D no more are taken.
 DEFAULT_SLOTS = 16
+# Silence of D after which it is frozen, and a limit for one probe of its control port.
+DEFAULT_FROZEN_AFTER_S = 5.0
+_CONTROL_TIMEOUT_S = 5.0
 # Requests of high priority need no free slot; so many of them are taken beyond the slots.
 _URGENT_SHARE = 4
 _COUNT = "x-delivery-count"
@@ -100,6 +105,7 @@ class Worker:
         num_slots: requests at once.
         upstream: HTTP client of D.
         control: client of control ports.
+        frozen_after_s: silence of all ports of D after which it is frozen; without a control port six times as long.
     """
 
     def __init__(
@@ -111,6 +117,7 @@ class Worker:
         num_slots: int,
         upstream: Upstream,
         control: ControlClient,
+        frozen_after_s: float = DEFAULT_FROZEN_AFTER_S,
     ) -> None:
         self._topology = topology
         self._decode = decode
@@ -118,8 +125,19 @@ class Worker:
         self._upstream = upstream
         self._name = secrets.token_hex(8)
         self._broker = Broker(url, f"kvpipe worker {decode.url}", self._open)
-        self._capacity = DecodeCapacity(decode, upstream, control)
         self._tasks = OwnedTasks()
+        self._probed = ProbedInstance(
+            "decode",
+            decode,
+            upstream,
+            control,
+            frozen_after_s=frozen_after_s,
+            control_timeout_s=_CONTROL_TIMEOUT_S,
+            tasks=self._tasks,
+        )
+        self._capacity = DecodeCapacity(decode, upstream, control, self._probed.health)
+        # The latest request that a half-open D got.
+        self._trial: asyncio.Task[None] | None = None
         self._is_draining = False
         self._changing = asyncio.Lock()
         # Deliveries of lost links that their front ends have to know of.
@@ -195,7 +213,8 @@ class Worker:
     async def _watch(self) -> None:
         """Looks at D, consumes requests or not, and reports."""
         while True:
-            await self._capacity.until_looked(is_busy=self._num_running() > 0)
+            is_busy = self._num_running() > 0 or self._probed.health.needs_trial
+            await self._capacity.until_looked(is_busy=is_busy)
             await self._update_consumers()
             if self._capacity.is_unreachable:
                 self._give_back()
@@ -209,7 +228,7 @@ class Worker:
             delivery.receive(Control("requeue", delivery.request.id))
 
     async def _update_consumers(self, link: _Link | None = None) -> None:
-        """Consumes if D has capacity, and else consumes no more."""
+        """Consumes if D has capacity, and else consumes no more. A half-open D gets one request, its trial."""
         link = link or self._broker.link
         if link is None or link.is_lost:
             return
@@ -222,7 +241,9 @@ class Worker:
                 self._capacity.failed(f"broker: {reason}")  # which is looked at again soon
 
     async def _change_consumers(self, link: _Link) -> None:
-        is_wanted = not self._capacity.reason and not self._is_draining
+        health = self._probed.health
+        has_capacity = not self._capacity.reason and not self._is_draining
+        is_wanted = has_capacity and health.takes_requests and not health.needs_trial
         if is_wanted and not link.consumers:
             for source, num in zip(link.sources, self._prefetches(), strict=True):
                 await link.requests.set_qos(prefetch_count=num)
@@ -230,27 +251,36 @@ class Worker:
         while link.consumers and not is_wanted:
             tag, source = link.consumers.popitem()
             await source.cancel(tag)
+        if has_capacity and health.needs_trial and (self._trial is None or self._trial.done()):
+            self._trial = await self._get_one(link)
+
+    async def _get_one(self, link: _Link) -> asyncio.Task[None] | None:
+        """Takes one request, if there is one."""
+        for source in link.sources:
+            if (message := await source.get(fail=False)) is not None:
+                return await self._receive(link, message)
+        return None
 
     def _prefetches(self) -> tuple[int, int]:
         return max(1, self._num_slots // _URGENT_SHARE), self._num_slots
 
-    async def _receive(self, link: _Link, message: AbstractIncomingMessage) -> None:
+    async def _receive(self, link: _Link, message: AbstractIncomingMessage) -> asyncio.Task[None] | None:
         if link.is_lost:
-            return
+            return None
         if message.correlation_id in self._cancelled:
             await message.ack()
-            return
+            return None
         self._capacity.got_request()
         try:
             request = Request.of(message, self._topology.replies(""))
         except ProtocolError as error:
             logger.warning("queue.message dropped: %s", error)
             await self._give_up(link, message, str(error))
-            return
+            return None
         count = _delivery_count(message)
         delivery = Delivery(
             request,
-            self._decode,
+            self._probed,
             self._upstream,
             link.outbox,
             link.is_read,
@@ -259,6 +289,7 @@ class Worker:
         task = self._tasks.spawn(self._answer(link, message, delivery))
         link.deliveries[delivery.id] = delivery, task
         task.add_done_callback(lambda _: link.deliveries.pop(delivery.id, None))
+        return task
 
     async def _answer(self, link: _Link, message: AbstractIncomingMessage, delivery: Delivery) -> None:
         try:
@@ -266,9 +297,10 @@ class Worker:
             if finished.failure is not None:
                 await self._failed(finished.failure)
                 if _delivery_count(message) >= self._topology.delivery_limit:
-                    await delivery.fail(finished.failure)
-                    await self._give_up(link, message, finished.failure.reason)
+                    await self._end_last(link, message, delivery, finished)
                     return
+                if finished.is_frozen:
+                    await delivery.report_interruption()
             if finished.is_over:
                 await message.ack()
             else:
@@ -279,6 +311,17 @@ class Worker:
             logger.warning("worker.request id=%s is given to another worker: %s", delivery.request.id, reason)
             with contextlib.suppress(*BROKER_ERRORS):
                 await message.reject(requeue=True)
+
+    async def _end_last(
+        self, link: _Link, message: AbstractIncomingMessage, delivery: Delivery, finished: Finished
+    ) -> None:
+        """Gives up a request, or has it published again if one of its deliveries was interrupted."""
+        if finished.is_frozen or delivery.has_interruptions:
+            await delivery.leave_to_front_end()
+            await message.ack()
+        elif finished.failure is not None:
+            await delivery.fail(finished.failure)
+            await self._give_up(link, message, finished.failure.reason)
 
     async def _failed(self, failure: InstanceError) -> None:
         """Consumes no more, so that another worker gets what has failed here."""
