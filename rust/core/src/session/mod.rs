@@ -47,7 +47,7 @@ pub(crate) use context::ReactorContext;
 #[cfg(test)]
 pub(crate) use data_plane::tests::FarEnd;
 pub(crate) use outbox::{StreamPart, StreamTag};
-pub(crate) use stream_sinks::{RegisteredSink, StreamSink};
+pub(crate) use stream_sinks::{PART_KIND, RegisteredSink, StreamSink};
 pub use timeouts::SessionTimeouts;
 
 /// What comes with the header of a message.

@@ -8,6 +8,7 @@ use super::data_plane::{HELLO, SessionEndpoint, hello_of};
 use super::listener::{LISTENER, Listener};
 use super::probe::canary_of;
 use super::session::{SessionEnd, SessionEvent, SessionState};
+use super::stream_sinks::PART_KIND;
 use super::{Payload, ReactorContext, Service};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -217,6 +218,9 @@ impl<S: Service> Sessions<S> {
             }
             SessionEvent::Part(part) => {
                 self.check_up(key)?;
+                if part.header.first() != Some(&PART_KIND) {
+                    return Err(Error::protocol("a part of a message that is no stream"));
+                }
                 let placed = Payload::Placed {
                     num_bytes: part.num_bytes,
                     is_aborted: part.is_aborted,

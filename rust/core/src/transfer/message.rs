@@ -6,10 +6,10 @@ use std::borrow::Cow;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
-use crate::session::ReactorContext;
+use crate::session::{PART_KIND, ReactorContext};
 
 const READ: u8 = 32;
-pub(crate) const DATA: u8 = 33;
+pub(crate) const DATA: u8 = PART_KIND;
 const CREDIT: u8 = 34;
 const REFUSED: u8 = 35;
 const CHECKSUMS: u8 = 43;

@@ -23,8 +23,8 @@ const CORRUPT: u8 = 39;
 const CHECKSUMS: u8 = 43;
 
 /// A peer with a region of its own, which answers what it likes.
-struct Source {
-    raw: Raw,
+pub struct Source {
+    pub raw: Raw,
     memory: Buffer,
 }
 
@@ -49,7 +49,7 @@ impl Source {
     }
 
     /// The same; and a plan between blocks of the agent, in the returned memory, and these of its own.
-    fn meet(
+    pub fn meet(
         device: &str,
         search: &Search,
         agent: &HandoffAgent,
@@ -66,7 +66,7 @@ impl Source {
         (source, plan, memory)
     }
 
-    fn block(&self, id: usize) -> Vec<u8> {
+    pub fn block(&self, id: usize) -> Vec<u8> {
         let block = self.memory.bytes(id * BLOCK, BLOCK);
         block.expect("host memory").to_vec()
     }

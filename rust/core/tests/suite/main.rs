@@ -12,6 +12,7 @@ mod common;
 mod control;
 mod crowds;
 mod engines;
+mod frames;
 mod handoff;
 mod handoff_layers;
 mod handoff_regions;

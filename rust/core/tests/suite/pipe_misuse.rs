@@ -14,13 +14,15 @@ use kvpipe_core::work::{Then, Work};
 use kvpipe_ucx::{Buffer, MemoryKind, Search};
 
 use crate::common::pipes::{content, meta, receive, send, sender_to};
-use crate::common::{self, PATIENCE, Raw, TOKEN, eventually, on_both_paths, pattern};
+use crate::common::{self, PATIENCE, Raw, TOKEN, eventually, on_both_paths, part_frame, pattern};
 
 const EAGER: u8 = 1;
 const OFFER: u8 = 2;
 const READ: u8 = 32;
 const DATA: u8 = 33;
 const SOURCE_CHECKSUMS: u8 = 44;
+const WITHDRAW: u8 = 7;
+const WITHDRAWN: u8 = 8;
 const CORRUPT: u8 = 10;
 const REFUSED: u8 = 11;
 const ACCEPTED: u8 = 6;
@@ -131,6 +133,27 @@ fn an_offer_of_cuda_memory_comes_to_the_host_as_messages_however_small() {
         raw.send(&header, b"on it");
         raw.message(ACCEPTED);
         assert_eq!(content(&received), b"on it");
+    });
+}
+
+/// The part that was being sent comes before the message that says why it is aborted.
+#[test]
+fn a_tensor_that_its_sender_withdraws_within_a_part_is_not_refused_and_the_pipe_goes_on() {
+    on_both_paths(|search| {
+        let (raw, rx) = raw(search);
+        let offer = described(5).u64(5).u64(1 << 40).u8(CUDA).u8(0).bytes(&[]);
+        raw.send(&unsummed(OFFER, 0), &offer.finish());
+        let received = receive(&rx);
+        let header = Writer::new(DATA).u64(raw.transfer()).u64(0).u64(0);
+        raw.send_frame(&part_frame(&header.finish(), &[0; 5], 1));
+        let refused = raw.message_within(REFUSED, Duration::from_millis(100));
+        assert_eq!(refused, None);
+        raw.send(&Writer::new(WITHDRAW).u64(0).finish(), b"");
+        assert_eq!(raw.message(WITHDRAWN).0, 0u64.to_le_bytes());
+        let error = received.wait_for(PATIENCE).expect_err("withdrawn");
+        assert!(matches!(error, Error::Timeout(_)), "{error}");
+        raw.send(&eager(1, b"next").0, &eager(1, b"next").1);
+        raw.message_while(|| receive(&rx), b"next");
     });
 }
 

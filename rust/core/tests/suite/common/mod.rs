@@ -41,6 +41,8 @@ pub const PROMPT: Duration = Duration::from_secs(2);
 
 /// The frame of a message.
 const MESSAGE: u8 = 33;
+/// The frame with which a side closes.
+const GOODBYE: u8 = 34;
 /// The frame by which a peer reports how it gets our bytes.
 const DATA_PATH: u8 = 36;
 /// The frame of a part of a stream.
@@ -67,26 +69,21 @@ pub fn is_rdma() -> bool {
     std::env::var_os(LOCAL).is_some()
 }
 
-/// Where UCX is, or None after printing why the test cannot run.
+/// Where UCX is, if the tests run over RDMA; None after printing why they cannot.
 #[allow(clippy::print_stderr, reason = "a skipped test says why")]
 pub fn ucx() -> Option<Search> {
     let explicit = std::env::var_os("KVPIPE_UCX_LIB").map(PathBuf::from);
     let search = Search {
-        wheel_dir: explicit.is_none().then(wheel_dir).flatten(),
+        wheel_dir: None,
         explicit,
     };
+    if !is_rdma() {
+        return Some(search);
+    }
     Library::load(&search)
         .map_err(|error| eprintln!("skipped: {error}"))
         .ok()
         .map(|_| search)
-}
-
-/// Where Python has UCX's wheel. A start of Python takes longer than most tests: it is asked only where nothing else says.
-fn wheel_dir() -> Option<PathBuf> {
-    let code = "import libucx; print(list(libucx.__path__)[0])";
-    let output = Command::new("python3").args(["-c", code]).output().ok()?;
-    let path = String::from_utf8(output.stdout).ok()?;
-    output.status.success().then(|| PathBuf::from(path.trim()))
 }
 
 /// Runs a test's body in memory by either data path, then over UCX as [`on_both_paths`] does.
@@ -281,6 +278,18 @@ pub fn bytes(buffer: &Buffer) -> Vec<u8> {
     buffer.bytes(0, buffer.len()).expect("host memory").to_vec()
 }
 
+/// The frame of a message.
+pub fn message_frame(header: &[u8], payload: &[u8]) -> Vec<u8> {
+    Writer::new(MESSAGE).bytes(header).raw(payload).finish()
+}
+
+/// The frame of a part of a stream, with this byte at its end.
+pub fn part_frame(header: &[u8], payload: &[u8], end: u8) -> Vec<u8> {
+    let len = u8::try_from(header.len()).expect("a short header");
+    let head = Writer::new(STREAM).u8(len).raw(header);
+    head.raw(payload).u8(end).finish()
+}
+
 /// A peer that is authenticated but says what it likes.
 pub struct Raw {
     pub stream: TcpStream,
@@ -329,6 +338,7 @@ impl Raw {
         });
         let mut stream = TcpStream::connect(address).expect("connect");
         stream.set_read_timeout(Some(PATIENCE)).expect("timeout");
+        stream.set_nodelay(true).expect("no delay");
         let (mut handshake, hello) =
             Handshake::client(&Secrets::new(TOKEN), plain(), "raw").expect("handshake");
         let mut to_send = hello;
@@ -356,22 +366,37 @@ impl Raw {
     /// Sends a message, or a part of a stream, whose header begins with its kind.
     pub fn send(&self, header: &[u8], payload: &[u8]) {
         if header.first() == Some(&DATA) {
-            return self.send_part(header, payload, 0);
+            return self.send_part(header, payload);
         }
-        let frame = Writer::new(MESSAGE).bytes(header).raw(payload);
-        self.send_raw(&frame.finish());
+        self.send_frame(&message_frame(header, payload));
     }
 
-    /// Sends a part of a stream that ends with this byte.
-    pub fn send_part(&self, header: &[u8], payload: &[u8], end: u8) {
-        let frame = Writer::new(STREAM).u8(header.len() as u8).raw(header);
-        self.send_raw(&frame.raw(payload).u8(end).finish());
+    /// Sends a part of a stream.
+    pub fn send_part(&self, header: &[u8], payload: &[u8]) {
+        self.send_frame(&part_frame(header, payload, 0));
     }
 
-    /// Sends a frame. The other side may have closed the connection.
-    pub fn send_raw(&self, frame: &[u8]) {
-        let framed = [&(frame.len() as u32).to_le_bytes()[..], frame].concat();
-        let _ = (&self.stream).write_all(&framed);
+    /// Sends a frame of any bytes.
+    pub fn send_frame(&self, frame: &[u8]) {
+        self.write(&[&(frame.len() as u32).to_le_bytes()[..], frame].concat());
+    }
+
+    /// Sends any bytes. The other side may have closed the connection.
+    pub fn write(&self, bytes: &[u8]) {
+        let _ = (&self.stream).write_all(bytes);
+    }
+
+    /// The next frame.
+    pub fn next_frame(&self) -> Vec<u8> {
+        let frame = self.frame(Instant::now() + PATIENCE, |_| true);
+        frame.expect("a frame")
+    }
+
+    /// Why the other side closes the connection.
+    pub fn goodbye(&self) -> String {
+        let frame = self.frame(Instant::now() + PATIENCE, |frame| frame[0] == GOODBYE);
+        let frame = frame.expect("a goodbye");
+        Reader::new(&frame[1..]).str(1 << 16).expect("a reason")
     }
 
     /// Waits for a message or a part of a stream whose type is `kind`: the rest of its header, and its payload.
