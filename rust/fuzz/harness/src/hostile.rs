@@ -1,13 +1,12 @@
 //! A peer in the same process that passes the handshake and then does what a script says.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
 use kvpipe_core::checksum;
 use kvpipe_core::fuzzing::PeerPlane;
 use kvpipe_core::ids::SessionId;
-use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::encryption::{Encryption, Offer};
 use kvpipe_core::net::handshake::{Handshake, Step as HandshakeStep};
 use kvpipe_core::net::identity::{Identity, SessionKind};
@@ -16,9 +15,9 @@ use kvpipe_core::net::secret::Secrets;
 use kvpipe_core::transport::{MemoryPath, Transport};
 use rustix::net::sockopt;
 
-use crate::kinds::session::{MESSAGE, STREAM};
-use crate::kinds::transfer::DATA;
+use crate::kinds::session::GOODBYE;
 use crate::script::{ADDRESS, Flags, KEY, Step, Victim};
+use crate::wire;
 
 /// The secret that both sides share.
 pub(crate) const TOKEN: &[u8] = b"token";
@@ -43,8 +42,16 @@ pub(crate) struct Hostile {
     listener: Option<TcpListener>,
     stream: Option<TcpStream>,
     inbox: Vec<u8>,
+    /// What the socket has not taken.
+    outbox: Vec<u8>,
+    /// What is next written stops after so many bytes.
+    cut: Option<usize>,
+    /// What was cut off.
+    rest: Vec<u8>,
     /// What the victim has sent on the socket since the handshake, up to [`RECEIVED_CAP`].
     received: Vec<u8>,
+    /// How the victim has said that this side broke the protocol.
+    refusal: Option<String>,
     identity: Identity,
     plane: Option<PeerPlane>,
     session_id: SessionId,
@@ -79,7 +86,11 @@ impl Hostile {
             listener: None,
             stream: None,
             inbox: Vec::new(),
+            outbox: Vec::new(),
+            cut: None,
+            rest: Vec::new(),
             received: Vec::new(),
+            refusal: None,
             identity: Identity::new(kind, "hostile", Vec::new()).expect("identity"),
             plane: transport.map(|it| PeerPlane::open(it, EXPOSED_BYTES).expect("plane")),
             session_id: [0; 16],
@@ -173,10 +184,12 @@ impl Hostile {
         None
     }
 
-    /// Sends its hello, and reports that it reads the victim's memory.
+    /// Sends its hello, and reports that it reads the victim's memory, where there is a data plane.
     fn establish(&mut self) {
-        self.post([&self.session_id[..], &[0]].concat());
-        self.send(DATA_PATH);
+        if self.plane.is_some() {
+            self.active_message(&[0]);
+            self.send(DATA_PATH);
+        }
     }
 
     fn open_plane(&mut self, victim: &Identity) {
@@ -211,25 +224,62 @@ impl Hostile {
         self
     }
 
-    /// What the victim has sent on the socket.
-    pub(crate) fn into_received(self) -> Vec<u8> {
-        self.received
+    /// What the victim has sent on the socket, and whether it has ended the session for an error of this side.
+    pub(crate) fn into_received(self) -> (Vec<u8>, Option<String>) {
+        (self.received, self.refusal)
     }
 
     /// Receives what the victim has sent.
     pub(crate) fn receive(&mut self) {
+        let before = self.inbox.len();
         self.read_socket();
-        self.received.append(&mut self.inbox);
-        self.received.truncate(RECEIVED_CAP);
+        let room = RECEIVED_CAP - self.received.len();
+        let come = &self.inbox[before..];
+        self.received
+            .extend_from_slice(&come[..come.len().min(room)]);
+        while let Some(mut frame) = self.next_frame() {
+            let opened = match &mut self.records {
+                Some(records) => records.opener.open(&mut frame),
+                None => Ok(&frame[..]),
+            };
+            if let Ok([GOODBYE, reason @ ..]) = opened {
+                let reason = String::from_utf8_lossy(reason).into_owned();
+                let is_refusal = reason.contains("protocol error");
+                self.refusal = Some(reason).filter(|_| is_refusal);
+            }
+        }
         if let Some(plane) = &self.plane {
             plane.progress();
         }
     }
 
+    /// Writes the bytes up to the next cut.
     fn write(&mut self, bytes: &[u8]) {
-        if let Some(stream) = &mut self.stream {
-            let _ = stream.write_all(bytes);
+        let cut = self.cut.take().unwrap_or(bytes.len());
+        let (now, later) = bytes.split_at(cut.min(bytes.len()));
+        self.outbox.extend_from_slice(now);
+        self.rest.extend_from_slice(later);
+        self.flush();
+    }
+
+    /// Writes what the socket takes; whether it has taken something. What a closed one does not take is lost.
+    pub(crate) fn flush(&mut self) -> bool {
+        let Some(stream) = &mut self.stream else {
+            return false;
+        };
+        let mut num_written = 0;
+        while num_written < self.outbox.len() {
+            match stream.write(&self.outbox[num_written..]) {
+                Ok(len) => num_written += len,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(_) => {
+                    self.outbox.clear();
+                    return false;
+                }
+            }
         }
+        self.outbox.drain(..num_written);
+        num_written > 0
     }
 
     fn send(&mut self, frame: &[u8]) {
@@ -241,22 +291,14 @@ impl Hostile {
             }
             _ => frame,
         };
-        self.write(&(frame.len() as u32).to_le_bytes());
-        self.write(frame);
+        let len = (frame.len() as u32).to_le_bytes();
+        self.write(&[&len[..], frame].concat());
     }
 
-    /// Sends a message, or a part of a stream.
-    fn message(&mut self, header: &[u8], payload: &[u8]) {
-        let frame = if header.first() == Some(&DATA) {
-            let head = Writer::new(STREAM).u8(header.len() as u8).raw(header);
-            head.raw(payload).u8(0)
-        } else {
-            Writer::new(MESSAGE).bytes(header).raw(payload)
-        };
-        self.send(&frame.finish());
+    fn active_message(&self, header: &[u8]) {
+        self.post([&self.session_id[..], header].concat());
     }
 
-    /// Sends a message over the data plane.
     fn post(&self, header: Vec<u8>) {
         if let Some(plane) = &self.plane {
             plane.send(header);
@@ -279,25 +321,38 @@ impl Hostile {
         bytes
     }
 
+    /// The same, and the checksum of the payload at the end of the header.
+    fn fill_in_sealed(&self, header: Vec<u8>, payload: Vec<u8>) -> (Vec<u8>, Vec<u8>) {
+        let (mut header, payload) = (self.fill_in(header), self.fill_in(payload));
+        header.extend(checksum::of(&payload).to_le_bytes());
+        (header, payload)
+    }
+
     pub(crate) fn act(&mut self, step: Step) {
+        if !matches!(step, Step::Cut(_)) {
+            self.outbox.append(&mut self.rest);
+            self.flush();
+        }
         match step {
             Step::Socket(bytes) => self.write(&bytes),
             Step::Connection(frame) => self.send(&frame),
-            Step::Frame(frame) => {
-                let header = self.fill_in(frame);
-                self.message(&header, &[]);
-            }
             Step::Message(header, payload) => {
                 let (header, payload) = (self.fill_in(header), self.fill_in(payload));
-                self.message(&header, &payload);
+                self.send(&wire::message(&header, &payload));
             }
             Step::Sealed(header, payload) => {
-                let (mut header, payload) = (self.fill_in(header), self.fill_in(payload));
-                header.extend(checksum::of(&payload).to_le_bytes());
-                self.message(&header, &payload);
+                let (header, payload) = self.fill_in_sealed(header, payload);
+                self.send(&wire::message(&header, &payload));
             }
+            Step::Part(header, payload, end) => {
+                let (header, payload) = self.fill_in_sealed(header, payload);
+                self.send(&wire::part(&header, &payload, end));
+            }
+            Step::Cut(at) => self.cut = Some(at.into()),
+            Step::ActiveMessage(header) => self.active_message(&header),
             Step::Stranger(header) => self.post(header),
             Step::Shut => {
+                self.flush();
                 if let Some(stream) = &self.stream {
                     let _ = stream.shutdown(std::net::Shutdown::Write);
                 }

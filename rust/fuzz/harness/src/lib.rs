@@ -15,7 +15,8 @@ mod seeds;
 mod wire;
 
 pub use decoders::decoders;
-pub use seeds::seeds;
+pub use script::take_refusal;
+pub use seeds::{conversations, seeds};
 
 /// A target: any bytes.
 pub type Target = fn(&[u8]);

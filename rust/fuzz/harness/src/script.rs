@@ -1,5 +1,7 @@
 //! What a peer does that keeps to no rules, as read from any bytes, and how the victim is run through it.
 
+use std::cell::RefCell;
+
 use kvpipe_core::fuzzing::Round;
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::{Integrity, Result};
@@ -12,17 +14,22 @@ const ROUNDS: usize = 10_000;
 pub(crate) const ADDRESS: u64 = u64::from_le_bytes(*b"\xfaADDRESS");
 pub(crate) const KEY: u64 = u64::from_le_bytes(*b"\xfaKEY_KEY");
 
-// Kinds of steps; what is left of `KINDS` is `Step::Leave`.
+// Kinds of steps; what is left of `KINDS` is `Step::ActiveMessage`.
 const SOCKET: u8 = 0;
 const CONNECTION: u8 = 1;
-const FRAME: u8 = 2;
+const BARE: u8 = 2;
 const MESSAGE: u8 = 3;
 const SEALED: u8 = 4;
 const LARGE: u8 = 5;
 const STRANGER: u8 = 6;
 const USER: u8 = 7;
 const SHUT: u8 = 8;
-const KINDS: u8 = 10;
+const LEAVE: u8 = 9;
+const PART: u8 = 10;
+const LARGE_PART: u8 = 11;
+const CUT: u8 = 12;
+const ACTIVE_MESSAGE: u8 = 13;
+const KINDS: u8 = 14;
 
 // Bits of the first byte of a script.
 pub(crate) const REMOTE_READ: u8 = 1;
@@ -80,6 +87,15 @@ impl Flags {
     }
 }
 
+thread_local! {
+    static REFUSAL: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// How the side under test has ended the last session of this thread, if the peer broke the protocol.
+pub fn take_refusal() -> Option<String> {
+    REFUSAL.take()
+}
+
 /// One action of the peer, or of the victim's user.
 #[derive(Debug)]
 pub(crate) enum Step {
@@ -87,13 +103,17 @@ pub(crate) enum Step {
     Socket(Vec<u8>),
     /// A frame of any type.
     Connection(Vec<u8>),
-    /// A message that is a header only.
-    Frame(Vec<u8>),
-    /// A message, or a part of a stream: header, payload.
+    /// A message: header, payload.
     Message(Vec<u8>, Vec<u8>),
     /// The same with the checksum of its payload at the end of its header.
     Sealed(Vec<u8>, Vec<u8>),
-    /// A message of no session over the data plane.
+    /// A part of a stream, with the checksum of its payload at the end of its header: header, payload, last byte.
+    Part(Vec<u8>, Vec<u8>, u8),
+    /// What is next written to the socket stops after so many bytes; the rest follows with the step after it.
+    Cut(u16),
+    /// An active message of the session over UCX.
+    ActiveMessage(Vec<u8>),
+    /// An active message of no session.
     Stranger(Vec<u8>),
     /// The victim's user calls something.
     User(u8, u8),
@@ -116,12 +136,17 @@ impl Script {
         Self(Writer::new(flags))
     }
 
+    pub(crate) fn socket(self, bytes: &[u8]) -> Self {
+        Self(short(self.0.u8(SOCKET), bytes))
+    }
+
     pub(crate) fn connection(self, bytes: &[u8]) -> Self {
         Self(short(self.0.u8(CONNECTION), bytes))
     }
 
-    pub(crate) fn frame(self, bytes: &[u8]) -> Self {
-        Self(short(self.0.u8(FRAME), bytes))
+    /// A message that is a header only.
+    pub(crate) fn bare(self, header: &[u8]) -> Self {
+        Self(short(self.0.u8(BARE), header))
     }
 
     pub(crate) fn message(self, header: &[u8], payload: &[u8]) -> Self {
@@ -135,10 +160,29 @@ impl Script {
         Self(short(writer, payload))
     }
 
-    /// A message whose header ends with the checksum of its payload, `kib` KiB of one byte.
-    pub(crate) fn large(self, header: &[u8], (kib, fill): (u8, u8)) -> Self {
-        let writer = self.0.u8(LARGE).u8(header.len() as u8).raw(header);
-        Self(writer.u8(kib).u8(fill))
+    /// A part of a stream.
+    pub(crate) fn part(self, header: &[u8], payload: &[u8]) -> Self {
+        let writer = self.0.u8(PART).u8(header.len() as u8).raw(header);
+        Self(short(writer, payload).u8(0))
+    }
+
+    /// A part of a stream, so many KiB of zeros, with this byte at its end.
+    pub(crate) fn large_part(self, header: &[u8], kib: u8, end: u8) -> Self {
+        let writer = self.0.u8(LARGE_PART).u8(header.len() as u8).raw(header);
+        Self(writer.u8(kib).u8(0).u8(end))
+    }
+
+    pub(crate) fn cut(self, at: u16) -> Self {
+        Self(self.0.u8(CUT).u16(at))
+    }
+
+    pub(crate) fn active_message(self, header: &[u8]) -> Self {
+        let writer = self.0.u8(ACTIVE_MESSAGE).u8(header.len() as u8);
+        Self(writer.raw(header))
+    }
+
+    pub(crate) fn leave(self) -> Self {
+        Self(self.0.u8(LEAVE))
     }
 
     pub(crate) fn user(self, what: u8, argument: u8) -> Self {
@@ -164,22 +208,28 @@ fn header(reader: &mut Reader<'_>) -> Result<Vec<u8>> {
     reader.raw(len.into()).map(<[u8]>::to_vec)
 }
 
+/// So many KiB of one byte.
+fn large(reader: &mut Reader<'_>) -> Result<Vec<u8>> {
+    let (kib, fill) = (reader.u8()?, reader.u8()?);
+    Ok(vec![fill; usize::from(kib) << 10])
+}
+
 fn step(reader: &mut Reader<'_>) -> Result<Step> {
     Ok(match reader.u8()? % KINDS {
         SOCKET => Step::Socket(bytes(reader)?),
         CONNECTION => Step::Connection(bytes(reader)?),
-        FRAME => Step::Frame(bytes(reader)?),
+        BARE => Step::Message(bytes(reader)?, Vec::new()),
         MESSAGE => Step::Message(header(reader)?, bytes(reader)?),
         SEALED => Step::Sealed(header(reader)?, bytes(reader)?),
-        LARGE => {
-            let header = header(reader)?;
-            let (kib, fill) = (reader.u8()?, reader.u8()?);
-            Step::Sealed(header, vec![fill; usize::from(kib) << 10])
-        }
+        LARGE => Step::Sealed(header(reader)?, large(reader)?),
         STRANGER => Step::Stranger(header(reader)?),
         USER => Step::User(reader.u8()?, reader.u8()?),
         SHUT => Step::Shut,
-        _ => Step::Leave,
+        LEAVE => Step::Leave,
+        PART => Step::Part(header(reader)?, bytes(reader)?, reader.u8()?),
+        LARGE_PART => Step::Part(header(reader)?, large(reader)?, reader.u8()?),
+        CUT => Step::Cut(reader.u16()?),
+        _ => Step::ActiveMessage(header(reader)?),
     })
 }
 
@@ -217,6 +267,17 @@ fn settle(victim: &impl Victim) -> usize {
     panic!("the reactor does not become idle")
 }
 
+/// Runs the reactor until it has taken what the peer has written, as far as it takes it.
+fn settle_with(victim: &impl Victim, hostile: &mut Hostile) {
+    loop {
+        settle(victim);
+        hostile.receive();
+        if !hostile.flush() {
+            return;
+        }
+    }
+}
+
 /// Runs the reactor until it has dropped its peer. A thread may still be about to hand it the connection.
 fn forget_peer(victim: &impl Victim) {
     for _ in 0..ROUNDS {
@@ -251,10 +312,10 @@ pub(crate) fn run_script(
             Step::User(what, argument) => victim.act(what, argument),
             step => hostile.act(step),
         }
-        settle(&victim);
-        hostile.receive();
+        settle_with(&victim, &mut hostile);
     }
-    let received = hostile.into_received();
+    let (received, refusal) = hostile.into_received();
+    REFUSAL.set(refusal);
     forget_peer(&victim);
     victim.check_without_peer();
     victim.close();

@@ -4,13 +4,25 @@ use kvpipe_core::control::{Opening, SequenceState};
 use kvpipe_core::handoff::ReadyBlock;
 use kvpipe_core::net::codec::Writer;
 
-use crate::kinds::{agent, control};
+use crate::kinds::{agent, control, session};
 use crate::script::{ADDRESS, KEY};
 
 /// Of the peer's regions.
 pub(crate) const BLOCK_BYTES: u64 = 1 << 10;
 const HOST_MEMORY: u8 = 0;
 const NUMPY: u8 = 2;
+
+/// The frame of a message.
+pub(crate) fn message(header: &[u8], payload: &[u8]) -> Vec<u8> {
+    let frame = Writer::new(session::MESSAGE).bytes(header);
+    frame.raw(payload).finish()
+}
+
+/// The frame of a part of a stream, with this byte at its end.
+pub(crate) fn part(header: &[u8], payload: &[u8], end: u8) -> Vec<u8> {
+    let frame = Writer::new(session::STREAM).u8(header.len() as u8);
+    frame.raw(header).raw(payload).u8(end).finish()
+}
 
 /// The beginning of a header: its kind, and what it is about.
 pub(crate) fn head(kind: u8, id: u64) -> Writer {
@@ -42,10 +54,10 @@ pub(crate) fn region(writer: Writer, (id, name): (u32, &str)) -> Writer {
     memory.bytes(&KEY.to_le_bytes())
 }
 
-/// The frame with all regions of the peer.
+/// The message with all regions of the peer.
 pub(crate) fn regions(regions: &[(u32, &str)]) -> Vec<u8> {
-    let frame = Writer::new(agent::REGIONS).list(regions, |w, named| region(w, *named));
-    frame.finish()
+    let message = Writer::new(agent::REGIONS).list(regions, |w, named| region(w, *named));
+    message.finish()
 }
 
 pub(crate) fn block_ids(ids: &[u32]) -> Vec<u8> {
@@ -69,7 +81,7 @@ pub(crate) fn ready_blocks(blocks: &[ReadyBlock]) -> Vec<u8> {
     list.finish()
 }
 
-/// One frame of each kind between schedulers.
+/// One message of each kind between schedulers.
 pub(crate) fn control(handoff: [u8; 16], opening: &Opening, state: &SequenceState) -> Vec<Vec<u8>> {
     let of_handoff = |kind| Writer::new(kind).raw(&handoff);
     let question = |kind| head(kind, 1).raw(&handoff);

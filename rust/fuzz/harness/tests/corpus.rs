@@ -3,12 +3,22 @@
 use std::path::Path;
 
 use kvpipe_core::fuzzing::DECODERS;
-use kvpipe_fuzz_harness::{TARGETS, run, seeds};
+use kvpipe_fuzz_harness::{TARGETS, conversations, run, seeds, take_refusal};
 
 #[test]
 fn every_seed_keeps_the_promises() {
     for (target, seed) in seeds() {
         run(target, &seed);
+    }
+}
+
+/// One that is refused as breaking the protocol is from an older wire format, and reaches little.
+#[test]
+fn no_conversation_is_refused() {
+    for (number, (target, seed)) in conversations().into_iter().enumerate() {
+        run(target, &seed);
+        let refusal = take_refusal();
+        assert_eq!(refusal, None, "{target}, seed {number}");
     }
 }
 

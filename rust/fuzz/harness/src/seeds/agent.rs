@@ -4,7 +4,7 @@ use kvpipe_core::checksum;
 use kvpipe_core::handoff::{self, ReadyBlock};
 use kvpipe_core::net::codec::Writer;
 
-use super::{goodbye, send};
+use super::{aborted_stream, broken, goodbye, in_pieces, send, stream};
 use crate::agent::{ANOTHER, HANDOFFS, IS_COMMITTED, KV, WITH_TAG, user};
 use crate::kinds::{agent as kind, transfer};
 use crate::script::{NO_CHECKSUMS, REMOTE_READ, SERVER, Script, VALIDATES};
@@ -12,7 +12,7 @@ use crate::wire::{BLOCK_BYTES, block_ids, head, numbers, ready_blocks, regions, 
 
 /// A script after the exchange of regions.
 fn connected(flags: u8) -> Script {
-    Script::new(flags).frame(&regions(&[(0, KV), (1, ANOTHER)]))
+    Script::new(flags).bare(&regions(&[(0, KV), (1, ANOTHER)]))
 }
 
 /// Blocks of the peer, all zeros.
@@ -20,9 +20,15 @@ fn blocks(count: usize) -> Vec<u8> {
     vec![0; count * BLOCK_BYTES as usize]
 }
 
-fn stream(script: Script, num_blocks: usize) -> Script {
+/// The blocks of a read in three parts, with those of the next one between them.
+fn stream_in_parts(script: Script) -> Script {
     let header = head(transfer::DATA, 1).u64(0).finish();
-    script.sealed(&header, &blocks(num_blocks))
+    let script = script.part(&header, &[0; 24]);
+    let script = stream(script, 2, 3);
+    let header = head(transfer::DATA, 1).u64(24).finish();
+    let script = script.large_part(&header, 2, 0);
+    let header = head(transfer::DATA, 1).u64(24 + (2 << 10)).finish();
+    script.part(&header, &[0; 1000])
 }
 
 fn checksums(script: Script, transfer: u64) -> Script {
@@ -56,9 +62,9 @@ pub(super) fn ready_block(region: u32, position: u32) -> ReadyBlock {
 pub(super) fn agent() -> Vec<Vec<u8>> {
     let released = Writer::new(kind::RELEASED).u32(0).finish();
     let closing = connected(REMOTE_READ).user(user::READ, 3);
-    let closing = closing.user(user::CLOSE_REGION, 0).frame(&released);
-    let closed = connected(REMOTE_READ).frame(&regions(&[(1, ANOTHER)]));
-    let rest = vec![closing, closed];
+    let closing = closing.user(user::CLOSE_REGION, 0).bare(&released);
+    let closed = connected(REMOTE_READ).bare(&regions(&[(1, ANOTHER)]));
+    let rest = vec![closing, closed, active_messages()];
     let scripts = [
         reads(),
         served_reads(),
@@ -70,6 +76,18 @@ pub(super) fn agent() -> Vec<Vec<u8>> {
     scripts.into_iter().flatten().map(goodbye).collect()
 }
 
+pub(super) fn broken_off() -> Vec<Vec<u8>> {
+    broken(|| connected(0).user(user::READ, 3))
+}
+
+/// Another hello, and messages that are none, over UCX; then the data plane ends.
+fn active_messages() -> Script {
+    let script = connected(0).active_message(&[0]).active_message(&[]);
+    script
+        .active_message(&head(transfer::READ, 1).finish())
+        .leave()
+}
+
 fn reads() -> Vec<Script> {
     let reading = |flags| {
         let script = connected(flags).user(user::READ, 3);
@@ -78,7 +96,11 @@ fn reads() -> Vec<Script> {
     vec![
         reading(REMOTE_READ | NO_CHECKSUMS),
         checksums(checksums(reading(REMOTE_READ), 1), 2),
-        stream(reading(0), 3),
+        stream(reading(0), 1, 3),
+        in_pieces(reading(0), 100, |script| stream(script, 1, 3)),
+        stream_in_parts(reading(0)),
+        aborted_stream(reading(0), 1, 3),
+        aborted_stream(connected(0).user(user::READ, 3), 99, 3),
         refuse(reading(0), transfer::REFUSED),
     ]
 }
@@ -126,7 +148,7 @@ fn writes() -> Vec<Script> {
             transfer::CANCELLED,
             1,
         ),
-        stream(offer(0, None), 3),
+        stream(offer(0, None), 1, 3),
     ]
 }
 
@@ -181,7 +203,7 @@ fn handoffs() -> Vec<Script> {
             .message(&acknowledge, &[]),
         selected_then_ready.user(user::END, 0),
         loading(REMOTE_READ | SERVER),
-        stream(loading(SERVER), 1),
+        stream(loading(SERVER), 1, 1),
         withdrawn.user(user::COMMIT, 0).user(user::CANCEL, 0),
         validating(kind::VALID),
         validating(kind::INVALID),

@@ -4,7 +4,7 @@ use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::version::PROTOCOL_VERSION;
 
 use crate::kinds::bootstrap::{HELLO, IDENTITY, REFUSED, REPLY};
-use crate::kinds::session::MESSAGE;
+use crate::kinds::session::{MESSAGE, STREAM};
 use crate::script::{REMOTE_READ, SERVER, Script};
 
 fn hello(version: u16) -> Vec<u8> {
@@ -24,7 +24,7 @@ pub(super) fn bootstrap() -> Vec<Vec<u8>> {
             .shut(),
         Script::new(0)
             .connection(&hello(PROTOCOL_VERSION + 1))
-            .message(&[0], &[]),
+            .active_message(&[0]),
         Script::new(SERVER)
             .connection(&reply(PROTOCOL_VERSION))
             .connection(&record),
@@ -33,6 +33,7 @@ pub(super) fn bootstrap() -> Vec<Vec<u8>> {
         Script::new(REMOTE_READ)
             .connection(&differs.finish())
             .connection(&[MESSAGE]),
+        Script::new(0).connection(&[STREAM, 1, 33, 7, 0]),
     ];
     scripts.map(Script::finish).to_vec()
 }

@@ -9,10 +9,10 @@ pub(super) fn control() -> Vec<Vec<u8>> {
     let frames = wire::control(HANDOFFS[0], &opening(), &sequence_state());
     let all = |script| {
         let frames = frames.iter();
-        frames.fold(script, |script: Script, frame| script.frame(frame))
+        frames.fold(script, |script: Script, frame| script.bare(frame))
     };
     let each = frames.iter().map(|frame| {
-        let script = Script::new(0).user(user::OPEN, 0).frame(frame);
+        let script = Script::new(0).user(user::OPEN, 0).bare(frame);
         script.user(user::FINISH, 0).finish()
     });
     let opened = |script: Script| script.user(user::EXPECT, 0).user(user::OPEN, 0);

@@ -2,7 +2,7 @@
 
 use kvpipe_core::net::codec::Writer;
 
-use super::{goodbye, read, send, stream};
+use super::{aborted_stream, goodbye, in_pieces, read, send, stream};
 use crate::kinds::lookup;
 use crate::lookup::user;
 use crate::script::{REMOTE_READ, Script};
@@ -56,7 +56,9 @@ pub(super) fn server() -> Vec<Vec<u8>> {
             consume(select(insert(REMOTE_READ, &all), &by_tokens)),
             1,
         )),
-        goodbye(settle(select(stream(insert(0, &all), 2, KIB), &any), 0)),
+        goodbye(settle(select(stream(insert(0, &all), 1, KIB), &any), 0)),
+        goodbye(select(aborted_stream(insert(0, &all), 1, KIB), &any)),
+        goodbye(in_pieces(insert(0, &all), 1000, |it| stream(it, 1, KIB))),
         goodbye(consume(select(insert(0, &[0; 5]), &any))),
         goodbye(settle(consume(select(inserted_here(REMOTE_READ), &any)), 1)),
         goodbye(read(select(inserted_here(0), &by_tokens), 5)),
@@ -84,8 +86,10 @@ pub(super) fn client() -> Vec<Vec<u8>> {
         goodbye(send(accepted, lookup::INSERTED, 0)),
         goodbye(refused),
         goodbye(consumed(offered(REMOTE_READ)).user(user::CONSUME, 0)),
-        goodbye(consumed(stream(offered(0), 2, KIB)).user(user::DROP_SELECT, 0)),
+        goodbye(consumed(stream(offered(0), 1, KIB)).user(user::DROP_SELECT, 0)),
+        goodbye(aborted_stream(offered(0), 1, KIB)),
+        goodbye(in_pieces(offered(0), 31, |it| stream(it, 1, KIB))),
         goodbye(nothing),
-        goodbye(send(dropped, lookup::WITHDRAW, 0)),
+        goodbye(send(dropped, lookup::NOTHING, 0)),
     ]
 }

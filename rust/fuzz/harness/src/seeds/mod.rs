@@ -1,4 +1,4 @@
-//! Conversations as they should go: what fuzzing starts from. The kinds of messages are those of docs/reference/wire-*.md.
+//! Conversations as they should go, and some that break off: what fuzzing starts from. The kinds of messages are those of docs/reference/wire-*.md.
 
 mod agent;
 mod bootstrap;
@@ -9,14 +9,29 @@ mod pipe;
 
 use kvpipe_core::net::codec::Writer;
 
-use crate::kinds::session::{GOODBYE, HEARTBEAT, STREAM};
-use crate::kinds::transfer::{DATA, READ};
+use crate::kinds::session::{GOODBYE, HEARTBEAT, MESSAGE, STREAM};
+use crate::kinds::transfer::{CREDIT, DATA, READ};
 use crate::script::Script;
-use crate::wire::{block_ids, head};
+use crate::wire::{self, block_ids, head};
+
+type Seeds = Vec<(&'static str, Vec<u8>)>;
+
+fn with_name(name: &'static str, scripts: Vec<Vec<u8>>) -> Seeds {
+    scripts.into_iter().map(|script| (name, script)).collect()
+}
 
 /// Seeds of every target, by its name.
-pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
-    let with_name = |name, scripts: Vec<Vec<u8>>| scripts.into_iter().map(move |it| (name, it));
+pub fn seeds() -> Seeds {
+    let broken = [
+        with_name("agent", agent::broken_off()),
+        with_name("pipe_receiver", pipe::broken_off()),
+    ];
+    let broken = broken.into_iter().flatten();
+    conversations().into_iter().chain(broken).collect()
+}
+
+/// Those in which the peer keeps to the protocol.
+pub fn conversations() -> Seeds {
     [
         with_name("agent", agent::agent()),
         with_name("bootstrap", bootstrap::bootstrap()),
@@ -51,14 +66,53 @@ fn read(script: Script, source: u64) -> Script {
     script.message(&header, &block_ids(&[0]))
 }
 
-/// The first bytes of a large tensor of zeros.
+/// The first bytes of a large tensor of zeros, or of blocks.
 fn stream(script: Script, id: u64, kib: u8) -> Script {
-    script.large(&head(DATA, id).u64(0).finish(), (kib, 0))
+    stream_part(script, id, (0, kib), 0)
 }
 
-/// A part of a stream whose sender has its memory back.
-fn aborted(script: Script, id: u64) -> Script {
-    let header = head(DATA, id).u64(0).u64(0).finish();
-    let frame = Writer::new(STREAM).u8(header.len() as u8).raw(&header);
-    script.connection(&frame.raw(&[0; 64]).u8(1).finish())
+/// A part of a stream of zeros: where it begins and how long it is, both in KiB.
+fn stream_part(script: Script, id: u64, (offset, kib): (u8, u8), end: u8) -> Script {
+    let header = head(DATA, id).u64(u64::from(offset) << 10);
+    script.large_part(&header.finish(), kib, end)
+}
+
+/// The same as [`stream`] in two parts, the second of which is aborted.
+fn aborted_stream(script: Script, id: u64, kib: u8) -> Script {
+    let script = stream(script, id, kib / 2);
+    stream_part(script, id, (kib / 2, kib - kib / 2), 1)
+}
+
+/// Ends the session by each frame that is none, after what the script says.
+fn broken(script: impl Fn() -> Script) -> Vec<Vec<u8>> {
+    let header = head(DATA, 1).u64(0).u64(0).finish();
+    let part = |end| wire::part(&header, b"part", end);
+    let announced = |len: u32, begun: &[u8]| Writer::default().u32(len).raw(begun).finish();
+    let on_socket = [
+        announced((33 << 20) + 1, &part(0)),
+        announced(27, &part(0)),
+        announced(2, &[STREAM, 0]),
+        announced(1, &[STREAM]),
+        announced(u32::MAX, &[MESSAGE]),
+        announced(0, &[]),
+    ];
+    let long_header = Writer::new(MESSAGE).u32(9).raw(&header[..8]).finish();
+    let frames = [
+        part(2),
+        wire::part(&header[..20], b"part", 0),
+        wire::message(&header, b"part"),
+        wire::message(&[], b"payload"),
+        long_header,
+        vec![MESSAGE, 1],
+    ];
+    let on_socket = on_socket.iter().map(|bytes| script().socket(bytes));
+    let frames = frames.iter().map(|frame| script().connection(frame));
+    on_socket.chain(frames).map(Script::finish).collect()
+}
+
+/// The same script, with what comes last in two pieces.
+fn in_pieces(script: Script, at: u16, last: impl Fn(Script) -> Script) -> Script {
+    let last = last(script.cut(at));
+    // What was cut off goes before this, and is followed by nothing of its own.
+    last.message(&head(CREDIT, 99).u64(0).finish(), &[])
 }

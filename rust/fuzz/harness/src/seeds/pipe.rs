@@ -3,7 +3,7 @@
 use kvpipe_core::checksum;
 use kvpipe_core::net::codec::Writer;
 
-use super::{aborted, goodbye, read, send, stream};
+use super::{aborted_stream, broken, goodbye, in_pieces, read, send, stream};
 use crate::kinds::{pipe, transfer};
 use crate::pipe::{receiver_user, sender_user};
 use crate::script::{REMOTE_READ, Script, VALIDATES};
@@ -33,17 +33,22 @@ pub(super) fn receiver() -> Vec<Vec<u8>> {
     let withdrawn = announced(0, 0).user(receiver_user::WITHDRAW, 0);
     let ended = |script: Script| {
         let script = script.user(receiver_user::RECEIVE, 0);
-        script.frame(&[pipe::END]).shut().finish()
+        script.bare(&[pipe::END]).shut().finish()
     };
     vec![
         ended(stream(announced(0, 2), 1, KIB)),
+        ended(in_pieces(announced(0, 2), 7, |it| stream(it, 1, KIB))),
+        ended(aborted_stream(announced(0, 2), 1, KIB)),
         ended(checksummed),
         goodbye(send(announced(REMOTE_READ, 0), pipe::WITHDRAW, 1)),
         goodbye(stream(withdrawn, 1, KIB / 2)),
-        goodbye(aborted(announced(0, 2), 1)),
         ended(send(announced(REMOTE_READ, 3), pipe::VALID, 1)),
         goodbye(send(announced(REMOTE_READ, 3), pipe::INVALID, 1)),
     ]
+}
+
+pub(super) fn broken_off() -> Vec<Vec<u8>> {
+    broken(|| announced(0, 2))
 }
 
 fn acknowledge(script: Script, first: u64, others: &[u64]) -> Script {
