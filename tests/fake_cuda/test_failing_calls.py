@@ -13,9 +13,10 @@ pytestmark = pytest.mark.fake_cuda
 AT_START = ["cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuStreamCreate"]
 # Their failure is logged, and harms nothing.
 HARMLESS = ["cuCtxPopCurrent_v2", "cuEventDestroy_v2"]
-LATER = ["cuStreamIsCapturing", "cuStreamQuery", "cuStreamSynchronize", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"]
-LATER += ["cuPointerGetAttribute", "cuEventCreate", "cuEventRecord", "cuEventSynchronize"]
-LATER += ["cuDeviceGetAttribute", "cuFlushGPUDirectRDMAWrites"]
+# They move the bytes of a read.
+OF_READS = ["cuStreamSynchronize", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"]
+LATER = ["cuStreamIsCapturing", "cuStreamQuery", "cuPointerGetAttribute", "cuEventCreate", "cuEventRecord"]
+LATER += ["cuEventSynchronize", "cuDeviceGetAttribute", "cuFlushGPUDirectRDMAWrites"]
 OF_STREAMS = ["cuMemHostAlloc", "cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuStreamSynchronize"]
 TIMEOUT_S = 60
 
@@ -56,6 +57,15 @@ def test_a_call_that_fails_once_fails_one_operation(library, operation, call):
     assert "Timeout" not in first
     assert f"{call.removesuffix('_v2')}: CUDA_ERROR_UNKNOWN ({FAILURE})" in first + logged
     assert second == "right"
+
+
+@pytest.mark.parametrize("operation", ["send", "read"])
+@pytest.mark.parametrize("call", OF_READS)
+def test_a_read_that_fails_once_begins_again_as_a_stream(library, operation, call):
+    first, second, logged = run(library, operation, call)
+    assert (first, second) == ("right", "right")
+    assert f"{call.removesuffix('_v2')}: CUDA_ERROR_UNKNOWN ({FAILURE})" in logged
+    assert "session.stream " in logged
 
 
 @pytest.mark.parametrize("call", AT_START)

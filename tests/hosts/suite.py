@@ -199,9 +199,8 @@ def test_a_peer_is_reached_by_the_interface_that_leads_to_it(host, cable, other,
             assert child.read() == "tcp"
             wait_until(lambda: receiver.peer)  # the sender may know first
             assert receiver.peer.rpartition(":")[0] == chosen.far
-            assert listeners(host) == {chosen.far}
+            assert not listeners(host), "a sender listens nowhere"
             child.end()
-            wait_until(lambda: not listeners(host))
 
 
 DELAY = ("netem", "delay", "20ms", "loss", "1%")
@@ -284,20 +283,16 @@ SLOW = ("tbf", "rate", "16mbit", "burst", "64kb", "latency", "50ms")
 SIZES = [1, 100, 32 << 10, (32 << 10) + 1, MIB, 7, 3 * MIB, 64 << 10, 0, MIB // 2]
 
 
-def test_a_send_that_is_read_long_after_its_deadline_fails_alone_and_ten_more_arrive_in_order(thin, start):
+def test_a_send_over_a_slow_cable_is_withdrawn_at_its_deadline_and_ten_more_arrive_in_order(thin, start):
+    """What was said overtakes the parts, and those on their way end at once."""
     thin.disturb(*SLOW)
     child = start("receive_some", there(thin))
     with Pipe.connect(child.read()) as sender:
         late = sender.isend_tensor(np.zeros(40 * MIB, np.uint8), timeout=1)
-        with pytest.raises(TransferTimeoutError, match=r"may still be read until .* the pipe is usable"):
+        with pytest.raises(TransferTimeoutError, match="it was withdrawn, the pipe is usable"):
             late.wait(20)
-        with pytest.raises(TransferTimeoutError, match="not settled"):
-            late.settled(0)
-        assert sender.stats().in_flight == 1
+        late.settled(0)
         later = [sender.isend_tensor(np.full(max(size, 1), number, np.uint8)) for number, size in enumerate(SIZES, 1)]
-        late.settled(20)
-        with pytest.raises(TransferTimeoutError, match="may still be read"):
-            late.result()
         thin.disturb(*FAST)
         for work in later:
             work.wait(20)
