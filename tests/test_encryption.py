@@ -1,4 +1,4 @@
-"""What travels between two processes whose sessions are encrypted, as somebody sees it who reads the network."""
+"""Bytes between two processes whose sessions are encrypted, as a reader of the network sees them."""
 
 import contextlib
 import socket

@@ -284,7 +284,7 @@ SIZES = [1, 100, 32 << 10, (32 << 10) + 1, MIB, 7, 3 * MIB, 64 << 10, 0, MIB // 
 
 
 def test_a_send_over_a_slow_cable_is_withdrawn_at_its_deadline_and_ten_more_arrive_in_order(thin, start):
-    """What was said overtakes the parts, and those on their way end at once."""
+    """Messages overtake the parts, and those on their way end at once."""
     thin.disturb(*SLOW)
     child = start("receive_some", there(thin))
     with Pipe.connect(child.read()) as sender:

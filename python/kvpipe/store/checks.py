@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+from kvpipe._redaction import redact
 from kvpipe.exceptions import ConfigError
 from kvpipe.store.base import MAX_KEY_BYTES, MAX_RECORD_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+def check_address(url: str, scheme: str) -> str:
+    """Returns the `host:port` of a URL that is nothing but this scheme and an address.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme == scheme and parts.hostname and parts.port
+    except ValueError:
+        is_address = False
+    if not is_address or parts.path.strip("/") or parts.query or "@" in parts.netloc:
+        message = f"store URL {redact(url)!r}: expected {scheme}://host:port"
+        raise ConfigError(message)
+    return parts.netloc
 
 
 def check_key(key: bytes) -> bytes:

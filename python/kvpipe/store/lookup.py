@@ -6,16 +6,14 @@ import itertools
 import secrets
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
 from kvpipe import exceptions
-from kvpipe._redaction import redact
-from kvpipe.exceptions import ConfigError, KVPipeError, PeerLostError, ProtocolError, TransferTimeoutError
+from kvpipe.exceptions import KVPipeError, PeerLostError, ProtocolError, TransferTimeoutError
 from kvpipe.lookup_buffer import LookupBuffer
 from kvpipe.store.base import LEASE_S, RESERVATION_S, KVStore, Lease, Reservation, StoreStats, Value, ValueInfo
-from kvpipe.store.checks import check_key, check_out, check_record, check_size, check_written
+from kvpipe.store.checks import check_address, check_key, check_out, check_record, check_size, check_written
 from kvpipe.store.lookup_server import REPLY, REQUEST, VALUE, LookupStoreServer, packed, tokens_of, unpacked
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ class LookupBufferStore(KVStore):
             ConnectError: The server does not answer in time.
             AuthenticationError: The server has another token.
         """
-        return cls(LookupBuffer.connect(_address(url), token=token, timeout=timeout))
+        return cls(LookupBuffer.connect(check_address(url, "lookup"), token=token, timeout=timeout))
 
     # --- calls
 
@@ -221,15 +219,3 @@ class _LookupLease(Lease):
 
 def _array(data: Buffer) -> Any:
     return np.frombuffer(data, np.uint8)
-
-
-def _address(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme == "lookup" and parts.hostname and parts.port
-    except ValueError:
-        is_address = False
-    if not is_address or parts.path.strip("/") or parts.query or "@" in parts.netloc:
-        message = f"{redact(url)!r}: expected lookup://host:port"
-        raise ConfigError(message)
-    return parts.netloc

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from kvpipe import _kvpipe
-from kvpipe._redaction import redact
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
 from kvpipe.exceptions import ClosedError, ConfigError, KVPipeError, PeerLostError
@@ -20,7 +18,7 @@ from kvpipe.store.base import (
     Value,
     ValueInfo,
 )
-from kvpipe.store.checks import check_key, check_out, check_record, check_size
+from kvpipe.store.checks import check_address, check_key, check_out, check_record, check_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -68,7 +66,7 @@ class RemoteStore(KVStore):
             ConnectError: The server does not answer in time.
             AuthenticationError: The server has another token.
         """
-        address = _address(url)
+        address = check_address(url, "kvpipe")
         native, connected = _kvpipe.StoreClient.connect(address, resolve_token(token), transport(), timeout)
         try:
             _wait(connected)
@@ -203,18 +201,6 @@ def stats_of(info: dict[str, Any], **details: Any) -> StoreStats:
     for name in _DETAILS:
         details[name] = info.pop(name)
     return StoreStats(**info, details=details)
-
-
-def _address(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme == "kvpipe" and parts.hostname and parts.port
-    except ValueError:
-        is_address = False
-    if not is_address or parts.path.strip("/") or parts.query or "@" in parts.netloc:
-        message = f"store URL {redact(url)!r}: expected kvpipe://host:port"
-        raise ConfigError(message)
-    return parts.netloc
 
 
 def _parts(keys: Sequence[bytes]) -> Iterator[list[bytes]]:

@@ -150,7 +150,7 @@ fn driver() -> Result<&'static Driver, CudaError> {
         .map_err(Clone::clone)
 }
 
-/// Whether there is a CUDA driver with a device that this process sees.
+/// True if there is a CUDA driver with a device that this process sees.
 pub fn has_cuda_devices() -> bool {
     driver().is_ok_and(|driver| !driver.devices.is_empty())
 }

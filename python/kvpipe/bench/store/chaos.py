@@ -52,7 +52,7 @@ class Chaos:
         seed: Of the calls, of the faults, and after how many calls they come.
 
     Attributes:
-        stores: What became of the calls of each store.
+        stores: Outcomes of the calls of each store.
         failures: The first broken promises.
     """
 

@@ -309,7 +309,7 @@ class ClusterStore(_DatabaseStore):
 
     def __init__(self, name: str, pool: ServerPool, random: Random, folder: Path, program: str) -> None:
         super().__init__(name, pool, random)
-        # Servers of a cluster talk at ports that are 10,000 higher, unless they are told others.
+        # A cluster's servers connect to each other at ports that are 10,000 higher, unless others are configured.
         ports = free_ports(2 * _NUM_CLUSTER_SERVERS)
         self._servers = [
             RedisServer(f"{name} {port}", program, port, folder, "--cluster-enabled", "yes", "--cluster-port", str(bus))

@@ -1,4 +1,4 @@
-"""What became of the calls of a run: `Survival`, and the `Ledger` that counts it from the reports of clients."""
+"""Outcomes of the calls of a run: `Survival`, and the `Ledger` that counts it from the reports of clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BUGS = ("ConfigError", "ProtocolError", "IncompatiblePeerError")
 
 @dataclass
 class Survival(Counts):
-    """What became of calls while servers and clients were killed, frozen and changed.
+    """Outcomes of calls while servers and clients were killed, frozen and changed.
 
     Attributes:
         calls: Calls that have ended.
@@ -94,7 +94,7 @@ class Ledger:
         may_lose: True if the store evicts: a value may be damaged then.
 
     Attributes:
-        found: What became of the calls.
+        found: Outcomes of the calls.
         failures: The first broken promises, in words.
         changed: Notified after each report; guards everything.
     """

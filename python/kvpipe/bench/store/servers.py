@@ -35,7 +35,7 @@ _FROZEN_FOR_S = (0.2, 2.5)
 
 @dataclass
 class Left:
-    """What a store has at the end that it should not have.
+    """Leftovers of a store at the end of a run.
 
     Attributes:
         unanswered: Servers or calls that do not answer.

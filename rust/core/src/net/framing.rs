@@ -114,8 +114,7 @@ impl<'a> SessionFrame<'a> {
 /// Bytes of a stream's frame besides header and payload: type, length of the header, end.
 pub(crate) const STREAM_OVERHEAD: usize = 3;
 
-/// How the frame of a part of a stream begins, after its length. Payload and a byte follow, which is 1 if the part is
-/// aborted.
+/// The beginning of a stream's frame, after its length. The payload follows, and a byte that is 1 if the part is aborted.
 pub(crate) fn stream_head(header: &[u8]) -> Vec<u8> {
     let len = u8::try_from(header.len()).unwrap_or(u8::MAX);
     Writer::new(STREAM).u8(len).raw(header).finish()
@@ -156,7 +155,7 @@ impl FrameReader {
         self.start += len;
     }
 
-    /// How many bytes of the next frame are missing, as far as its length is known.
+    /// Bytes of the next frame that have not come, as far as its length is known.
     pub(crate) fn num_missing(&self) -> usize {
         let unread = self.unread();
         let length = unread

@@ -27,7 +27,7 @@ pub(super) struct Connection {
     token: Token,
     /// What the poller reports of it.
     interest: EventFlags,
-    /// What the socket has not accepted.
+    /// Frames and parts that the socket has not accepted.
     outbox: Outbox,
     /// A write failed. What the peer sent before can still be read; reading then reports the end.
     is_broken: bool,
@@ -60,7 +60,7 @@ impl Connection {
         })
     }
 
-    /// How much the socket has not accepted.
+    /// Bytes of frames, and parts, that the socket has not accepted.
     #[cfg(test)]
     pub(super) fn num_unsent(&self) -> usize {
         self.outbox.len()

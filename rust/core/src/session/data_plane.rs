@@ -41,7 +41,7 @@ impl SessionEndpoint {
 /// What the sessions of a reactor share of its data plane.
 pub(super) struct DataPlane {
     pub(super) context: Arc<Context>,
-    /// What reads by devices.
+    /// Reads by devices.
     pub(super) worker: Option<Worker>,
     /// What peers read first.
     pub(super) canary: Arc<Memory>,

@@ -22,7 +22,7 @@ const COPIED_CAP: usize = 256 << 10;
 /// The part of a stream that is coming.
 struct ReceivingPart {
     head: StreamHead,
-    /// None, or gone: the bytes are dropped.
+    /// The bytes are dropped where there is none, or it has ended.
     sink: Option<Weak<RefCell<dyn StreamSink>>>,
     /// Bytes of the payload that have not come.
     left: usize,
@@ -42,7 +42,7 @@ pub(super) struct ReceivedPart {
     pub(super) is_aborted: bool,
 }
 
-/// What a connection has received.
+/// Received bytes of a connection.
 #[derive(Default)]
 pub(super) struct Inbox {
     frames: FrameReader,
@@ -63,7 +63,7 @@ impl Inbox {
             return socket::receive(socket, None, self.frames.buffer(), cap);
         };
         self.ranges.clear();
-        // What is in the buffer comes first.
+        // Bytes in the buffer come first.
         let sink = part.sink().filter(|_| buffer.is_empty());
         let memory = sink.as_ref().and_then(|sink| {
             let cap = part.left.min(READ_CAP);

@@ -50,7 +50,7 @@ pub(crate) use outbox::{StreamPart, StreamTag};
 pub(crate) use stream_sinks::{PART_KIND, RegisteredSink, StreamSink};
 pub use timeouts::SessionTimeouts;
 
-/// What comes with the header of a message.
+/// The body of a message.
 #[derive(Debug)]
 pub(crate) enum Payload {
     /// Bytes.

@@ -17,10 +17,10 @@ use crate::net::record::Sealer;
 const SEND_CAP: usize = 1 << 20;
 /// Sealed bytes up to which the next part of a stream is sealed: messages that come later wait for them.
 const SEALED_CAP: usize = 256 << 10;
-/// What is sent of memory that its owner has back.
+/// Sent in place of memory that its owner has back.
 static ZEROS: LazyLock<Buffer> = LazyLock::new(|| Buffer::zeroed(64 << 10));
 
-/// What a part of a stream belongs to.
+/// Source and transfer of a part of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StreamTag {
     /// The source of its bytes.
@@ -69,7 +69,7 @@ struct SendingPart {
     /// Length, type and header, as far as they are not sent.
     head: Vec<u8>,
     buffer: Buffer,
-    /// What is left of the payload.
+    /// The payload, as far as it is not sent.
     ranges: VecDeque<Range>,
     /// The byte after it: 1 if the part is aborted.
     end: [u8; 1],
@@ -132,7 +132,7 @@ impl SendingPart {
     }
 }
 
-/// What a connection has not sent.
+/// Frames and parts that a connection has not sent.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     /// Whole frames: messages, and sealed parts of streams.
@@ -147,7 +147,7 @@ impl Outbox {
         self.frames.unsent().is_empty() && self.sending.is_none() && self.parts.is_empty()
     }
 
-    /// How many bytes of frames, and how many parts, have not been sent.
+    /// Bytes of frames, and parts, that have not been sent.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.frames.unsent().len() + self.parts.len() + usize::from(self.sending.is_some())

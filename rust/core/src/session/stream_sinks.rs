@@ -16,7 +16,7 @@ use crate::net::codec::Reader;
 /// The kind of a stream's parts. No other message comes as one.
 pub(crate) const PART_KIND: u8 = 33;
 
-/// How the header of a stream's parts begins: kind of message, id of the stream.
+/// Length of the name with which the header of a stream's parts begins: kind of message, id of the stream.
 const NAME_LEN: usize = 1 + 8;
 
 type StreamName = (SessionKey, [u8; NAME_LEN]);

@@ -142,7 +142,7 @@ fn begin_stream(
     can_checksum: bool,
 ) -> IncomingStream {
     let is_compared = can_checksum && request.checksums.compare();
-    // What is sealed needs no second checksum of the same.
+    // A sealed stream needs no second checksum.
     let is_sealed = is_compared && cx.is_sealed(request.session);
     let (checksums, wanted) = match request.checksums {
         _ if is_compared && !is_sealed => (Checksums::OfStream, Wanted::ChecksummedBytes),

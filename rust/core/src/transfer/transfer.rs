@@ -213,7 +213,7 @@ impl Transfer {
                     num_bytes,
                     is_aborted: false,
                 } => return stream.receive(num_bytes as u64),
-                // Its source has withdrawn it, which the service above is told.
+                // Its source has withdrawn it, and reports that to the service above.
                 Payload::Placed { .. } => true,
                 Payload::Bytes(_) => false,
             },

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// The setting of users.
 const DATA_PATH: &str = "KVPIPE_DATA_PATH";
 
-/// What users allow.
+/// Data paths that users allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Allowed {
     /// The fastest path that both sides have.

@@ -1,4 +1,4 @@
-//! What reads a peer's memory: `process_vm_readv` on one host, and UCX where there are RDMA devices or a CUDA driver; or
+//! Reads of a peer's memory: `process_vm_readv` on one host, and UCX where there are RDMA devices or a CUDA driver; or
 //! UCX's in-memory twin for reactors of one process.
 //!
 //! UCX and its twin offer the same to a data plane: a worker for one thread with endpoints, reads of remote memory, and a
@@ -80,7 +80,7 @@ pub(crate) enum Context {
 }
 
 impl Context {
-    /// What reads by devices; none without UCX.
+    /// Makes a worker, which reads by devices; none without UCX.
     pub(crate) fn worker(&self) -> Result<Option<Worker>> {
         match self {
             Self::Host { .. } => Ok(None),

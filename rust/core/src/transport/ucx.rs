@@ -16,7 +16,7 @@ const PORT_RANGE: &str = "UCX_TCP_PORT_RANGE";
 const TRANSPORTS: &str = "UCX_TLS";
 /// Transports that are not used: kvpipe reads processes of this host itself.
 const CMA: &str = "cma";
-/// Whoever reaches UCX's TCP reads and writes the memory of this process. Endpoints of `cuda_ipc` need it.
+/// A host that reaches UCX's TCP port reads and writes the memory of this process. Endpoints of `cuda_ipc` need it.
 const TCP: &str = "tcp";
 
 /// The transports for UCX, of those that the user allows; none if nothing is left.

@@ -392,7 +392,7 @@ fn parse_part(frame: &[u8]) -> Option<(u64, usize, Vec<u8>, u8)> {
     Some((transfer, offset as usize, payload.to_vec(), *end))
 }
 
-/// Whoever has its memory back may change it: the rest of the part is something else.
+/// An owner that has its memory back may change it: the rest of the part is something else.
 #[test]
 fn a_part_within_which_its_reader_cancels_ends_as_aborted_and_the_next_stream_is_whole() {
     const LEN: usize = 16 << 20;

@@ -1,4 +1,4 @@
-//! What others than the two sides of a session see of it.
+//! A session as others than its two sides see it.
 
 use kvpipe_core::net::identity::SessionKind;
 

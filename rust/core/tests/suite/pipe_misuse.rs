@@ -55,6 +55,15 @@ fn offer(len: u64, address: u64, proof: u8, key: &[u8]) -> Vec<u8> {
     offer.u8(HOST).u8(proof).bytes(key).finish()
 }
 
+/// Offers five bytes of CUDA memory as the first tensor; its receive, and the header of the part that it asks for.
+fn offer_cuda(raw: &Raw, rx: &Pipe) -> (Work<Arc<Received>>, Vec<u8>) {
+    let offer = described(5).u64(5).u64(1 << 40).u8(CUDA).u8(0).bytes(&[]);
+    raw.send(&unsummed(OFFER, 0), &offer.finish());
+    let received = receive(rx);
+    let header = Writer::new(DATA).u64(raw.transfer()).u64(0).u64(0);
+    (received, header.finish())
+}
+
 fn described(len: usize) -> Writer {
     Writer::default()
         .u8(2)
@@ -125,11 +134,7 @@ fn a_sender_that_leaves_before_it_is_established_leaves_its_place() {
 fn an_offer_of_cuda_memory_comes_to_the_host_as_messages_however_small() {
     on_both_paths(|search| {
         let (raw, rx) = raw(search);
-        let offer = described(5).u64(5).u64(1 << 40).u8(CUDA).u8(0).bytes(&[]);
-        raw.send(&unsummed(OFFER, 0), &offer.finish());
-        let received = receive(&rx);
-        let header = Writer::new(DATA).u64(raw.transfer()).u64(0).u64(0);
-        let header = header.finish();
+        let (received, header) = offer_cuda(&raw, &rx);
         raw.send(&header, b"on it");
         raw.message(ACCEPTED);
         assert_eq!(content(&received), b"on it");
@@ -141,11 +146,8 @@ fn an_offer_of_cuda_memory_comes_to_the_host_as_messages_however_small() {
 fn a_tensor_that_its_sender_withdraws_within_a_part_is_not_refused_and_the_pipe_goes_on() {
     on_both_paths(|search| {
         let (raw, rx) = raw(search);
-        let offer = described(5).u64(5).u64(1 << 40).u8(CUDA).u8(0).bytes(&[]);
-        raw.send(&unsummed(OFFER, 0), &offer.finish());
-        let received = receive(&rx);
-        let header = Writer::new(DATA).u64(raw.transfer()).u64(0).u64(0);
-        raw.send_frame(&part_frame(&header.finish(), &[0; 5], 1));
+        let (received, header) = offer_cuda(&raw, &rx);
+        raw.send_frame(&part_frame(&header, &[0; 5], 1));
         let refused = raw.message_within(REFUSED, Duration::from_millis(100));
         assert_eq!(refused, None);
         raw.send(&Writer::new(WITHDRAW).u64(0).finish(), b"");

@@ -42,15 +42,15 @@ pub(crate) struct Hostile {
     listener: Option<TcpListener>,
     stream: Option<TcpStream>,
     inbox: Vec<u8>,
-    /// What the socket has not taken.
+    /// Bytes that the socket has not taken.
     outbox: Vec<u8>,
-    /// What is next written stops after so many bytes.
+    /// The next write stops after so many bytes.
     cut: Option<usize>,
-    /// What was cut off.
+    /// The rest of a write that was cut off.
     rest: Vec<u8>,
     /// What the victim has sent on the socket since the handshake, up to [`RECEIVED_CAP`].
     received: Vec<u8>,
-    /// How the victim has said that this side broke the protocol.
+    /// The victim's reason, if this side broke the protocol.
     refusal: Option<String>,
     identity: Identity,
     plane: Option<PeerPlane>,
@@ -224,7 +224,7 @@ impl Hostile {
         self
     }
 
-    /// What the victim has sent on the socket, and whether it has ended the session for an error of this side.
+    /// Bytes that the victim has sent on the socket, and true if it has ended the session for an error of this side.
     pub(crate) fn into_received(self) -> (Vec<u8>, Option<String>) {
         (self.received, self.refusal)
     }

@@ -91,7 +91,7 @@ thread_local! {
     static REFUSAL: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// How the side under test has ended the last session of this thread, if the peer broke the protocol.
+/// The reason with which the side under test has ended the last session of this thread, if the peer broke the protocol.
 pub fn take_refusal() -> Option<String> {
     REFUSAL.take()
 }
@@ -109,7 +109,7 @@ pub(crate) enum Step {
     Sealed(Vec<u8>, Vec<u8>),
     /// A part of a stream, with the checksum of its payload at the end of its header: header, payload, last byte.
     Part(Vec<u8>, Vec<u8>, u8),
-    /// What is next written to the socket stops after so many bytes; the rest follows with the step after it.
+    /// The next write to the socket stops after so many bytes; the rest follows with the step after it.
     Cut(u16),
     /// An active message of the session over UCX.
     ActiveMessage(Vec<u8>),

@@ -55,7 +55,7 @@ impl Fixture {
         assert!(self.outbox.push(&frame, None).unwrap());
     }
 
-    /// What arrives until everything has been sent: headers, payloads, and true for parts that are aborted.
+    /// Arrivals until everything has been sent: headers, payloads, and true for parts that are aborted.
     fn receive(&mut self) -> Vec<(Vec<u8>, Vec<u8>, bool)> {
         let mut frames = Vec::new();
         loop {

@@ -106,7 +106,7 @@ impl Session {
             } else {
                 HANDSHAKE_FRAME_CAP
             };
-            // What is sealed is opened whole before any of it is used.
+            // A sealed part is opened whole before any of it is used.
             if self.is_ready()
                 && self.records.is_none()
                 && let Some(part) = inbox.next_part(key, sinks).map_err(|it| self.name(it))?

@@ -155,7 +155,7 @@ fn run_test(test: &str) -> Command {
     command
 }
 
-/// Whether bytes move by streams: the environment says so.
+/// True if bytes move by streams, by the environment.
 pub fn is_tcp() -> bool {
     std::env::var("KVPIPE_DATA_PATH").is_ok_and(|path| path == "tcp")
 }
@@ -293,11 +293,11 @@ pub fn part_frame(header: &[u8], payload: &[u8], end: u8) -> Vec<u8> {
 /// A peer that is authenticated but says what it likes.
 pub struct Raw {
     pub stream: TcpStream,
-    /// What has come and is no whole frame yet.
+    /// Received bytes that are no whole frame yet.
     received: RefCell<Vec<u8>>,
     /// The frame with which the handshake ends, while it is held back.
     ready: Vec<u8>,
-    /// What the other side reads first.
+    /// The other side's first read.
     _canary: Buffer,
 }
 

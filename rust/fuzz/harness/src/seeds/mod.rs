@@ -113,6 +113,6 @@ fn broken(script: impl Fn() -> Script) -> Vec<Vec<u8>> {
 /// The same script, with what comes last in two pieces.
 fn in_pieces(script: Script, at: u16, last: impl Fn(Script) -> Script) -> Script {
     let last = last(script.cut(at));
-    // What was cut off goes before this, and is followed by nothing of its own.
+    // The rest of a write that was cut off goes before this, and is followed by nothing of its own.
     last.message(&head(CREDIT, 99).u64(0).finish(), &[])
 }
