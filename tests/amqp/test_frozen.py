@@ -198,6 +198,7 @@ def test_a_stream_that_has_begun_waits_for_its_frozen_instance(broker):
             decode.pause_after = 2
             client = Client(front, body(), {})
             await client.until(2)
+            assert not s.workers[0]._probed._probes._owed, "a freeze would end its answer"
             health = s.workers[0]._probed.health
             health.silent(health.left_s)
             assert health.freeze()

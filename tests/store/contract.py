@@ -529,9 +529,10 @@ class StoreContract:
 
 def _put(store: KVStore, key: bytes, data: bytes) -> bool:
     """Puts, again where the reservation has ended: it is a second long here, and threads may starve for as long."""
-    while True:
+    for _ in range(10):
         with suppress(TransferTimeoutError):
             return store.put(key, data)
+    return False
 
 
 def _found(value):

@@ -252,14 +252,17 @@ class Worker:
             tag, source = link.consumers.popitem()
             await source.cancel(tag)
         if has_capacity and health.needs_trial and (self._trial is None or self._trial.done()):
-            self._trial = await self._get_one(link)
+            # Not within this call: a request that came after its end would have no owner.
+            self._trial = self._tasks.spawn(self._try_one(link))
 
-    async def _get_one(self, link: _Link) -> asyncio.Task[None] | None:
-        """Takes one request, if there is one."""
-        for source in link.sources:
-            if (message := await source.get(fail=False)) is not None:
-                return await self._receive(link, message)
-        return None
+    async def _try_one(self, link: _Link) -> None:
+        """Answers one request, if there is one."""
+        with contextlib.suppress(*BROKER_ERRORS):
+            for source in link.sources:
+                if (message := await source.get(fail=False)) is not None:
+                    if (answering := await self._receive(link, message)) is not None:
+                        await asyncio.wait({answering})
+                    return
 
     def _prefetches(self) -> tuple[int, int]:
         return max(1, self._num_slots // _URGENT_SHARE), self._num_slots

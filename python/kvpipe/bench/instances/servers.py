@@ -183,10 +183,11 @@ class ServerPool:
         self.add(server)
         return server
 
-    def add(self, server: Server) -> None:
-        """Adds a server that was started."""
-        self._servers.append(server)
-        self._watchdog.watch(server.group)
+    def add(self, *servers: Server) -> None:
+        """Adds servers that were started."""
+        self._servers += servers
+        for server in servers:
+            self._watchdog.watch(server.group)
 
     def start_broker(self, folder: Path) -> BrokerProcess:
         """Starts a RabbitMQ broker with its data in an empty folder, and waits for it.

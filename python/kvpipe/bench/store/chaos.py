@@ -102,7 +102,7 @@ class _Client:
     def __init__(self, store: Store, seed: int, name: str, ledger: Ledger) -> None:
         self.name, self._ledger = name, ledger
         self.reached: dict[str, Event] = {stage: Event() for stage in STAGES}
-        self._is_ending = self._is_killed = False
+        self._is_killed = False
         words = [store.url, f"{seed} {store.name}", name, str(int(store.opens_again)), str(store.answer_s)]
         self._process = Process([sys.executable, "-m", "kvpipe.bench.store.client", *words], {})
         self._thread = Thread(target=self._read, daemon=True)
@@ -115,14 +115,14 @@ class _Client:
                     event.set()
                 self._ledger.note(self.name, words)
         except SubjectError as error:
-            if not self._is_ending:
+            if not self._is_killed:
                 with self._ledger.changed:
                     self._ledger.fail("failed", f"client {self.name}: {error}")
 
     def kill(self) -> None:
         if self._is_killed:
             return
-        self._is_ending = self._is_killed = True
+        self._is_killed = True
         self._process.signal(signal.SIGKILL)
         self._thread.join()
         self._process.close()
@@ -176,8 +176,7 @@ class _StoreRun:
         """Waits until so many calls have had no error; returns whether there are others."""
         ledger = self.ledger
         with ledger.changed:
-            while ledger.num_served < min(num_calls, self._num_calls) and ledger.changed.wait(_ENDS_WITHIN_S):
-                pass
+            ledger.changed.wait_for(lambda: ledger.num_served >= min(num_calls, self._num_calls), _ENDS_WITHIN_S)
             return ledger.num_served < self._num_calls and ledger.found.unrecovered < _GIVES_UP_AFTER
 
     def _make(self, name: str) -> None:
@@ -209,6 +208,8 @@ class _StoreRun:
         client = self._clients[number]
         reached = client.reached[stage]
         reached.clear()
-        reached.wait(_REACHED_WITHIN_S)
+        if not reached.wait(_REACHED_WITHIN_S):
+            with self.ledger.changed:
+                self.ledger.fail("unrecovered", f"client {client.name} reaches no {stage}")
         client.kill()
         self._clients[number] = self._client(number)

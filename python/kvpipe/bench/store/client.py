@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvpipe.bench.programs.request import compose
 from kvpipe.bench.store.values import NUM_KEYS, TTL_S, content_of, key_of
@@ -125,19 +125,20 @@ class _Caller:
 
     def _call(self, name: str, store: KVStore, function: Callable[[], T], waits_s: float = 0) -> tuple[T, int]:
         """Calls the store and reports the call; also returns when it began."""
-        began_ns, error = time.monotonic_ns(), ""
+        began_ns, error, is_lost = time.monotonic_ns(), "bug", False
         try:
             result = function()
+            error = ""
         except KVPipeError as caught:
             error = type(caught).__name__
-            if isinstance(caught, PeerLostError | ClosedError | ConnectError):
-                self._opened.lost(store)
+            is_lost = isinstance(caught, PeerLostError | ClosedError | ConnectError)
             raise FailedError from caught
         finally:
-            late_ns = time.monotonic_ns() - began_ns - round((waits_s + self._answer_s) * 1e9)
-            self._output.report(
-                call=name, began=began_ns, took=time.monotonic_ns() - began_ns, late=late_ns, error=error
-            )
+            took_ns = time.monotonic_ns() - began_ns
+            late_ns = took_ns - round((waits_s + self._answer_s) * 1e9)
+            self._output.report(call=name, began=began_ns, took=took_ns, late=late_ns, error=error)
+            if is_lost:
+                self._opened.lost(store)
         return result, began_ns
 
     def _found(self, what: str, record: bytes, at_ns: int) -> None:
@@ -229,19 +230,12 @@ def main(arguments: Sequence[str]) -> int:
     url, seed, name, opens_again, answer_s = arguments
     output, has_ended = _Output(), threading.Event()
     opened = _Opened(url, opens_again=bool(int(opens_again)))
-    names = (f"{name}-{number}".encode() for number in itertools.count())
-    lock = threading.Lock()
-
-    def named() -> Iterator[bytes]:
-        while True:
-            with lock:
-                record = next(names)
-            yield record
 
     def run(thread: int) -> None:
-        _Caller(output, opened, f"{seed} {name} {thread}", named(), float(answer_s)).run(has_ended)
+        names = (f"{name}-{thread}-{number}".encode() for number in itertools.count())
+        _Caller(output, opened, f"{seed} {name} {thread}", names, float(answer_s)).run(has_ended)
 
-    threads: list[Any] = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(NUM_THREADS)]
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(NUM_THREADS)]
     for thread in threads:
         thread.start()
     sys.stdin.read()

@@ -216,8 +216,8 @@ class RedisStore(_DatabaseStore):
             RedisServer(f"{name} {port}", program, port, folder, *of_one)
             for port, of_one in zip(ports, options, strict=True)
         ]
+        pool.add(*self._servers)
         for server in self._servers:
-            pool.add(server)
             server.until_healthy()
         self._primary, self._replica = self._servers
         self._primary.promote()
@@ -315,8 +315,8 @@ class ClusterStore(_DatabaseStore):
             RedisServer(f"{name} {port}", program, port, folder, "--cluster-enabled", "yes", "--cluster-port", str(bus))
             for port, bus in zip(ports[::2], ports[1::2], strict=True)
         ]
+        pool.add(*self._servers)
         for server in self._servers:
-            pool.add(server)
             server.until_healthy()
         first, share = self._servers[0], -(-_NUM_SLOTS // _NUM_CLUSTER_SERVERS)
         for index, server in enumerate(self._servers):

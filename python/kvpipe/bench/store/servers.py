@@ -174,8 +174,7 @@ class OwnStore(Store):
             found.leaked += abs((stats.num_values or 0) - len(listed))
             found.reasons.append(f"{self.name}: {len(listed)} values are listed: {stats}")
         self._take_all(store, found, may_lose=False)
-        until(lambda: _is_empty(store), SETTLES_WITHIN_S)
-        if not _is_empty(store):
+        if not until(lambda: _is_empty(store), SETTLES_WITHIN_S):
             found.leaked += 1
             found.reasons.append(f"{self.name}: left when all values were taken: {store.stats()}")
 

@@ -290,7 +290,7 @@ class _Pool:
             if connection is not None:
                 self._used.add(connection)
             else:
-                self._changed.notify()
+                self._changed.notify_all()
 
     def _give_back(self, connections: list[_kvpipe.RespConnection], *, are_usable: bool) -> None:
         with self._changed:
