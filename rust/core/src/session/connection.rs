@@ -1,12 +1,13 @@
 //! The TCP connection of a session: frames over a socket that never blocks.
 
-use std::net::{Shutdown, TcpStream};
+use std::net::{IpAddr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags};
+use rustix::net::sockopt;
 
 use super::outbox::{Outbox, StreamPart, StreamTag};
 use crate::error::{Error, Result};
@@ -16,6 +17,9 @@ use crate::work::timespec;
 
 /// Bytes in the kernel that have not left, up to which it takes more.
 const UNSENT_LOW_WATER: u32 = 256 << 10;
+/// How the kernel paces what stays on this host. BBR, the default of some hosts, sends as fast as it has measured before,
+/// with a timer between packets, and gets half as far there; this one is in each kernel, allowed to all, and needs no timer.
+const ON_HOST_CONGESTION_CONTROL: &str = "reno";
 
 /// Why a connection can be used no more, without the peer's name.
 type Reason = String;
@@ -49,6 +53,10 @@ impl Connection {
         stream.set_nonblocking(true).map_err(unusable)?;
         stream.set_nodelay(true).map_err(unusable)?;
         set_unsent_low_water(&stream);
+        if is_on_host(&stream) {
+            // Only slower without it.
+            let _ = sockopt::set_tcp_congestion(&stream, ON_HOST_CONGESTION_CONTROL);
+        }
         poller.add(&stream, token, EventFlags::IN)?;
         Ok(Self {
             stream,
@@ -68,11 +76,7 @@ impl Connection {
 
     /// True if both ends have loopback addresses.
     pub(super) fn is_loopback(&self) -> bool {
-        let ends = [self.stream.local_addr(), self.stream.peer_addr()];
-        ends.iter().all(|end| {
-            end.as_ref()
-                .is_ok_and(|end| end.ip().to_canonical().is_loopback())
-        })
+        ends(&self.stream).is_some_and(|ends| ends.iter().all(IpAddr::is_loopback))
     }
 
     /// Sends a frame, sealed where there is a sealer; what the socket does not take now is sent by [`flush`](Self::flush).
@@ -155,6 +159,17 @@ impl Connection {
     }
 }
 
+/// The addresses of this side and of the peer.
+fn ends(stream: &TcpStream) -> Option<[IpAddr; 2]> {
+    let ends = [stream.local_addr().ok()?, stream.peer_addr().ok()?];
+    Some(ends.map(|end| end.ip().to_canonical()))
+}
+
+/// Whether no packet leaves this host.
+fn is_on_host(stream: &TcpStream) -> bool {
+    ends(stream).is_some_and(|[near, far]| near == far || near.is_loopback() && far.is_loopback())
+}
+
 /// Has the kernel take little more than it can send: what comes later does not wait behind megabytes.
 fn set_unsent_low_water(stream: &TcpStream) {
     // A kernel without it takes more.
@@ -193,6 +208,15 @@ mod tests {
         assert!(near.is_open_at_peer());
         far.shut_down();
         assert!(!near.is_open_at_peer());
+    }
+
+    #[test]
+    fn packets_that_stay_on_the_host_are_not_paced() {
+        let (near, far) = pair();
+        for end in [near, far] {
+            let used = sockopt::tcp_congestion(&end.stream).unwrap();
+            assert_eq!(used, ON_HOST_CONGESTION_CONTROL);
+        }
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::time::Instant;
 use kvpipe_ucx::Buffer;
 use kvpipe_ucx::socket::{self, Range};
 use ring::aead::{AES_128_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
+use rustix::net::sockopt;
 
 use crate::Result;
 use crate::request::{Case, Request, Role, pattern};
@@ -49,6 +50,8 @@ impl SocketPeer {
                 _ => self.listener.accept()?.0,
             };
             stream.set_nodelay(true)?;
+            // As kvpipe does on one host: the system's default may be one that paces.
+            sockopt::set_tcp_congestion(&stream, "reno")?;
             self.stream = Some(stream);
             return Ok("ok transport=tcp".to_owned());
         }
