@@ -238,13 +238,30 @@ impl SendBuffer {
     /// # Errors
     /// The sealer seals no more.
     pub(crate) fn append(&mut self, frame: &[u8], sealer: Option<&mut Sealer>) -> Result<bool> {
-        let fits = self.unsent().len() + frame.len() <= self.cap;
+        let write = |unsent: &mut Vec<u8>| unsent.extend_from_slice(frame);
+        self.append_written(frame.len(), sealer, write)
+    }
+
+    /// As [`append`](Self::append), for a frame of `len` bytes that `write` appends to those that are not sent.
+    ///
+    /// # Errors
+    /// As of [`append`](Self::append).
+    pub(crate) fn append_written(
+        &mut self,
+        len: usize,
+        sealer: Option<&mut Sealer>,
+        write: impl FnOnce(&mut Vec<u8>),
+    ) -> Result<bool> {
+        let fits = self.unsent().len() + len <= self.cap;
         if fits {
-            let len = frame.len() + if sealer.is_some() { TAG_LEN } else { 0 };
-            self.bytes.extend_from_slice(&(len as u32).to_le_bytes());
-            match sealer {
-                Some(sealer) => sealer.seal(frame, &mut self.bytes)?,
-                None => self.bytes.extend_from_slice(frame),
+            let sent_len = len + if sealer.is_some() { TAG_LEN } else { 0 };
+            self.bytes.reserve(4 + sent_len);
+            self.bytes
+                .extend_from_slice(&(sent_len as u32).to_le_bytes());
+            let start = self.bytes.len();
+            write(&mut self.bytes);
+            if let Some(sealer) = sealer {
+                sealer.seal_from(start, &mut self.bytes)?;
             }
         }
         Ok(fits)
@@ -258,8 +275,8 @@ impl SendBuffer {
     /// So many bytes have been sent.
     pub(crate) fn consume(&mut self, len: usize) {
         self.start += len;
-        // Moves no more bytes than were sent since the last move.
-        if 2 * self.start >= self.bytes.len() {
+        // Moves few bytes beside those that were sent since the last move.
+        if 5 * self.start >= 4 * self.bytes.len() {
             self.bytes.drain(..std::mem::take(&mut self.start));
         }
     }

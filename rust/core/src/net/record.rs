@@ -59,10 +59,21 @@ impl Sealer {
         let start = unsent.len();
         unsent.reserve(frame.len() + TAG_LEN);
         unsent.extend_from_slice(frame);
+        self.seal_from(start, unsent)
+    }
+
+    /// Seals the frame that begins at `start` and ends with `unsent`.
+    ///
+    /// # Errors
+    /// As of [`seal`](Self::seal).
+    ///
+    /// # Panics
+    /// As of [`seal`](Self::seal).
+    pub(super) fn seal_from(&mut self, start: usize, unsent: &mut Vec<u8>) -> Result<()> {
+        let len = unsent.len() - start + TAG_LEN;
         let (kind, fields) = unsent[start..]
             .split_first_mut()
             .expect("every frame has a type");
-        let len = frame.len() + TAG_LEN;
         let (header, nonce) = (header(len, *kind), self.0.nonce()?);
         let sealed = self.0.key.seal_in_place_separate_tag(nonce, header, fields);
         let tag = sealed.map_err(|_| Error::Exhausted("a frame is too long to seal".to_owned()))?;

@@ -10,7 +10,7 @@ use kvpipe_ucx::Buffer;
 use kvpipe_ucx::socket::{self, Range};
 
 use crate::error::Result;
-use crate::net::framing::{STREAM_OVERHEAD, SendBuffer, SessionFrame, stream_head};
+use crate::net::framing::{STREAM_OVERHEAD, SendBuffer, stream_head};
 use crate::net::record::Sealer;
 
 /// Bytes that are sent before the thread looks at other sockets.
@@ -44,21 +44,22 @@ impl StreamPart {
         self.ranges.iter().map(|range| range.1).sum()
     }
 
-    /// The frame in one piece.
-    fn gather(&self) -> Vec<u8> {
-        let mut payload = Vec::with_capacity(self.num_bytes());
+    fn frame_len(&self) -> usize {
+        STREAM_OVERHEAD + self.header.len() + self.num_bytes()
+    }
+
+    /// Appends the frame in one piece.
+    fn append_to(&self, frame: &mut Vec<u8>) {
+        frame.extend(stream_head(&self.header));
+        let end = frame.len() + self.num_bytes();
         for &(offset, len) in &self.ranges {
             if let Some(bytes) = self.buffer.bytes(offset, len) {
-                bytes.append_to(&mut payload);
+                bytes.append_to(frame);
             }
         }
-        let is_aborted = payload.len() != self.num_bytes();
-        SessionFrame::Stream {
-            header: &self.header,
-            payload: &payload,
-            is_aborted,
-        }
-        .encode()
+        let is_aborted = frame.len() != end;
+        frame.resize(end, 0);
+        frame.push(is_aborted.into());
     }
 }
 
@@ -77,8 +78,7 @@ struct SendingPart {
 
 impl SendingPart {
     fn of(part: StreamPart) -> Self {
-        let len = STREAM_OVERHEAD + part.header.len() + part.num_bytes();
-        let mut head = (len as u32).to_le_bytes().to_vec();
+        let mut head = (part.frame_len() as u32).to_le_bytes().to_vec();
         head.extend(stream_head(&part.header));
         Self {
             tag: part.tag,
@@ -234,7 +234,9 @@ impl Outbox {
         if self.frames.unsent().len() < SEALED_CAP
             && let Some(part) = self.parts.pop_front()
         {
-            self.frames.append(&part.gather(), Some(sealer))?;
+            let write = |frame: &mut Vec<u8>| part.append_to(frame);
+            self.frames
+                .append_written(part.frame_len(), Some(sealer), write)?;
         }
         Ok(())
     }

@@ -2,7 +2,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
 use super::*;
-use crate::net::framing::{FRAME_CAP, FrameReader};
+use crate::net::framing::{FRAME_CAP, FrameReader, SessionFrame};
 
 const LEN: usize = 300 << 10;
 
