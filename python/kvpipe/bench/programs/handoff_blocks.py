@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import kvpipe
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from .request import Task
 
 _TIMEOUT_S = 60.0
+# A worker looks once a step, which takes milliseconds; one that looked all the time would take a core from the transport.
+_POLL_INTERVAL_S = 50e-6
 
 
 class _Node(Idle):
@@ -85,7 +88,7 @@ class Active(_Node):
         self.memory[:] = 0
 
     def run(self, task: Task) -> Words:
-        """Runs one load after the other, and polls each until its end, because a worker role has no blocking wait."""
+        """Runs one load after the other, and looks for the end of each, because a worker role has no blocking wait."""
         agent, total = self.agent[task.num_bytes], len(self.memory)
         local, chosen = task.transfers(total, LOCAL), task.chosen(total)
         loads = [(self.handoff(task, i), local[chosen[i]].tolist()) for i in range(len(chosen))]
@@ -110,6 +113,7 @@ def _wait_for(agent: _kvpipe.Agent, handoff: bytes) -> None:
                 raise kvpipe.KVPipeError(event["reason"])
             if event["event"] == "load_completed" and event["handoff"] == handoff:
                 return
+        time.sleep(_POLL_INTERVAL_S)
 
 
 ROLES = {"active": Active, "passive": Passive}
