@@ -24,7 +24,7 @@ impl Route {
     /// Begins to resolve all of them.
     pub fn to(addresses: Vec<String>, timeout: Duration) -> Result<Self> {
         Self::with(addresses, timeout, |name| {
-            name.to_socket_addrs().map(|mut all| all.next())
+            name.to_socket_addrs().map(Iterator::collect)
         })
     }
 
@@ -82,10 +82,10 @@ impl Route {
     }
 }
 
-/// Finds the first address of a name.
-trait LookUp: Fn(&str) -> std::io::Result<Option<SocketAddr>> + Clone + Send + 'static {}
+/// Finds the addresses of a name.
+trait LookUp: Fn(&str) -> std::io::Result<Vec<SocketAddr>> + Clone + Send + 'static {}
 
-impl<F: Fn(&str) -> std::io::Result<Option<SocketAddr>> + Clone + Send + 'static> LookUp for F {}
+impl<F: Fn(&str) -> std::io::Result<Vec<SocketAddr>> + Clone + Send + 'static> LookUp for F {}
 
 /// The local address from which `peer` is reached. A resolver can hang: it has a thread of its own, which ends when it answers.
 fn ask(peer: &str, look_up: impl LookUp) -> Result<Work<IpAddr>> {
@@ -103,8 +103,12 @@ fn ask(peer: &str, look_up: impl LookUp) -> Result<Work<IpAddr>> {
 fn resolve(name: &str, look_up: impl LookUp) -> Result<IpAddr> {
     let unreachable = |why: &dyn Display| Error::Connect(format!("cannot reach {name}: {why}"));
     let resolved = look_up(name).map_err(|error| unreachable(&error))?;
-    let address = resolved.ok_or_else(|| unreachable(&"the name has no address"))?;
-    local_towards(name, address)
+    // The first with a route: connecting tries them in the same order.
+    let mut locals = resolved.into_iter().map(|at| local_towards(name, at));
+    let first = locals
+        .next()
+        .ok_or_else(|| unreachable(&"the name has no address"))?;
+    first.or_else(|error| locals.find_map(Result::ok).ok_or(error))
 }
 
 fn local_towards(peer: &str, resolved: SocketAddr) -> Result<IpAddr> {
@@ -166,13 +170,31 @@ mod tests {
         assert!(!error.is_ok_and(|local| local.is_unspecified()));
     }
 
+    #[test]
+    fn a_name_whose_first_address_has_no_route_is_reached_by_the_next() {
+        let nowhere = SocketAddr::from((Ipv4Addr::BROADCAST, 9));
+        let error = local_towards("nowhere:9", nowhere).unwrap_err();
+        for (addresses, expected) in [
+            (
+                vec![nowhere, SocketAddr::from((Ipv4Addr::LOCALHOST, 9))],
+                Ok(Ipv4Addr::LOCALHOST.into()),
+            ),
+            (vec![nowhere, nowhere], Err(error)),
+        ] {
+            assert_eq!(
+                resolve("nowhere:9", move |_: &str| Ok(addresses.clone())),
+                expected
+            );
+        }
+    }
+
     /// A resolver that never answers; dropping the sender ends its threads.
     fn hanging() -> (impl LookUp, mpsc::Sender<()>) {
         let (lets_end, may_end) = mpsc::channel::<()>();
         let may_end = Arc::new(std::sync::Mutex::new(may_end));
         let look_up = move |_: &str| {
             let _ = may_end.lock().unwrap().recv();
-            Ok(None)
+            Ok(Vec::new())
         };
         (look_up, lets_end)
     }
@@ -182,7 +204,7 @@ mod tests {
         let all = Arc::new(Barrier::new(3));
         let look_up = move |_: &str| {
             all.wait();
-            Ok(Some(SocketAddr::from((Ipv4Addr::LOCALHOST, 9))))
+            Ok(vec![SocketAddr::from((Ipv4Addr::LOCALHOST, 9))])
         };
         let route = Route::with(to(&["a:9", "b:9", "c:9"]), TIMEOUT, look_up).unwrap();
         while !route.wait().unwrap() {}
@@ -238,7 +260,7 @@ mod tests {
     fn an_unknown_name_is_reported_while_another_is_being_resolved() {
         let (hangs, _lets_end) = hanging();
         let look_up = move |name: &str| match name {
-            "typo:9" => Ok(None),
+            "typo:9" => Ok(Vec::new()),
             name => hangs(name),
         };
         let route = Route::with(to(&["typo:9", "a:9"]), TIMEOUT, look_up).unwrap();
