@@ -38,7 +38,8 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// Registers the connection with the poller, until it is dropped.
+    /// Registers the connection with the poller, until it is dropped. The kernel gives up a peer that confirms nothing for
+    /// as long as `silence`, also what a closed connection has left to send.
     ///
     /// # Errors
     /// `Connect`: the socket cannot be used. `Exhausted`: the poller refuses it.
@@ -47,12 +48,16 @@ impl Connection {
         peer: &str,
         poller: &Arc<Poller>,
         token: Token,
+        silence: Duration,
     ) -> Result<Self> {
         let unusable =
             |error| Error::Connect(format!("cannot use the connection to {peer}: {error}"));
         stream.set_nonblocking(true).map_err(unusable)?;
         stream.set_nodelay(true).map_err(unusable)?;
         set_unsent_low_water(&stream);
+        let given_up_after = u32::try_from(silence.as_millis()).unwrap_or(u32::MAX);
+        // A kernel without it keeps unsent bytes for longer.
+        let _ = sockopt::set_tcp_user_timeout(&stream, given_up_after);
         if is_on_host(&stream) {
             // Only slower without it.
             let _ = sockopt::set_tcp_congestion(&stream, ON_HOST_CONGESTION_CONTROL);
@@ -190,12 +195,14 @@ mod tests {
 
     use super::*;
 
+    const SILENCE: Duration = Duration::from_secs(7);
+
     fn pair() -> (Connection, Connection) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let far = listener.accept().unwrap().0;
         let poller = Arc::new(Poller::new().unwrap());
-        let connection = |stream| Connection::new(stream, "peer", &poller, 2).unwrap();
+        let connection = |stream| Connection::new(stream, "peer", &poller, 2, SILENCE).unwrap();
         (connection(near), connection(far))
     }
 
@@ -217,6 +224,13 @@ mod tests {
             let used = sockopt::tcp_congestion(&end.stream).unwrap();
             assert_eq!(used, ON_HOST_CONGESTION_CONTROL);
         }
+    }
+
+    #[test]
+    fn the_kernel_gives_up_a_peer_when_the_session_does() {
+        let (near, _far) = pair();
+        let given_up_after = sockopt::tcp_user_timeout(&near.stream).unwrap();
+        assert_eq!(u128::from(given_up_after), SILENCE.as_millis());
     }
 
     #[test]

@@ -301,8 +301,9 @@ impl ReactorContext {
         let Some(session) = self.sessions.get_mut(&key) else {
             return Ok(());
         };
-        let connection = Connection::new(stream, &session.peer, &self.poller, key)?;
         let config = &self.config;
+        let silence = config.timeouts.silence;
+        let connection = Connection::new(stream, &session.peer, &self.poller, key, silence)?;
         let host = &config.identity.host;
         session.start_handshake(connection, &config.secrets, config.encryption, host)
     }

@@ -28,8 +28,10 @@ impl ReactorContext {
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let stream = listener.accept().unwrap().0;
         stream.set_nonblocking(true).unwrap();
+        let silence = self.timeouts().silence;
         let mut session = Session::new("peer".to_owned(), false, self.now(), self.timeouts());
-        session.connection = Some(Connection::new(near, "peer", &self.poller, key).unwrap());
+        session.connection =
+            Some(Connection::new(near, "peer", &self.poller, key, silence).unwrap());
         session.state = SessionState::Up;
         self.sessions.insert(key, session);
         self.admit(key, session_id);
