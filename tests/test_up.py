@@ -140,11 +140,14 @@ def test_a_start_that_takes_too_long_ends_with_the_names_of_who_was_not_ready():
         pass
 
 
-def test_a_port_in_use_is_found_before_anything_starts():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+@pytest.mark.parametrize(
+    ("host", "family", "shown"), [("127.0.0.1", socket.AF_INET, "127.0.0.1"), ("::1", socket.AF_INET6, r"\[::1\]")]
+)
+def test_a_port_in_use_is_found_before_anything_starts(host, family, shown):
+    with socket.create_server((host, 0), family=family) as taken:
         port = taken.getsockname()[1]
-        thread = DeploymentThread(stand_ins(port=port))
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*use another --port"), thread:
+        thread = DeploymentThread(stand_ins(host=host, port=port))
+        with pytest.raises(ConfigError, match=f"cannot listen on {shown}:{port}: Address already in use"), thread:
             pass
     assert [process.child.pid for process in thread.deployment.processes] == [None] * 3
 

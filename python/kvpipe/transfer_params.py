@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvpipe._address import join_host_port
 from kvpipe.control import parse_handoff
 from kvpipe.exceptions import ConfigError
 
@@ -58,8 +59,7 @@ class ConsumeParams:
     @property
     def producer(self) -> str:
         """The producer's control port as `host:port`; empty without one."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}" if host else ""
+        return join_host_port(self.host, self.port) if self.host else ""
 
 
 @dataclass(frozen=True, slots=True)

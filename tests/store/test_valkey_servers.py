@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -299,8 +300,9 @@ def test_a_replica_is_a_connect_error(running, server, tmp_path):
 
 def test_nobody_at_the_port_is_a_connect_error_and_the_next_host_is_tried(server):
     nobody = free_port()
-    with pytest.raises(ConnectError):
-        ValkeyStore.open(f"redis://127.0.0.1:{nobody}")
+    for host in ("127.0.0.1", "[::1]"):
+        with pytest.raises(ConnectError, match=re.escape(f"cannot connect to {host}:{nobody}: ")):
+            ValkeyStore.open(f"redis://{host}:{nobody}")
     with ValkeyStore.open(f"redis://127.0.0.1:{nobody},127.0.0.1:{server.port}/0?prefix=hosts") as store:
         assert_works(store)
 

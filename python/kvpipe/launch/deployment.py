@@ -241,12 +241,13 @@ class DeploymentThread:
 
 def _check_address_is_free(host: str, url: str) -> None:
     """Finds a port in use before the models are loaded, not after."""
-    port = urlsplit(url).port
+    parts = urlsplit(url)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server((host, port)):
+        with socket.create_server((host, parts.port), family=family):
             pass
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; use another --port") from error
+        raise ConfigError(f"cannot listen on {parts.netloc}: {error.strerror}; use another --port") from error
 
 
 async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:

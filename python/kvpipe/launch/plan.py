@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from kvpipe._address import join_host_port
 from kvpipe.exceptions import ConfigError
 from kvpipe.launch.cores import BIND_VARIABLE, Cores, assign_cores
 from kvpipe.launch.gpus import GpuShare, assign_gpus
@@ -128,7 +129,8 @@ class Planner:
             command += ["--split-from", str(spec.split_from)]
         for engine in engines:
             command += [f"--{engine.role}", f"{engine.url},{engine.control}" if engine.control else engine.url]
-        return Instance("proxy", f"http://{spec.host}:{port}", None, (), self._child("proxy", command, ()), GpuShare())
+        url = f"http://{join_host_port(spec.host, port)}"
+        return Instance("proxy", url, None, (), self._child("proxy", command, ()), GpuShare())
 
     def _child(self, name: str, command: Sequence[str], cores: Cores, gpus: Sequence[str] = ()) -> ChildProcess:
         log_dir = self._spec.log_dir

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from threading import Event
 from typing import TYPE_CHECKING
 
+from kvpipe._address import join_host_port
 from kvpipe.exceptions import ConfigError
 from kvpipe.store.lookup_server import LookupStoreServer
 from kvpipe.store.server import StoreServer
@@ -128,7 +129,7 @@ def _serve_metrics(stack: ExitStack, server: StoreServer, port: int) -> None:
     try:
         web, thread = StoreMetrics(server.stats).serve(host, port)
     except (OSError, OverflowError) as error:
-        message = f"--metrics-port {port}: cannot listen on {host}:{port}: {error}"
+        message = f"--metrics-port {port}: cannot listen on {join_host_port(host, port)}: {error}"
         raise ConfigError(message) from error
     stack.callback(thread.join)
     stack.callback(web.server_close)

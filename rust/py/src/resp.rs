@@ -5,7 +5,9 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
-use kvpipe_resp::{Closer, Connection, PartOutcome, Reply, Subscription, Tls, Waited, Waiter};
+use kvpipe_resp::{
+    Closer, Connection, PartOutcome, Reply, Subscription, Tls, Waited, Waiter, address_of,
+};
 use pyo3::buffer::PyBuffer;
 use pyo3::import_exception;
 use pyo3::prelude::*;
@@ -67,7 +69,7 @@ impl RespConnection {
             return Err(bad(format!("timeout_s={timeout_s}: expected 0 to a day")));
         }
         let timeout = Duration::from_secs_f64(timeout_s);
-        let address = format!("{host}:{port}");
+        let address = address_of(&host, port);
         let tls = tls.map(|tls| &tls.get().0);
         let connection = py
             .detach(|| Connection::connect(&host, port, timeout, tls))

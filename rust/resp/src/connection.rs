@@ -69,13 +69,21 @@ pub struct Connection {
     is_broken: bool,
 }
 
+/// The address as text, an IPv6 address in brackets.
+pub fn address_of(host: &str, port: u16) -> String {
+    if host.contains(':') {
+        return format!("[{host}]:{port}");
+    }
+    format!("{host}:{port}")
+}
+
 impl Connection {
     /// Connects.
     ///
     /// `timeout` bounds the connect to each address of the host, every exchange of commands and replies, and every part
     /// of a value. With `tls` the server has to have a certificate for `host`.
     pub fn connect(host: &str, port: u16, timeout: Duration, tls: Option<&Tls>) -> Result<Self> {
-        let at = format!("{host}:{port}");
+        let at = address_of(host, port);
         let refused = |error: io::Error| Error::Connect(format!("cannot connect to {at}: {error}"));
         let mut last = io::ErrorKind::NotFound.into();
         for address in (host, port).to_socket_addrs().map_err(refused)? {

@@ -13,7 +13,7 @@ mod reply;
 mod stream;
 mod subscription;
 
-pub use connection::{Closer, Connection};
+pub use connection::{Closer, Connection, address_of};
 pub use parts::{PartOutcome, read_parts, write_parts};
 pub use reply::Reply;
 pub use stream::Tls;

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .request import Task
 
 _TIMEOUT_S = 60.0
-# A worker looks once a step, which takes milliseconds; one that looked all the time would take a core from the transport.
+# A worker looks once a step of milliseconds. One that looked all the time would take a core from the transport.
 _POLL_INTERVAL_S = 50e-6
 
 

@@ -6,6 +6,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvpipe._address import join_host_port
 from kvpipe.exceptions import ClosedError, ConfigError, ConnectError, PeerLostError, ProtocolError
 from kvpipe.store.valkey.connections import HELLO, Connections, check_role
 from kvpipe.store.valkey.context import Counters
@@ -39,7 +40,7 @@ class Client:
 
     def __init__(self, settings: ValkeySettings, timeout: float) -> None:
         self.settings = settings
-        self.address = ",".join(f"{host}:{port}" for host, port in settings.hosts)
+        self.address = ",".join(join_host_port(*host) for host in settings.hosts)
         self.connections = Connections(settings)
         self.primary = Primary(self.connections, settings.hosts)
         self.cluster: Cluster | None = None

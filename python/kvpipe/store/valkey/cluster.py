@@ -11,6 +11,7 @@ from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode
 from redis.retry import Retry
 
+from kvpipe._address import join_host_port
 from kvpipe.exceptions import AuthenticationError, CapacityError, PeerLostError
 from kvpipe.store.valkey.errors import NotServingError, error_of
 
@@ -33,7 +34,7 @@ class Cluster:
     """
 
     def __init__(self, settings: ValkeySettings, first: Address) -> None:
-        self._address = ",".join(f"{host}:{port}" for host, port in settings.hosts)
+        self._address = ",".join(join_host_port(*host) for host in settings.hosts)
         options = {
             "username": settings.username,
             "password": settings.password,
