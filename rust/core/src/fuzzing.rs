@@ -6,7 +6,7 @@ mod unreached;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
-use kvpipe_ucx::{Buffer, EndpointId};
+use kvpipe_ucx::Buffer;
 
 use crate::agent::Metadata;
 use crate::agent::messages::{self as agent, AgentMessage, OFFER};
@@ -35,7 +35,6 @@ pub struct PeerPlane {
     worker: Worker,
     memory: Arc<Memory>,
     canary: Arc<Memory>,
-    endpoint: Option<EndpointId>,
 }
 
 impl PeerPlane {
@@ -48,7 +47,6 @@ impl PeerPlane {
                 .ok_or_else(|| Error::protocol("a transport without workers"))?,
             memory: context.register(Buffer::zeroed(len))?,
             canary: context.register(Buffer::zeroed(Canary::LEN))?,
-            endpoint: None,
         })
     }
 
@@ -78,15 +76,10 @@ impl PeerPlane {
     #[expect(unsafe_code, reason = "UCX does not check what it parses")]
     pub fn connect(&mut self, ucx_address: &[u8]) -> Result<()> {
         // SAFETY: the twin's worker, which checks all.
-        self.endpoint = Some(unsafe { self.worker.connect(ucx_address) }?);
-        Ok(())
-    }
-
-    /// Sends a message over the endpoint, if that is connected and usable.
-    pub fn send(&self, header: Vec<u8>) {
-        if let Some(endpoint) = self.endpoint {
-            let _ = self.worker.am_send(endpoint, header, 0);
-        }
+        let connected = unsafe { self.worker.connect(ucx_address) };
+        connected
+            .map(drop)
+            .map_err(|status| Error::Connect(status.to_string()))
     }
 
     /// Progresses the worker, and drops what has arrived.

@@ -5,9 +5,6 @@ use std::collections::{HashMap, VecDeque};
 /// Names a session within its reactor; never used again.
 pub type SessionKey = u64;
 
-/// Names a session on the data plane; sealed in the handshake of its two sides.
-pub type SessionId = [u8; 16];
-
 /// One life of an agent or a control port: random, so that nothing of an earlier life is taken for the present one.
 pub type Incarnation = [u8; 16];
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::device_copy::may_unmap;
 use crate::event::Raw;
-use crate::request::Attributes;
+use crate::request::{self, Attributes, Keep, Token};
 use crate::rma::Key;
 use crate::status::{Posted, Status, check};
 use crate::sys::{self, ucs_status_t};
@@ -265,6 +265,28 @@ impl Worker {
             name: null(),
             local_sockaddr: no_address(),
         }
+    }
+
+    /// Has UCX connect the endpoint, and ends when all that was posted before has reached the peer.
+    ///
+    /// # Errors
+    /// `UCS_ERR_NOT_CONNECTED` or the endpoint's failure, else the status of UCX. No `Done` follows an error.
+    pub fn flush(&self, endpoint: EndpointId, token: Token) -> Result<(), Status> {
+        let endpoint = self.inner.endpoint(endpoint, FLUSH)?;
+        let handle = endpoint.usable(FLUSH)?;
+        let _current = self.inner.enter();
+        let (api, attributes) = (self.inner.api(), Attributes::default());
+        request::post(
+            &self.inner,
+            &endpoint,
+            (token, FLUSH),
+            Keep::Nothing,
+            &attributes,
+            |param| {
+                // SAFETY: the endpoint is open.
+                unsafe { (api.ucp_ep_flush_nbx)(handle, param) }
+            },
+        )
     }
 
     /// Closes by force: operations in flight end, mostly with an error, each with its `Done`, then

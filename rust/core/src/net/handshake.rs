@@ -5,7 +5,7 @@
 //! Hello{magic, version, message 1} ->                                the server checks the token
 //!                                 <-   Reply{version, message 2}     the client checks the token
 //! Identity{who}                   ->                                 service and fingerprint are checked
-//!                                 <-   Welcome{session id, who}
+//!                                 <-   Welcome{who}
 //! Ready                           ->
 //! ```
 //! The messages are those of Noise, pattern `NNpsk0`: the token is the key that both sides know before. All frames after them
@@ -16,10 +16,9 @@ mod frames;
 mod noise;
 
 use crate::error::{Error, Result};
-use crate::ids::SessionId;
 use crate::net::codec::{Reader, Writer};
 use crate::net::encryption::{Encryption, Offer};
-use crate::net::identity::{Identity, random};
+use crate::net::identity::Identity;
 use crate::net::record::Records;
 use crate::net::secret::Secrets;
 use crate::net::version::PROTOCOL_VERSION;
@@ -34,13 +33,10 @@ pub const HANDSHAKE_FRAME_CAP: usize = 64 << 10;
 pub enum Step {
     /// Send this frame and wait for more.
     Continue(Vec<u8>),
-    /// Send this frame; the peer is known. The accepting side waits for [`Step::Ready`] before it sends on the data
-    /// plane, so that no message overtakes the frame that makes the session known.
+    /// Send this frame; the peer is known. The accepting side waits for [`Step::Ready`] before it uses the session.
     Admitted {
         /// What is still to be sent.
         frame: Vec<u8>,
-        /// The session's id.
-        session_id: SessionId,
         /// Who the peer is, where this side may send at once.
         peer: Option<Box<Identity>>,
     },
@@ -277,24 +273,19 @@ impl Handshake {
     }
 
     fn welcome(&mut self, ours: &Identity, peer: Identity) -> Result<Step> {
-        let session_id: SessionId = random()?;
         self.state = HandshakeState::ServerReady(Box::new(peer));
-        let body = ours.write(Writer::default().raw(&session_id)).finish();
+        let body = ours.write(Writer::default()).finish();
         Ok(Step::Admitted {
             frame: self.seal(&HandshakeFrame::Welcome(&body))?,
-            session_id,
             peer: None,
         })
     }
 
     fn welcomed(&mut self, body: &[u8], ours: &Identity) -> Result<Step> {
-        let mut reader = Reader::new(body);
-        let session_id = reader.fixed()?;
-        let peer = read_identity(reader)?;
+        let peer = read_identity(Reader::new(body))?;
         self.check_fingerprint(ours, &peer)?;
         Ok(Step::Admitted {
             frame: self.seal(&HandshakeFrame::Ready)?,
-            session_id,
             peer: Some(Box::new(peer)),
         })
     }

@@ -31,8 +31,8 @@ const FIRST_SESSION: SessionKey = 16;
 const ENDED_CAP: usize = 256;
 /// Initial capacity of a message's header; longer ones grow.
 const HEADER_CAPACITY: usize = 64;
-/// Bytes that the welcome adds to an identity: type, session id, tag.
-const WELCOME_OVERHEAD: usize = 1 + 16 + TAG_LEN;
+/// Bytes that the welcome adds to an identity: type, tag.
+const WELCOME_OVERHEAD: usize = 1 + TAG_LEN;
 
 /// The sessions of a reactor, as its service sees them.
 pub(crate) struct ReactorContext {

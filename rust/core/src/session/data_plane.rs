@@ -8,34 +8,22 @@ use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Status};
 use super::ReactorContext;
 use super::probe::{DataPaths, new_canary};
 use crate::error::{Error, Result};
-use crate::ids::{SessionId, SessionKey};
+use crate::ids::SessionKey;
 use crate::reactor::ended;
 use crate::transport::{Context, DeviceCopy, Get, Memory, RemoteKey, UcxResult, Worker};
 
-/// The only message of each side over UCX. It carries nothing, and has UCX connect.
-pub(super) const HELLO: u8 = 0;
-/// Marks the token of a hello; the rest is the session, of which strangers can have any number made.
-const HELLO_TOKEN: u64 = 1 << 62;
+/// Marks the token of the flush that has UCX connect; the rest is the session.
+const CONNECT_TOKEN: u64 = 1 << 62;
+
 /// What of a session belongs to the data plane.
 #[derive(Debug, Default)]
 pub(super) struct SessionEndpoint {
-    session_id: SessionId,
-    /// Once the peer knows the session.
+    /// Once the peer knows the session, if both sides have a worker and their devices have a way to each other.
     pub(super) id: Option<EndpointId>,
-    /// Whether our hello has left, and whether theirs has come.
-    pub(super) is_hello_sent: bool,
-    pub(super) is_hello_received: bool,
     /// How this side gets the peer's bytes, and the peer ours.
     pub(super) paths: DataPaths,
     /// Lanes that may reach CUDA memory.
     pub(super) lanes: Vec<Lane>,
-}
-
-impl SessionEndpoint {
-    /// Whether the hellos of both sides have come through.
-    pub(super) fn is_established(&self) -> bool {
-        self.is_hello_sent && self.is_hello_received
-    }
 }
 
 /// What the sessions of a reactor share of its data plane.
@@ -45,15 +33,13 @@ pub(super) struct DataPlane {
     pub(super) worker: Option<Worker>,
     /// What peers read first.
     pub(super) canary: Arc<Memory>,
-    /// Sessions whose hellos are expected.
-    pub(super) session_keys: HashMap<SessionId, SessionKey>,
     /// Endpoints that have not ended, also of sessions that are gone.
     pub(super) endpoints: HashMap<EndpointId, SessionKey>,
 }
 
-/// The session whose hello a token is of.
-pub(super) fn hello_of(token: u64) -> Option<SessionKey> {
-    (token & HELLO_TOKEN != 0).then_some(token ^ HELLO_TOKEN)
+/// The session whose endpoint has connected by the operation of a token.
+pub(super) fn connected_by(token: u64) -> Option<SessionKey> {
+    (token & CONNECT_TOKEN != 0).then_some(token ^ CONNECT_TOKEN)
 }
 
 impl DataPlane {
@@ -64,7 +50,6 @@ impl DataPlane {
             context,
             worker,
             canary,
-            session_keys: HashMap::new(),
             endpoints: HashMap::new(),
         })
     }
@@ -72,15 +57,11 @@ impl DataPlane {
     /// What its maps hold.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
-        vec![
-            ("session keys", self.session_keys.len()),
-            ("endpoints", self.endpoints.len()),
-        ]
+        vec![("endpoints", self.endpoints.len())]
     }
 
     /// Closes an endpoint by force. Its operations end with errors, each through its own completion.
-    pub(super) fn close(&mut self, endpoint: &SessionEndpoint) {
-        self.session_keys.remove(&endpoint.session_id);
+    pub(super) fn close(&self, endpoint: &SessionEndpoint) {
         if let (Some(id), Some(worker)) = (endpoint.id, &self.worker) {
             worker.close(id);
         }
@@ -94,37 +75,37 @@ const NO_ENDPOINT: Status = Status {
 
 /// The data plane of one session.
 impl ReactorContext {
-    /// The peer is known: takes a hello with this id as the session's.
-    pub(super) fn admit(&mut self, key: SessionKey, session_id: SessionId) {
-        if let Some(data) = &mut self.data
+    /// The peer is known.
+    pub(super) fn admit(&mut self, key: SessionKey) {
+        if self.data.is_some()
             && let Some(session) = self.sessions.get_mut(&key)
         {
-            data.session_keys.insert(session_id, key);
-            session.endpoint = Some(SessionEndpoint {
-                session_id,
-                ..SessionEndpoint::default()
-            });
+            session.endpoint = Some(SessionEndpoint::default());
         }
     }
 
-    /// Both sides know the session, each by the other's token: connects to this worker of the peer, which would not
-    /// understand our hello before. False if one of the two has no worker.
+    /// Both sides know the session, each by the other's token: connects to this worker of the peer. False if one of the two
+    /// has no worker, or their devices have no way to each other.
     #[expect(unsafe_code, reason = "UCX does not check what it parses")]
-    pub(super) fn open_endpoint(&mut self, key: SessionKey, address: &[u8]) -> Result<bool> {
+    pub(super) fn open_endpoint(&mut self, key: SessionKey, address: &[u8]) -> bool {
+        let peer = self.peer(key);
         let Some((data, endpoint)) = self.data_of(key) else {
-            return Ok(false);
+            return false;
         };
         let Some(worker) = data.worker.as_ref().filter(|_| !address.is_empty()) else {
-            return Ok(false);
+            return false;
         };
         // SAFETY: the peer, which has the token, has described its worker so.
-        let id = unsafe { worker.connect(address) }?;
-        endpoint.id = Some(id);
-        data.endpoints.insert(id, key);
-        let hello = [&endpoint.session_id[..], &[HELLO]].concat();
-        let posted = worker.am_send(id, hello, HELLO_TOKEN | key);
-        posted.map_err(|status| Error::Connect(format!("UCX cannot reach the peer: {status}")))?;
-        Ok(true)
+        let connected = unsafe { worker.connect(address) };
+        let flushed = connected.and_then(|id| {
+            endpoint.id = Some(id);
+            data.endpoints.insert(id, key);
+            worker.flush(id, CONNECT_TOKEN | key)
+        });
+        if let Err(status) = &flushed {
+            tracing::info!("session.no_devices peer={peer} UCX does not reach it: {status}");
+        }
+        flushed.is_ok()
     }
 
     /// Handles no message of a session any more.

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! one host ──────────────────► process_vm_readv ──┐
-//! hellos ──► lanes ──RDMA──► a get of UCX ────────┼─canary is right─► RemoteRead
+//! flush ───► lanes ──RDMA──► a get of UCX ────────┼─canary is right─► RemoteRead
 //!              └──none, unknown──► Stream ◄───────┴──canary is not
 //! ```
 //! A session whose reads are refused later streams from then on, and never reads again.

@@ -1,7 +1,7 @@
 //! One session, from the attempt to connect until it has failed.
 //!
 //! ```text
-//! Connecting ──TCP──► Handshaking ──both know the session──► Establishing ──UCX hellos, probes──► Up
+//! Connecting ──TCP──► Handshaking ──both know the session──► Establishing ──UCX connects, probes──► Up
 //!     ▲                    │ cut
 //!     └───── BackingOff ◄──┘
 //! ```
@@ -41,7 +41,7 @@ pub(super) enum SessionState {
     /// TCP is connected; both sides prove the token, agree on encryption and say who they are. At the end of it the peer may use the session,
     /// but this side may not, because the peer does not know the session yet.
     Handshaking(Box<Handshake>),
-    /// Both sides know the session; their UCX hellos are under way, then their probes of the data path.
+    /// Both sides know the session; UCX connects, where both have it, then the data path is probed.
     Establishing(Box<Identity>),
     /// The service knows the session.
     Up,

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{Event, Status};
 
-use super::data_plane::{HELLO, SessionEndpoint, hello_of};
+use super::data_plane::connected_by;
 use super::listener::{LISTENER, Listener};
 use super::probe::canary_of;
 use super::session::{SessionEnd, SessionEvent, SessionState};
@@ -56,7 +56,8 @@ impl<S: Service> EventHandler for Sessions<S> {
 
     fn handle_ucx_event(&mut self, event: Event) {
         match event {
-            Event::Message { header, .. } => self.receive_hello(&header),
+            // Nobody sends any.
+            Event::Message { .. } => {}
             Event::Done { token, result } => self.finish_operation(token, result),
             Event::EndpointFailed { endpoint, status } => {
                 let data = self.cx.data.as_ref();
@@ -205,8 +206,8 @@ impl<S: Service> Sessions<S> {
 
     fn handle_session_event(&mut self, key: SessionKey, event: SessionEvent) -> Result<()> {
         match event {
-            SessionEvent::Admitted(session_id) => self.cx.admit(key, session_id),
-            SessionEvent::Ready => self.establish(key)?,
+            SessionEvent::Admitted => self.cx.admit(key),
+            SessionEvent::Ready => self.establish(key),
             SessionEvent::DataPath(data_path) => {
                 self.cx.receive_data_path(key, data_path)?;
                 self.report_up_if_probed(key);
@@ -233,22 +234,25 @@ impl<S: Service> Sessions<S> {
     }
 
     /// Both sides know the session. With a data plane, it is up when both sides know how they get each other's bytes; where
-    /// both have UCX, when both hellos have come through that.
-    fn establish(&mut self, key: SessionKey) -> Result<()> {
+    /// both have UCX, that connects first.
+    fn establish(&mut self, key: SessionKey) {
         let Some(session) = self.cx.sessions.get(&key) else {
-            return Ok(());
+            return;
         };
         self.cx.timers.set(key, session.next_deadline());
         if let SessionState::Establishing(peer) = &session.state {
             let address = peer.ucx_address.clone();
             if self.cx.data.is_none() {
                 self.report_up(key);
-            } else if !self.cx.open_endpoint(key, &address)? {
-                self.cx.probe(key);
-                self.report_up_if_probed(key);
+            } else if !self.cx.open_endpoint(key, &address) {
+                self.probe(key);
             }
         }
-        Ok(())
+    }
+
+    fn probe(&mut self, key: SessionKey) {
+        self.cx.probe(key);
+        self.report_up_if_probed(key);
     }
 
     /// Tells the service of a session that is established, once.
@@ -310,28 +314,12 @@ impl<S: Service> Sessions<S> {
             self.cx.finish_probe(session, result);
             return self.report_up_if_probed(session);
         }
-        match hello_of(token) {
-            Some(session) => self.finish_hello(session, result),
+        match connected_by(token) {
+            Some(session) => match result {
+                Ok(()) => self.probe(session),
+                Err(status) => self.fail_endpoint(session, status),
+            },
             None => self.service.done(&mut self.cx, token, result),
-        }
-    }
-
-    fn finish_hello(&mut self, session: SessionKey, result: UcxResult<()>) {
-        match result {
-            Ok(()) => self.record_hello(session, |endpoint| endpoint.is_hello_sent = true),
-            Err(status) => self.fail_endpoint(session, status),
-        }
-    }
-
-    /// A hello has come through; the data path is probed once, when both have.
-    fn record_hello(&mut self, session: SessionKey, record: impl FnOnce(&mut SessionEndpoint)) {
-        if let Some(endpoint) = self.cx.endpoint_mut(session) {
-            let was_established = endpoint.is_established();
-            record(endpoint);
-            if endpoint.is_established() && !was_established {
-                self.cx.probe(session);
-                self.report_up_if_probed(session);
-            }
         }
     }
 
@@ -348,18 +336,6 @@ impl<S: Service> Sessions<S> {
         if !self.cx.has_failed(session) {
             self.cx.lose_devices(session, &status.to_string());
             self.report_up_if_probed(session);
-        }
-    }
-
-    /// The only message over UCX is the hello of a session.
-    fn receive_hello(&mut self, message: &[u8]) {
-        let Some((session_id, [HELLO])) = message.split_first_chunk::<16>() else {
-            return;
-        };
-        // A stranger's message gets no answer, not even an error.
-        let plane = self.cx.data.as_ref();
-        if let Some(&key) = plane.and_then(|plane| plane.session_keys.get(session_id)) {
-            self.record_hello(key, |endpoint| endpoint.is_hello_received = true);
         }
     }
 }

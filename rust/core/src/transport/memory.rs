@@ -1,4 +1,4 @@
-//! UCX's in-memory twin for reactors of one process: messages are queued, reads are copies, and the rules are UCX's own. A
+//! UCX's in-memory twin for reactors of one process: reads are copies, and the rules are UCX's own. A
 //! posted operation ends with exactly one `Done`. Closing an endpoint by force ends its operations with errors, and nothing
 //! is written for them afterwards. The other side's end is reported as `EndpointFailed`.
 //!
@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use kvpipe_ucx::{AmData, Buffer, EndpointId, Event, Lane, MemoryKind, Piece, Status};
+use kvpipe_ucx::{Buffer, EndpointId, Event, Lane, MemoryKind, Piece, Status};
 
 use super::{FOREIGN, Memory, MemoryPath, RemoteKey, UcxResult};
 use crate::error::{Error, Result};
@@ -45,6 +45,7 @@ const fn status(code: i32) -> Status {
 const INVALID_PARAM: Status = status(-5);
 const CANCELED: Status = status(-16);
 const OUT_OF_RANGE: Status = status(-19);
+const UNREACHABLE: Status = status(-6);
 const NOT_CONNECTED: Status = status(-24);
 const RESET_BY_PEER: Status = status(-25);
 
@@ -57,20 +58,15 @@ struct Port {
 
 #[derive(Debug, Default)]
 struct PortInbox {
-    events: VecDeque<PortEvent>,
+    /// Endpoints of this worker whose other side has ended.
+    ended: Vec<EndpointId>,
     /// The endpoints to this worker, with the workers that own them.
     connected: BTreeMap<EndpointId, u32>,
 }
 
-#[derive(Debug)]
-enum PortEvent {
-    Message(Vec<u8>),
-    PeerEnded(EndpointId),
-}
-
 impl Port {
-    fn push(&self, event: PortEvent) {
-        lock(&self.inbox).events.push_back(event);
+    fn push_ended(&self, endpoint: EndpointId) {
+        lock(&self.inbox).ended.push(endpoint);
         // After the push, see `arm`.
         signal(&self.wake);
     }
@@ -150,11 +146,8 @@ impl MemoryWorker {
     }
 
     /// As with UCX, an event reports a worker that has ended: it may have ended in order.
-    pub(super) fn connect(&self, address: &[u8]) -> Result<EndpointId> {
-        let number = self.number_of(address).ok_or_else(|| {
-            let text = "the peer does not use the memory of this process: both ends need the same transport";
-            Error::Connect(text.to_owned())
-        })?;
+    pub(super) fn connect(&self, address: &[u8]) -> UcxResult<EndpointId> {
+        let number = self.number_of(address).ok_or(UNREACHABLE)?;
         let endpoint = EndpointId::unique();
         self.endpoints.borrow_mut().insert(endpoint, Some(number));
         // A worker is no port any more when it tells those that have connected of its end.
@@ -206,14 +199,8 @@ impl MemoryWorker {
         }
     }
 
-    pub(super) fn am_send(
-        &self,
-        endpoint: EndpointId,
-        header: Vec<u8>,
-        token: u64,
-    ) -> UcxResult<()> {
-        let peer = self.peer(endpoint)?;
-        peer.push(PortEvent::Message(header));
+    pub(super) fn flush(&self, endpoint: EndpointId, token: u64) -> UcxResult<()> {
+        self.peer(endpoint)?;
         let result = Ok(());
         self.report(Event::Done { token, result });
         Ok(())
@@ -271,7 +258,7 @@ impl MemoryWorker {
 
     pub(super) fn arm(&self) -> bool {
         let inbox = lock(&self.port.inbox);
-        let is_idle = inbox.events.is_empty()
+        let is_idle = inbox.ended.is_empty()
             && self.gets.borrow().is_empty()
             && self.events.borrow().is_empty();
         if is_idle {
@@ -282,16 +269,10 @@ impl MemoryWorker {
     }
 
     pub(super) fn progress(&self) -> u32 {
-        let events = std::mem::take(&mut lock(&self.port.inbox).events);
-        let mut num_done = events.len() as u32;
-        for event in events {
-            match event {
-                PortEvent::Message(header) => self.report(Event::Message {
-                    header,
-                    data: AmData::Bytes(Vec::new()),
-                }),
-                PortEvent::PeerEnded(endpoint) => self.fail(endpoint),
-            }
+        let ended = std::mem::take(&mut lock(&self.port.inbox).ended);
+        let mut num_done = ended.len() as u32;
+        for endpoint in ended {
+            self.fail(endpoint);
         }
         let get = self.gets.borrow_mut().pop();
         if let Some(get) = get {
@@ -345,7 +326,7 @@ impl Drop for MemoryWorker {
         let connected = std::mem::take(&mut lock(&self.port.inbox).connected);
         for (endpoint, owner) in connected {
             if let Some(owner) = port(owner) {
-                owner.push(PortEvent::PeerEnded(endpoint));
+                owner.push_ended(endpoint);
             }
         }
         let endpoints: Vec<_> = self.endpoints.get_mut().keys().copied().collect();

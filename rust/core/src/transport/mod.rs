@@ -246,11 +246,10 @@ impl Worker {
     /// # Safety
     /// The address is a worker's, as far as an authenticated peer can be trusted.
     #[expect(unsafe_code, reason = "UCX does not check what it parses")]
-    pub(crate) unsafe fn connect(&self, address: &[u8]) -> Result<EndpointId> {
+    pub(crate) unsafe fn connect(&self, address: &[u8]) -> UcxResult<EndpointId> {
         match self {
             // SAFETY: the caller's promise.
-            Self::Ucx(worker) => unsafe { worker.connect(address) }
-                .map_err(|status| Error::Connect(format!("UCX cannot reach the peer: {status}"))),
+            Self::Ucx(worker) => unsafe { worker.connect(address) },
             Self::Twin(worker) => worker.connect(address),
         }
     }
@@ -270,16 +269,11 @@ impl Worker {
         }
     }
 
-    /// Sends a message without payload.
-    pub(crate) fn am_send(
-        &self,
-        endpoint: EndpointId,
-        header: Vec<u8>,
-        token: u64,
-    ) -> UcxResult<()> {
+    /// Has the endpoint connect; its `Done` says that it has.
+    pub(crate) fn flush(&self, endpoint: EndpointId, token: u64) -> UcxResult<()> {
         match self {
-            Self::Ucx(worker) => worker.am_send(endpoint, header, kvpipe_ucx::Payload::None, token),
-            Self::Twin(worker) => worker.am_send(endpoint, header, token),
+            Self::Ucx(worker) => worker.flush(endpoint, token),
+            Self::Twin(worker) => worker.flush(endpoint, token),
         }
     }
 

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use kvpipe_core::checksum;
 use kvpipe_core::fuzzing::PeerPlane;
-use kvpipe_core::ids::SessionId;
 use kvpipe_core::net::encryption::{Encryption, Offer};
 use kvpipe_core::net::handshake::{Handshake, Step as HandshakeStep};
 use kvpipe_core::net::identity::{Identity, SessionKind};
@@ -54,7 +53,6 @@ pub(crate) struct Hostile {
     refusal: Option<String>,
     identity: Identity,
     plane: Option<PeerPlane>,
-    session_id: SessionId,
     /// The keys of its frames after the handshake, if they are sealed.
     records: Option<Records>,
 }
@@ -93,7 +91,6 @@ impl Hostile {
             refusal: None,
             identity: Identity::new(kind, "hostile", Vec::new()).expect("identity"),
             plane: transport.map(|it| PeerPlane::open(it, EXPOSED_BYTES).expect("plane")),
-            session_id: [0; 16],
             records: None,
         }
     }
@@ -160,12 +157,7 @@ impl Hostile {
     fn advance_handshake(&mut self, step: HandshakeStep, flags: Flags) -> Option<bool> {
         match step {
             HandshakeStep::Continue(frame) => self.send(&frame),
-            HandshakeStep::Admitted {
-                frame,
-                session_id,
-                peer,
-            } => {
-                self.session_id = session_id;
+            HandshakeStep::Admitted { frame, peer } => {
                 if peer.is_some() && flags.is_unready() {
                     return Some(false);
                 }
@@ -184,10 +176,9 @@ impl Hostile {
         None
     }
 
-    /// Sends its hello, and reports that it reads the victim's memory, where there is a data plane.
+    /// Reports that it reads the victim's memory, where there is a data plane.
     fn establish(&mut self) {
         if self.plane.is_some() {
-            self.active_message(&[0]);
             self.send(DATA_PATH);
         }
     }
@@ -295,16 +286,6 @@ impl Hostile {
         self.write(&[&len[..], frame].concat());
     }
 
-    fn active_message(&self, header: &[u8]) {
-        self.post([&self.session_id[..], header].concat());
-    }
-
-    fn post(&self, header: Vec<u8>) {
-        if let Some(plane) = &self.plane {
-            plane.send(header);
-        }
-    }
-
     /// Replaces the placeholders by address and key of its memory.
     fn fill_in(&self, mut bytes: Vec<u8>) -> Vec<u8> {
         let Some(plane) = &self.plane else {
@@ -349,8 +330,6 @@ impl Hostile {
                 self.send(&wire::part(&header, &payload, end));
             }
             Step::Cut(at) => self.cut = Some(at.into()),
-            Step::ActiveMessage(header) => self.active_message(&header),
-            Step::Stranger(header) => self.post(header),
             Step::Shut => {
                 self.flush();
                 if let Some(stream) = &self.stream {

@@ -14,22 +14,20 @@ const ROUNDS: usize = 10_000;
 pub(crate) const ADDRESS: u64 = u64::from_le_bytes(*b"\xfaADDRESS");
 pub(crate) const KEY: u64 = u64::from_le_bytes(*b"\xfaKEY_KEY");
 
-// Kinds of steps; what is left of `KINDS` is `Step::ActiveMessage`.
+// Kinds of steps; what is left of `KINDS` is `Step::Cut`.
 const SOCKET: u8 = 0;
 const CONNECTION: u8 = 1;
 const BARE: u8 = 2;
 const MESSAGE: u8 = 3;
 const SEALED: u8 = 4;
 const LARGE: u8 = 5;
-const STRANGER: u8 = 6;
-const USER: u8 = 7;
-const SHUT: u8 = 8;
-const LEAVE: u8 = 9;
-const PART: u8 = 10;
-const LARGE_PART: u8 = 11;
-const CUT: u8 = 12;
-const ACTIVE_MESSAGE: u8 = 13;
-const KINDS: u8 = 14;
+const USER: u8 = 6;
+const SHUT: u8 = 7;
+const LEAVE: u8 = 8;
+const PART: u8 = 9;
+const LARGE_PART: u8 = 10;
+const CUT: u8 = 11;
+const KINDS: u8 = 12;
 
 // Bits of the first byte of a script.
 pub(crate) const REMOTE_READ: u8 = 1;
@@ -111,10 +109,6 @@ pub(crate) enum Step {
     Part(Vec<u8>, Vec<u8>, u8),
     /// The next write to the socket stops after so many bytes; the rest follows with the step after it.
     Cut(u16),
-    /// An active message of the session over UCX.
-    ActiveMessage(Vec<u8>),
-    /// An active message of no session.
-    Stranger(Vec<u8>),
     /// The victim's user calls something.
     User(u8, u8),
     /// The peer shuts its side of the socket down.
@@ -176,11 +170,6 @@ impl Script {
         Self(self.0.u8(CUT).u16(at))
     }
 
-    pub(crate) fn active_message(self, header: &[u8]) -> Self {
-        let writer = self.0.u8(ACTIVE_MESSAGE).u8(header.len() as u8);
-        Self(writer.raw(header))
-    }
-
     pub(crate) fn leave(self) -> Self {
         Self(self.0.u8(LEAVE))
     }
@@ -222,14 +211,12 @@ fn step(reader: &mut Reader<'_>) -> Result<Step> {
         MESSAGE => Step::Message(header(reader)?, bytes(reader)?),
         SEALED => Step::Sealed(header(reader)?, bytes(reader)?),
         LARGE => Step::Sealed(header(reader)?, large(reader)?),
-        STRANGER => Step::Stranger(header(reader)?),
         USER => Step::User(reader.u8()?, reader.u8()?),
         SHUT => Step::Shut,
         LEAVE => Step::Leave,
         PART => Step::Part(header(reader)?, bytes(reader)?, reader.u8()?),
         LARGE_PART => Step::Part(header(reader)?, large(reader)?, reader.u8()?),
-        CUT => Step::Cut(reader.u16()?),
-        _ => Step::ActiveMessage(header(reader)?),
+        _ => Step::Cut(reader.u16()?),
     })
 }
 

@@ -201,7 +201,7 @@ fn insert(client: &mut LookupClient) -> Work<()> {
 fn an_entry_larger_than_the_machine_is_refused_by_its_size_before_anything_is_allocated() {
     let (mut cx, (mut client, _command_queue)) = (ReactorContext::manual(None), client());
     let (server, operation) = (SESSIONS[0], 7);
-    let _far = cx.add_manual(server, [0; 16], None);
+    let _far = cx.add_manual(server, None);
     client.sessions.push(server);
     client.servers.insert(server);
     client.tensors.session_up(server);
@@ -235,7 +235,7 @@ fn an_insert_ends_with_the_first_lost_server_once_no_server_can_read_it() {
     let (mut cx, (mut client, _command_queue)) = (ReactorContext::manual(None), client());
     let mut far = Vec::new();
     for session in SESSIONS {
-        far.push(cx.add_manual(session, [0; 16], None));
+        far.push(cx.add_manual(session, None));
         client.sessions.push(session);
         client.servers.insert(session);
     }

@@ -17,13 +17,8 @@ pub(crate) struct FarEnd {
 }
 
 impl ReactorContext {
-    /// Adds a session of this id that is up, and whose endpoint leads to a worker; the other end of its connection.
-    pub(crate) fn add_manual(
-        &mut self,
-        key: SessionKey,
-        session_id: SessionId,
-        worker: Option<&[u8]>,
-    ) -> FarEnd {
+    /// Adds a session that is up, and whose endpoint leads to a worker; the other end of its connection.
+    pub(crate) fn add_manual(&mut self, key: SessionKey, worker: Option<&[u8]>) -> FarEnd {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let stream = listener.accept().unwrap().0;
@@ -34,9 +29,9 @@ impl ReactorContext {
             Some(Connection::new(near, "peer", &self.poller, key, silence).unwrap());
         session.state = SessionState::Up;
         self.sessions.insert(key, session);
-        self.admit(key, session_id);
+        self.admit(key);
         if let Some(address) = worker {
-            self.open_endpoint(key, address).unwrap();
+            assert!(self.open_endpoint(key, address));
             let (data, endpoint) = self.data_of(key).unwrap();
             let worker = data.worker.as_ref().unwrap();
             let lanes = worker.lanes(endpoint.id.unwrap()).unwrap();
@@ -89,7 +84,7 @@ impl ReactorContext {
         let worker = self.worker()?;
         worker.progress();
         std::iter::from_fn(|| worker.next_event()).find_map(|event| match event {
-            Event::Done { token, result } if hello_of(token).is_none() => Some((token, result)),
+            Event::Done { token, result } if connected_by(token).is_none() => Some((token, result)),
             _ => None,
         })
     }

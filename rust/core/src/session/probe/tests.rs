@@ -49,8 +49,8 @@ impl Fixture {
         let (context, peer) = (open(), open().worker().unwrap().unwrap());
         let canary = new_canary(&context).unwrap();
         let mut cx = ReactorContext::manual(Some(open()));
-        let far = cx.add_manual(SESSION, [1; 16], None);
-        cx.open_endpoint(SESSION, &peer.address().unwrap()).unwrap();
+        let far = cx.add_manual(SESSION, None);
+        assert!(cx.open_endpoint(SESSION, &peer.address().unwrap()));
         let mut identity = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
         identity.canary = Some(Canary {
             pid: std::process::id(),

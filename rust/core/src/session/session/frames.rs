@@ -7,7 +7,7 @@ use super::super::inbox::{Inbox, READ_CAP, ReceivedPart, place};
 use super::super::stream_sinks::StreamSinks;
 use super::{Session, SessionState};
 use crate::error::{Error, Result};
-use crate::ids::{SessionId, SessionKey};
+use crate::ids::SessionKey;
 use crate::net::framing::{FRAME_CAP, SessionFrame};
 use crate::net::handshake::{HANDSHAKE_FRAME_CAP, Step};
 use crate::net::identity::Identity;
@@ -16,8 +16,8 @@ use crate::transport::DataPath;
 /// What received frames lead to.
 #[derive(Debug)]
 pub(in crate::session) enum SessionEvent {
-    /// The peer is known and may use the session with this id.
-    Admitted(SessionId),
+    /// The peer is known and may use the session.
+    Admitted,
     /// The session is [`Establishing`](SessionState::Establishing).
     Ready,
     /// How the peer gets our bytes.
@@ -162,13 +162,9 @@ impl Session {
                 self.send_raw(&frame)?;
                 None
             }
-            Step::Admitted {
-                frame,
-                session_id,
-                peer,
-            } => {
+            Step::Admitted { frame, peer } => {
                 self.send_raw(&frame)?;
-                events.push(SessionEvent::Admitted(session_id));
+                events.push(SessionEvent::Admitted);
                 peer
             }
             Step::Ready(peer) => Some(peer),

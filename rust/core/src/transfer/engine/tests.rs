@@ -60,7 +60,7 @@ impl Fixture {
         let bytes = (0..NUM_BLOCKS * BLOCK).map(|at| (at / 7) as u8).collect();
         let source = context.register(Buffer::from_vec(bytes)).unwrap();
         let mut cx = ReactorContext::manual(Some(context));
-        let far = cx.add_manual(SESSION, [1; 16], Some(&peer.address().unwrap()));
+        let far = cx.add_manual(SESSION, Some(&peer.address().unwrap()));
         let mut engine = TransferEngine::new(MAX_IN_FLIGHT);
         engine.session_up(SESSION);
         let mut fixture = Self {

@@ -23,7 +23,7 @@ impl Fixture {
         let context = transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
         let memory = context.register(Buffer::zeroed(16)).unwrap();
         let mut cx = ReactorContext::manual(Some(context));
-        let far = cx.add_manual(SESSION, [1; 16], None);
+        let far = cx.add_manual(SESSION, None);
         Self {
             cx,
             memory,

@@ -64,7 +64,7 @@ pub(super) fn agent() -> Vec<Vec<u8>> {
     let closing = connected(REMOTE_READ).user(user::READ, 3);
     let closing = closing.user(user::CLOSE_REGION, 0).bare(&released);
     let closed = connected(REMOTE_READ).bare(&regions(&[(1, ANOTHER)]));
-    let rest = vec![closing, closed, active_messages()];
+    let rest = vec![closing, closed, connected(0).leave()];
     let scripts = [
         reads(),
         served_reads(),
@@ -78,14 +78,6 @@ pub(super) fn agent() -> Vec<Vec<u8>> {
 
 pub(super) fn broken_off() -> Vec<Vec<u8>> {
     broken(|| connected(0).user(user::READ, 3))
-}
-
-/// Another hello, and messages that are none, over UCX; then the data plane ends.
-fn active_messages() -> Script {
-    let script = connected(0).active_message(&[0]).active_message(&[]);
-    script
-        .active_message(&head(transfer::READ, 1).finish())
-        .leave()
 }
 
 fn reads() -> Vec<Script> {

@@ -22,9 +22,7 @@ pub(super) fn bootstrap() -> Vec<Vec<u8>> {
             .connection(&hello(PROTOCOL_VERSION))
             .connection(&record)
             .shut(),
-        Script::new(0)
-            .connection(&hello(PROTOCOL_VERSION + 1))
-            .active_message(&[0]),
+        Script::new(0).connection(&hello(PROTOCOL_VERSION + 1)),
         Script::new(SERVER)
             .connection(&reply(PROTOCOL_VERSION))
             .connection(&record),
