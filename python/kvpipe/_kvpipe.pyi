@@ -507,9 +507,8 @@ class Agent:
         fingerprint: Sequence[tuple[str, str]] = ...,
         silence: float | None = None,
         integrity: str = "auto",
-        interface: str | None = None,
     ) -> Agent:
-        """`listen` may be `host:first-last`: the first free port. `interface`: see `AgentConfig` of the core."""
+        """`listen` may be `host:first-last`: the first free port."""
 
     @property
     def address(self) -> str | None: ...

@@ -93,11 +93,6 @@ class Addresses:
             return bound
         return f"{'[::1]' if host.startswith('[') else '127.0.0.1'}:{port}"
 
-    @property
-    def interface(self) -> str | None:
-        """The host whose interface UCX uses; `None` where the bound host says it."""
-        return self.advertised_host if _is_wildcard(self.host) else None
-
 
 def _is_wildcard(host: str) -> bool:
     try:

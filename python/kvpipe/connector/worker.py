@@ -119,7 +119,6 @@ class WorkerRole:
             self._engine.engine_id,
             silence=self._config.silence_s,
             integrity=self._integrity,
-            interface=self._addresses.interface,
         )
         self._agent.trace_to(self._trace.lines)
         caches = [LayerCache.of(name, cache, self._engine.num_blocks) for name, cache in kv_caches.items()]

@@ -3,7 +3,6 @@
 
 mod unreached;
 
-use std::net::Ipv4Addr;
 use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
@@ -40,7 +39,7 @@ pub struct PeerPlane {
 impl PeerPlane {
     /// Opens a worker, and exposes so many bytes of memory.
     pub fn open(transport: &Transport, len: usize) -> Result<Self> {
-        let context = transport.open(Ipv4Addr::LOCALHOST.into())?;
+        let context = transport.open()?;
         Ok(Self {
             worker: context
                 .worker()?

@@ -47,8 +47,7 @@ pub(crate) struct Agent(HandoffAgent);
 #[pymethods]
 impl Agent {
     #[new]
-    #[pyo3(signature = (listen, token, transport, engine_id="", fingerprint=vec![], silence=None, integrity="auto",
-        interface=None))]
+    #[pyo3(signature = (listen, token, transport, engine_id="", fingerprint=vec![], silence=None, integrity="auto"))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword arguments of a private class"
@@ -62,7 +61,6 @@ impl Agent {
         fingerprint: Vec<(String, String)>,
         silence: Option<f64>,
         integrity: &str,
-        interface: Option<&str>,
     ) -> PyResult<Self> {
         log::begin(py)?;
         let integrity = integrity.parse().map_err(to_py)?;
@@ -70,7 +68,6 @@ impl Agent {
         let agent = py.detach(|| {
             HandoffAgent::new(AgentConfig {
                 listen,
-                interface,
                 token: token.core(),
                 transport,
                 engine_id,

@@ -15,7 +15,7 @@ use crate::log;
 use crate::pipe::{MetaTuple, meta};
 use crate::token::ListenerTokens;
 use crate::transport::Transport;
-use crate::work::{Kind, Work, duration, then, wait_for_route};
+use crate::work::{Kind, Work, duration, then};
 
 #[pyclass(frozen)]
 pub(crate) struct LookupBuffer(lookup::LookupBuffer);
@@ -58,9 +58,8 @@ impl LookupBuffer {
         log::begin(py)?;
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
         let transport = transport.core();
-        let route = wait_for_route(py, || lookup::LookupBuffer::route(addresses, timeout))?;
         let connected = py.detach(|| {
-            lookup::LookupBuffer::connect_along(&route, token, transport, is_checksummed)
+            lookup::LookupBuffer::connect(addresses, token, transport, is_checksummed, timeout)
         });
         let (client, connected) = connected.map_err(to_py)?;
         Ok((Self(client), Work::new(Kind::Nothing(connected))))

@@ -12,7 +12,7 @@ use crate::error::{bad, to_py};
 use crate::log;
 use crate::token::ListenerTokens;
 use crate::transport::Transport;
-use crate::work::{Kind, Work, duration, then, wait_for_route};
+use crate::work::{Kind, Work, duration, then};
 
 pub(crate) type MetaTuple = (u8, String, Vec<u64>);
 
@@ -58,9 +58,8 @@ impl PipeEnd {
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
         let integrity = integrity.parse().map_err(to_py)?;
         let (transport, busy_poll) = (transport.core(), busy_poll(busy_poll_us));
-        let route = wait_for_route(py, || Pipe::route(address, timeout))?;
         let connected =
-            py.detach(|| Pipe::connect_along(&route, token, transport, integrity, busy_poll));
+            py.detach(|| Pipe::connect(address, token, transport, integrity, busy_poll, timeout));
         let (pipe, connected) = connected.map_err(to_py)?;
         Ok((Self(pipe), Work::new(Kind::Nothing(connected))))
     }

@@ -14,7 +14,7 @@ use crate::error::to_py;
 use crate::log;
 use crate::token::ListenerTokens;
 use crate::transport::Transport;
-use crate::work::{Kind, Work, duration, then, wait_for_route};
+use crate::work::{Kind, Work, duration, then};
 
 /// What stands for a lease of any length.
 const LONGEST: Duration = Duration::from_secs(10 * 365 * 86400);
@@ -133,8 +133,8 @@ impl StoreClient {
         log::begin(py)?;
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
         let transport = transport.core();
-        let route = wait_for_route(py, || store::StoreClient::route(address, timeout))?;
-        let connected = py.detach(|| store::StoreClient::connect_along(&route, token, transport));
+        let connected =
+            py.detach(|| store::StoreClient::connect(address, token, transport, timeout));
         let (client, connected) = connected.map_err(to_py)?;
         Ok((Self(client), Work::new(Kind::Nothing(connected))))
     }

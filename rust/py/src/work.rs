@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use kvpipe_core::agent;
 use kvpipe_core::completions::Completions as CoreCompletions;
 use kvpipe_core::lookup::{Operation, Selected};
-use kvpipe_core::reactor::Route;
 use kvpipe_core::store;
 use kvpipe_core::tensor::Received;
 use kvpipe_core::work::{Then, Waited, Work as CoreWork};
@@ -86,18 +85,6 @@ pub(crate) fn duration(timeout: Option<f64>) -> PyResult<Option<Duration>> {
         .filter(|seconds| seconds.is_nan() || *seconds < 10.0 * 365.0 * 86400.0)
         .map(parse)
         .transpose()
-}
-
-/// The route to peers, once they are resolved. A signal handler of Python may end the wait.
-pub(crate) fn wait_for_route(
-    py: Python<'_>,
-    find: impl FnOnce() -> kvpipe_core::Result<Route> + Send,
-) -> PyResult<Route> {
-    let route = py.detach(find).map_err(to_py)?;
-    while !py.detach(|| route.wait()).map_err(to_py)? {
-        py.check_signals()?;
-    }
-    Ok(route)
 }
 
 /// Whether Python waits for the new work at once.

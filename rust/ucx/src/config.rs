@@ -67,6 +67,9 @@ impl Config {
         // zero-copy lanes (measured: 0.94 instead of 5 GB/s). Without its registration cache, UCX also crashes
         // when a rendezvous is ended by force (1.18, openucx/ucx#11467).
         config.pin("RNDV_THRESH", "inf");
+        // Otherwise shared memory has no PEER error mode, and endpoints of `cuda_ipc`, which need a lane for UCX's own
+        // messages, could be made over TCP alone.
+        config.pin("MM_ERROR_HANDLING", "y");
         // 256 KiB segments make TCP 4-5 times faster; UCX refuses RX smaller than TX.
         config
             .set("TCP_RX_SEG_SIZE", "1m")

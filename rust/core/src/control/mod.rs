@@ -9,7 +9,7 @@ mod producer;
 mod queries;
 mod service;
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use crate::clock;
@@ -188,7 +188,6 @@ impl Control {
             encryption: Encryption::of_environment()?,
             identity: Identity::new(SessionKind::Control, engine_id, fingerprint)?,
             transport: None,
-            local: address.map_or(IpAddr::from(Ipv4Addr::LOCALHOST), |address| address.ip),
             timeouts: timeouts.session,
             busy_poll: Duration::ZERO,
         };

@@ -64,7 +64,6 @@ impl Unreached {
             encryption: Encryption::Off,
             identity: Identity::new(SessionKind::Agent, engine_id, Vec::new())?,
             transport: Some(transport),
-            local: Ipv4Addr::LOCALHOST.into(),
             timeouts: SessionTimeouts::default(),
             busy_poll: Duration::ZERO,
         };

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::ids::{HandoffId, RegionId};
 use crate::integrity::Integrity;
-use crate::net::address::{interface_address, listen_address};
+use crate::net::address::listen_address;
 use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::{Secrets, Tokens};
@@ -103,8 +103,6 @@ impl HandoffShared {
 pub struct AgentConfig<'a> {
     /// `host:port`, or `host:first-last` for the first free port of a range; of port 0 the system chooses one.
     pub listen: &'a str,
-    /// The address of this machine whose interface UCX uses, where `listen` is a wildcard. Without one UCX uses all.
-    pub interface: Option<&'a str>,
     /// The tokens that its peers know too.
     pub token: Tokens<'a>,
     /// How blocks get to and from its peers.
@@ -125,7 +123,6 @@ impl<'a> AgentConfig<'a> {
     pub fn new(listen: &'a str, token: impl Into<Tokens<'a>>, transport: Transport) -> Self {
         Self {
             listen,
-            interface: None,
             token: token.into(),
             transport,
             engine_id: "",
@@ -152,17 +149,12 @@ impl HandoffAgent {
     pub fn new(config: AgentConfig<'_>) -> Result<Self> {
         let integrity = config.integrity;
         let address = listen_address(config.listen, config.token)?;
-        let local = match config.interface {
-            Some(host) if address.ip.is_unspecified() => interface_address(host)?,
-            _ => address.ip,
-        };
         let config = ReactorConfig {
             listen: Some(address),
             secrets: Secrets::new(config.token),
             encryption: Encryption::of_environment()?,
             identity: Identity::new(SessionKind::Agent, config.engine_id, config.fingerprint)?,
             transport: Some(config.transport),
-            local,
             timeouts: config.timeouts,
             busy_poll: default_busy_poll(),
         };

@@ -18,7 +18,7 @@ use crate::net::address::listen_address;
 use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::{Secrets, Tokens};
-use crate::reactor::{Reactor, Route, default_busy_poll};
+use crate::reactor::{Reactor, default_busy_poll};
 use crate::session::{ReactorConfig, SessionTimeouts, spawn};
 use crate::sync::lock;
 use crate::transport::Transport;
@@ -99,7 +99,6 @@ impl LookupBuffer {
             encryption: Encryption::of_environment()?,
             identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
-            local: address.ip,
             timeouts: SessionTimeouts::default(),
             busy_poll: default_busy_poll(),
         };
@@ -113,15 +112,8 @@ impl LookupBuffer {
 
 /// A client.
 impl LookupBuffer {
-    /// Resolves the route to all servers, for [`connect_along`](Self::connect_along).
-    pub fn route(addresses: Vec<String>, timeout: Duration) -> Result<Route> {
-        if addresses.is_empty() {
-            return Err(Error::Config("no address to connect to".to_owned()));
-        }
-        Route::to(addresses, timeout)
-    }
-
-    /// As [`connect_along`](Self::connect_along), for callers that need not handle signals while names are resolved.
+    /// Connects to all servers; the work is done once all have accepted, within `timeout`. With `is_checksummed`, they verify
+    /// checksums of inserted entries.
     pub fn connect(
         addresses: Vec<String>,
         token: &[u8],
@@ -129,27 +121,16 @@ impl LookupBuffer {
         is_checksummed: bool,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
-        let route = Self::route(addresses, timeout)?;
-        while !route.wait()? {}
-        Self::connect_along(&route, token, transport, is_checksummed)
-    }
-
-    /// Connects to all servers; the work is done once all have accepted. With `is_checksummed`, they verify checksums of
-    /// inserted entries.
-    pub fn connect_along(
-        route: &Route,
-        token: &[u8],
-        transport: Transport,
-        is_checksummed: bool,
-    ) -> Result<(Self, Work<()>)> {
+        if addresses.is_empty() {
+            return Err(Error::Config("no address to connect to".to_owned()));
+        }
         let config = ReactorConfig {
             listen: None,
             secrets: Secrets::new(token),
             encryption: Encryption::of_environment()?,
             identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
-            local: route.local()?,
-            timeouts: SessionTimeouts::along(route),
+            timeouts: SessionTimeouts::connecting(timeout),
             busy_poll: default_busy_poll(),
         };
         let command_queue = Arc::new(CommandQueue::new());
@@ -158,7 +139,6 @@ impl LookupBuffer {
         let reactor = spawn(config, move || LookupClient::new(in_thread, is_checksummed))?;
         command_queue.set_waker(reactor.waker());
         let (connected, completer) = reactor.work();
-        let addresses = route.addresses().to_vec();
         let connect = LookupCommand::Connect {
             addresses: addresses.clone(),
             completer,

@@ -96,22 +96,6 @@ fn port_range(address: &str) -> Option<(&str, u16, u16)> {
     Some((host, port(first), port(last)))
 }
 
-/// Resolves the host whose interface UCX uses where the agent listens on a wildcard.
-pub(crate) fn interface_address(host: &str) -> Result<IpAddr> {
-    let bare = host
-        .strip_prefix('[')
-        .and_then(|host| host.strip_suffix(']'));
-    let cannot =
-        |reason| Error::Config(format!("{host:?} is no address of this machine: {reason}"));
-    let mut candidates = (bare.unwrap_or(host), 0)
-        .to_socket_addrs()
-        .map_err(|error| cannot(error.to_string()))?;
-    let resolved = candidates.next();
-    Ok(resolved
-        .ok_or_else(|| cannot("the name has no address".to_owned()))?
-        .ip())
-}
-
 /// Refuses an address that is not `host:port`, without resolving it.
 pub(crate) fn check_address(address: &str) -> Result<()> {
     let parts = address.rsplit_once(':');
@@ -166,14 +150,6 @@ mod tests {
             let error = listen_address(&format!("127.0.0.1:{ports}"), b"").unwrap_err();
             assert!(error.to_string().contains("FIRST-LAST"), "{error}");
         }
-    }
-
-    #[test]
-    fn the_interface_may_be_named_or_bracketed() {
-        assert!(interface_address("localhost").unwrap().is_loopback());
-        assert!(interface_address("[::1]").unwrap().is_loopback());
-        let error = interface_address("").unwrap_err();
-        assert!(matches!(error, Error::Config(_)), "{error}");
     }
 
     #[test]

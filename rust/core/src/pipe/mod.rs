@@ -9,7 +9,7 @@ mod posted;
 mod receiver;
 mod sender;
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ use crate::net::address::{ListenAddress, check_address, listen_address};
 use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::{Secrets, Tokens};
-use crate::reactor::{Reactor, Route};
+use crate::reactor::Reactor;
 use crate::session::{ReactorConfig, ReactorContext, SessionTimeouts};
 use crate::sync::lock;
 use crate::tensor::{Meta, Received};
@@ -129,7 +129,6 @@ pub struct Pipe {
 
 fn config(
     listen: Option<ListenAddress>,
-    local: IpAddr,
     tokens: Tokens<'_>,
     transport: Transport,
     busy_poll: Duration,
@@ -140,7 +139,6 @@ fn config(
         encryption: Encryption::of_environment()?,
         identity: Identity::new(SessionKind::Pipe, "", Vec::new())?,
         transport: Some(transport),
-        local,
         timeouts: SessionTimeouts::default(),
         busy_poll,
     })
@@ -159,19 +157,14 @@ impl Pipe {
         let address = listen_address(address, token)?;
         let shared = SharedInfo::connecting(String::new());
         let in_reactor = shared.clone();
-        let config = config(Some(address), address.ip, token, transport, busy_poll)?;
+        let config = config(Some(address), token, transport, busy_poll)?;
         let reactor = crate::session::spawn(config, || Receiver::new(in_reactor))?;
         let end = End::Receiver(reactor);
         Ok(Self { end, shared })
     }
 
-    /// Resolves the address of a receiver for [`connect_along`](Self::connect_along).
-    pub fn route(address: &str, timeout: Duration) -> Result<Route> {
-        check_address(address)?;
-        Route::to(vec![address.to_owned()], timeout)
-    }
-
-    /// Resolves the address, then calls [`connect_along`](Self::connect_along). Signals are not handled in the meantime.
+    /// Opens the sending end; the work is done once the receiver has accepted it, within `timeout`. The receiver verifies
+    /// tensors as `integrity` says.
     pub fn connect(
         address: &str,
         token: &[u8],
@@ -180,24 +173,11 @@ impl Pipe {
         busy_poll: Duration,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
-        let route = Self::route(address, timeout)?;
-        while !route.wait()? {}
-        Self::connect_along(&route, token, transport, integrity, busy_poll)
-    }
-
-    /// Opens the sending end; the work is done once the receiver has accepted it. The receiver verifies tensors as
-    /// `integrity` says.
-    pub fn connect_along(
-        route: &Route,
-        token: &[u8],
-        transport: Transport,
-        integrity: Integrity,
-        busy_poll: Duration,
-    ) -> Result<(Self, Work<()>)> {
-        let address = route.addresses().join(",");
+        check_address(address)?;
+        let address = address.to_owned();
         let shared = SharedInfo::connecting(address.clone());
-        let mut config = config(None, route.local()?, token.into(), transport, busy_poll)?;
-        config.timeouts = SessionTimeouts::along(route);
+        let mut config = config(None, token.into(), transport, busy_poll)?;
+        config.timeouts = SessionTimeouts::connecting(timeout);
         let in_reactor = shared.clone();
         let reactor = crate::session::spawn(config, move || Sender::new(in_reactor, integrity))?;
         let (connected, completer) = reactor.work();

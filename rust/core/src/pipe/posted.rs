@@ -121,7 +121,7 @@ mod tests {
     #[test]
     fn a_tensor_is_offered_until_it_is_withdrawn_and_under_its_own_sequence_number() {
         let transport = Transport::Memory(MemoryPath::RemoteRead);
-        let opened = transport.open(std::net::Ipv4Addr::LOCALHOST.into());
+        let opened = transport.open();
         let mut cx = ReactorContext::manual(Some(opened.unwrap()));
         let buffer = Buffer::zeroed(8);
         let (exposed, _) = ExposedBuffer::new(&cx, 20, buffer, Integrity::Validate).unwrap();

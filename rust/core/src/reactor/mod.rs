@@ -11,7 +11,6 @@ pub(crate) mod manual;
 mod pending_reads;
 mod poller;
 mod reactor_core;
-mod resolve;
 mod timers;
 
 use std::net::SocketAddr;
@@ -33,7 +32,6 @@ pub(crate) use connect::{ConnectFailure, Connected, Connector};
 pub(crate) use pending_reads::PendingReads;
 pub(crate) use poller::{FIRST_TOKEN, Poller, Token};
 pub(crate) use reactor_core::ReactorCore;
-pub use resolve::Route;
 pub(crate) use timers::Timers;
 
 /// The error of calls on a reactor that has ended.

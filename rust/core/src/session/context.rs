@@ -115,8 +115,7 @@ impl ReactorContext {
     /// Begins to connect; `session_up` or `session_down` follows.
     pub(crate) fn connect(&mut self, address: &str) -> SessionKey {
         let timeouts = self.config.timeouts;
-        let begun = timeouts.begun.unwrap_or(self.now);
-        let key = self.add(Session::new(address.to_owned(), false, begun, timeouts));
+        let key = self.add(Session::new(address.to_owned(), false, self.now, timeouts));
         self.attempt(key);
         key
     }

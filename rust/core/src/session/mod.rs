@@ -25,7 +25,6 @@ mod timeouts;
 #[cfg(test)]
 pub(crate) mod wire;
 
-use std::net::IpAddr;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -158,8 +157,6 @@ pub(crate) struct ReactorConfig {
     pub(crate) identity: Identity,
     /// What moves bytes; `None` for a reactor without data plane.
     pub(crate) transport: Option<Transport>,
-    /// The address whose interface it uses.
-    pub(crate) local: IpAddr,
     /// Deadlines of sessions.
     pub(crate) timeouts: SessionTimeouts,
     /// How long the thread polls before it sleeps, where there is a data plane.
@@ -179,7 +176,7 @@ where
 {
     let socket = config.listen.map(listener::bind).transpose()?;
     let context = match &config.transport {
-        Some(transport) => Some(Arc::new(transport.open(config.local)?)),
+        Some(transport) => Some(Arc::new(transport.open()?)),
         None => None,
     };
     let address = socket.as_ref().and_then(|socket| socket.local_addr().ok());

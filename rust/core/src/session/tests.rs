@@ -35,7 +35,6 @@ fn config() -> ReactorConfig {
         encryption: Encryption::Off,
         identity: Identity::new(SessionKind::Agent, "", Vec::new()).expect("identity"),
         transport: Some(Transport::Memory(MemoryPath::RemoteRead)),
-        local: std::net::Ipv4Addr::LOCALHOST.into(),
         timeouts: SessionTimeouts::default(),
         busy_poll: Duration::ZERO,
     }

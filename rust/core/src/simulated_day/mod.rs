@@ -29,7 +29,6 @@ const STEP: Duration = Duration::from_secs(9);
 const STEPS_OF_REST: u64 = 67;
 const TIMEOUTS: SessionTimeouts = SessionTimeouts {
     handshake: Duration::from_secs(10),
-    begun: None,
     waits_for_listener: false,
     heartbeat: Duration::from_secs(10),
     silence: Duration::from_secs(40),

@@ -18,7 +18,7 @@ use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::{Secrets, Tokens};
 use crate::process::Thread;
-use crate::reactor::{Reactor, Route, default_busy_poll};
+use crate::reactor::{Reactor, default_busy_poll};
 use crate::session::{ReactorConfig, SessionTimeouts, spawn};
 use crate::sync::lock;
 use crate::transport::Transport;
@@ -72,7 +72,6 @@ impl StoreServer {
             encryption: Encryption::of_environment()?,
             identity: Identity::new(SessionKind::Store, "", Vec::new())?,
             transport: Some(transport),
-            local: address.ip,
             timeouts: SessionTimeouts::default(),
             busy_poll: default_busy_poll(),
         };
@@ -130,28 +129,12 @@ pub struct StoreClient {
 
 /// Connecting, and what all operations do.
 impl StoreClient {
-    /// Resolves the route to a server, for [`connect_along`](Self::connect_along).
-    pub fn route(address: String, timeout: Duration) -> Result<Route> {
-        Route::to(vec![address], timeout)
-    }
-
-    /// As [`connect_along`](Self::connect_along), for callers that need not handle signals while names are resolved.
+    /// Connects to a server; the work is done once it has accepted, within `timeout`.
     pub fn connect(
         address: String,
         token: &[u8],
         transport: Transport,
         timeout: Duration,
-    ) -> Result<(Self, Work<()>)> {
-        let route = Self::route(address, timeout)?;
-        while !route.wait()? {}
-        Self::connect_along(&route, token, transport)
-    }
-
-    /// Connects to a server; the work is done once it has accepted.
-    pub fn connect_along(
-        route: &Route,
-        token: &[u8],
-        transport: Transport,
     ) -> Result<(Self, Work<()>)> {
         let config = ReactorConfig {
             listen: None,
@@ -159,15 +142,13 @@ impl StoreClient {
             encryption: Encryption::of_environment()?,
             identity: Identity::new(SessionKind::Store, "", Vec::new())?,
             transport: Some(transport),
-            local: route.local()?,
-            timeouts: SessionTimeouts::along(route),
+            timeouts: SessionTimeouts::connecting(timeout),
             busy_poll: default_busy_poll(),
         };
         let shared = Arc::new(ClientShared::default());
         let in_thread = Arc::clone(&shared);
         let reactor = spawn(config, move || Client::new(in_thread))?;
         let (connected, completer) = reactor.work();
-        let address = route.addresses().concat();
         let connect = ClientCommand::Connect {
             address: address.clone(),
             completer,

@@ -1,7 +1,4 @@
-//! The network devices that UCX may use. `UCX_NET_DEVICES` of the user chooses the RDMA devices. Where UCX has TCP, the local
-//! address chooses the interface, so that UCX listens on no other.
-
-use std::net::IpAddr;
+//! The network devices that UCX may use: RDMA devices, which `UCX_NET_DEVICES` of the user chooses.
 
 use crate::error::{Error, Result};
 
@@ -9,38 +6,22 @@ const VARIABLE: &str = "UCX_NET_DEVICES";
 /// UCX aborts the process at a longer list.
 const DEVICES_CAP: usize = 64;
 
-/// The UCX devices for a local address: the RDMA devices, and with `has_tcp` the interface that has it. With TCP on
-/// loopback that is all.
+/// The RDMA devices that the user leaves to UCX, in its notation.
 ///
 /// # Errors
-/// `Config`: no interface has the address.
-pub(super) fn devices(local: IpAddr, has_tcp: bool) -> Result<String> {
-    if has_tcp && local.is_loopback() {
-        return Ok("lo".to_owned());
-    }
+/// `Unavailable`: the system does not tell its interfaces, which the user's list may name.
+pub(super) fn devices() -> Result<String> {
     let interfaces = if_addrs::get_if_addrs().map_err(|error| {
-        Error::Unavailable(format!("cannot tell the interface of {local}: {error}"))
+        Error::Unavailable(format!(
+            "cannot tell the interfaces of this machine: {error}"
+        ))
     })?;
-    let mut devices = Vec::new();
-    if has_tcp {
-        devices.push(interface(&interfaces, local)?);
-    }
     let users = std::env::var_os(VARIABLE);
     let users = users.as_ref().map(|list| list.to_string_lossy());
     let is_interface = |name: &str| interfaces.iter().any(|one| one.name == name);
-    devices.extend(chosen(rdma_devices(), users.as_deref(), is_interface));
+    let mut devices = chosen(rdma_devices(), users.as_deref(), is_interface);
     devices.truncate(DEVICES_CAP);
     Ok(devices.join(","))
-}
-
-/// The name of the interface that has an address. Without one, UCX would listen on all.
-fn interface(interfaces: &[if_addrs::Interface], local: IpAddr) -> Result<String> {
-    let its = interfaces.iter().find(|interface| interface.ip() == local);
-    its.map(|interface| interface.name.clone()).ok_or_else(|| {
-        Error::Config(format!(
-            "no interface has the address {local}, so that UCX cannot be kept to one: listen on an address of this machine"
-        ))
-    })
 }
 
 /// The first port of each RDMA device, by UCX's name.
@@ -105,31 +86,6 @@ mod tests {
         chosen(rdma.to_vec(), users, |name| {
             ["eth0", "eth1"].contains(&name)
         })
-    }
-
-    #[test]
-    fn the_first_device_is_the_interface_that_has_the_address() {
-        let interfaces = if_addrs::get_if_addrs().unwrap();
-        for of in &interfaces {
-            let devices = devices(of.ip(), true).unwrap();
-            let first = devices.split(',').next().unwrap();
-            let has_it = |one: &if_addrs::Interface| one.name == first && one.ip() == of.ip();
-            assert!(interfaces.iter().any(has_it), "{} by {devices}", of.ip());
-        }
-    }
-
-    #[test]
-    fn an_address_of_no_interface_is_an_error_and_not_every_interface() {
-        let elsewhere = "203.0.113.1".parse().unwrap();
-        assert!(
-            devices(elsewhere, false).is_ok(),
-            "RDMA devices have no address"
-        );
-        let error = devices(elsewhere, true).unwrap_err();
-        assert!(
-            matches!(&error, Error::Config(text) if text.contains("203.0.113.1")),
-            "{error}"
-        );
     }
 
     #[test]

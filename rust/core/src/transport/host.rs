@@ -1,7 +1,5 @@
 //! The transport between hosts and processes: without UCX, unless a device needs that.
 
-use std::net::IpAddr;
-
 use kvpipe_ucx::{Search, has_cuda_devices, has_rdma_devices, let_processes_read};
 
 use super::{Context, ucx};
@@ -34,11 +32,11 @@ impl Allowed {
     }
 }
 
-/// Makes a context at this local address. UCX is loaded if this machine has RDMA or CUDA devices.
+/// Makes a context. UCX is loaded if this machine has RDMA or CUDA devices.
 ///
 /// # Errors
 /// `Config`: the setting of users is none of its values. `Unavailable`: it wants devices, and there are none, or no UCX.
-pub(super) fn context(search: &Search, local: IpAddr) -> Result<Context> {
+pub(super) fn context(search: &Search) -> Result<Context> {
     let setting = std::env::var(DATA_PATH).ok();
     let allowed = Allowed::of(setting.as_deref())?;
     let reads_processes = allowed == Allowed::Auto;
@@ -56,7 +54,7 @@ pub(super) fn context(search: &Search, local: IpAddr) -> Result<Context> {
         (true, false) => "RDMA devices",
         (_, true) => "CUDA devices",
     };
-    match ucx::context(search, local, has_cuda_devices()) {
+    match ucx::context(search, has_cuda_devices()) {
         Ok(Some(context)) => Ok(Context::Ucx {
             context,
             reads_processes,

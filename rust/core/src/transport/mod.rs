@@ -12,7 +12,6 @@ mod pool;
 mod ucx;
 
 use std::borrow::Borrow;
-use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -56,10 +55,10 @@ impl From<Search> for Transport {
 }
 
 impl Transport {
-    /// Makes the context of a reactor at this local address. Any thread may call.
-    pub(crate) fn open(&self, local: IpAddr) -> Result<Context> {
+    /// Makes the context of a reactor. Any thread may call.
+    pub(crate) fn open(&self) -> Result<Context> {
         match self {
-            Self::Host(search) => host::context(search, local),
+            Self::Host(search) => host::context(search),
             Self::Memory(data_path) => Ok(Context::Twin(*data_path)),
         }
     }

@@ -21,7 +21,6 @@ use crate::common::{PATIENCE, TOKEN, alone, eventually};
 const PATIENT: ControlTimeouts = ControlTimeouts {
     session: SessionTimeouts {
         handshake: PATIENCE,
-        begun: None,
         waits_for_listener: false,
         heartbeat: Duration::from_secs(1),
         silence: PATIENCE,

@@ -1,5 +1,3 @@
-use std::net::Ipv4Addr;
-
 use kvpipe_ucx::Buffer;
 
 use super::super::Deadline;
@@ -88,7 +86,7 @@ fn receiving(cx: &mut ReactorContext) -> (Receiver, [Work<Arc<Received>>; 2]) {
 fn with_memory() -> ReactorContext {
     use crate::transport::{MemoryPath, Transport};
     let transport = Transport::Memory(MemoryPath::Stream);
-    ReactorContext::manual(Some(transport.open(Ipv4Addr::LOCALHOST.into()).unwrap()))
+    ReactorContext::manual(Some(transport.open().unwrap()))
 }
 
 /// Its sender has reported it as lost.

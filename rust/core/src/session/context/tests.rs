@@ -1,4 +1,3 @@
-use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use super::*;
@@ -16,7 +15,6 @@ impl ReactorContext {
             encryption: Encryption::Off,
             identity: identity.expect("identity"),
             transport: None,
-            local: Ipv4Addr::LOCALHOST.into(),
             timeouts: SessionTimeouts::default(),
             busy_poll: Duration::ZERO,
         };

@@ -1,5 +1,3 @@
-use std::net::Ipv4Addr;
-
 use kvpipe_ucx::Event;
 
 use super::super::session::SessionState;
@@ -45,7 +43,7 @@ impl Fixture {
 
     fn over(path: MemoryPath) -> Self {
         let transport = Transport::Memory(path);
-        let open = || transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
+        let open = || transport.open().unwrap();
         let (context, peer) = (open(), open().worker().unwrap().unwrap());
         let canary = new_canary(&context).unwrap();
         let mut cx = ReactorContext::manual(Some(open()));
@@ -225,7 +223,7 @@ fn a_session_whose_endpoint_ends_with_the_canary_streams_and_the_log_says_why() 
     let mut it = Fixture::new();
     it.begin();
     drop(it.peer);
-    let peer = Transport::Memory(MemoryPath::RemoteRead).open(Ipv4Addr::LOCALHOST.into());
+    let peer = Transport::Memory(MemoryPath::RemoteRead).open();
     it.peer = peer.unwrap().worker().unwrap().unwrap();
     let lines = logged(|| it.run());
     assert!(!it.cx.has_failed(SESSION));

@@ -6,7 +6,6 @@ mod source;
 mod wrong_canary;
 
 use std::borrow::Cow;
-use std::net::Ipv4Addr;
 
 use kvpipe_ucx::Buffer;
 
@@ -55,7 +54,7 @@ fn config(text: &str) -> Error {
 impl Fixture {
     fn new(path: MemoryPath) -> Self {
         let transport = Transport::Memory(path);
-        let open = || transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
+        let open = || transport.open().unwrap();
         let (context, peer) = (open(), open().worker().unwrap().unwrap());
         let bytes = (0..NUM_BLOCKS * BLOCK).map(|at| (at / 7) as u8).collect();
         let source = context.register(Buffer::from_vec(bytes)).unwrap();

@@ -1,5 +1,3 @@
-use std::net::Ipv4Addr;
-
 use super::*;
 use crate::checksum;
 use crate::session::{FarEnd, Payload};
@@ -20,7 +18,7 @@ struct Fixture {
 impl Fixture {
     fn new() -> Self {
         let transport = Transport::Memory(MemoryPath::Stream);
-        let context = transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
+        let context = transport.open().unwrap();
         let memory = context.register(Buffer::zeroed(16)).unwrap();
         let mut cx = ReactorContext::manual(Some(context));
         let far = cx.add_manual(SESSION, None);
