@@ -74,8 +74,6 @@ def test_what_a_sender_has_back_after_a_late_send_and_a_close_is_not_delivered_c
     The sender survives it too: when it closed at once, or 20 ms later, UCX 1.22 crashed in most runs.
     """
     monkeypatch.setenv("KVPIPE_DATA_PATH", "tcp")
-    monkeypatch.setenv("UCX_TCP_SNDBUF", "64k")  # so that most of it has not left when the receiver is stopped
-    monkeypatch.setenv("UCX_TCP_RCVBUF", "64k")
     num_threads, num_rounds, num_bytes = 4, 25, 3 * MIB
 
     def change_what_is_sent(seed):

@@ -58,7 +58,7 @@ def test_the_connector_reads_the_settings_of_an_instance(role: str, monkeypatch:
     config = ConnectorConfig.parse(transfer.get("kv_connector_extra_config", {}))
     assert config.addresses.advertised_control("0.0.0.0:7100", 0) == f"{POD_IP}:7100"
     assert config.addresses.agent == "0.0.0.0:7200-7207"
-    settings = {f"KVPIPE_{name.upper()}" for name in vars(config)} | {"KVPIPE_TOKEN_FILE", "UCX_TCP_PORT_RANGE"}
+    settings = {f"KVPIPE_{name.upper()}" for name in vars(config)} | {"KVPIPE_TOKEN_FILE"}
     assert set(variables) - settings == set()
 
 

@@ -90,7 +90,7 @@ def _remote(args: argparse.Namespace, program: str, setup: Pairs = ()) -> Remote
 
 
 def _pipe_subjects(data_path: str, _: argparse.Namespace) -> list[Subject]:
-    return [*of.kvpipe_pipe(data_path), *of.kvpipe_polling(data_path), *of.bare(data_path), *of.ucx_perftest(data_path)]
+    return [*of.kvpipe_pipe(data_path), *of.kvpipe_polling(data_path), *of.ucx_perftest(data_path)]
 
 
 def _blocks_subjects(data_path: str, args: argparse.Namespace) -> list[Subject]:
@@ -126,11 +126,11 @@ def _gpu(args: argparse.Namespace) -> list[Case]:
 
 BENCHMARKS: dict[str, Benchmark] = {
     "pipe": Benchmark(
-        "GB/s of tensors through a Pipe, beside bare UCX, ucx_perftest and memcpy",
+        "GB/s of tensors through a Pipe, beside ucx_perftest and memcpy",
         _tensors,
         _pipe_subjects,
         lambda: [*of.memcpy(), *of.checksum()],
-        ("bare UCX", "memcpy"),
+        ("ucx_perftest (hot)", "memcpy"),
         {"sizes": "8,4K,64K,256K,1M,4M,16M,64M"},
         lambda args: of.kvpipe_pipe("default", _remote(args, "pipe_tensors")),
     ),
@@ -152,11 +152,11 @@ BENCHMARKS: dict[str, Benchmark] = {
         {"sizes": "64K,1M,16M,64M", "blocks": "4Kx8192,64Kx1024,1Mx64", "layout": "both", "device": "cuda:0"},
     ),
     "latency": Benchmark(
-        "half a round trip through two Pipes, beside bare UCX and ucx_perftest",
+        "half a round trip through two Pipes, beside ucx_perftest",
         _latency,
         _pipe_subjects,
         list,
-        ("ucx_perftest -E sleep", "bare UCX sleeping"),
+        ("ucx_perftest -E sleep", "ucx_perftest"),
         {"sizes": "8,64,512,4K,32K,256K"},
         lambda args: of.kvpipe_pipe("default", _remote(args, "pipe_tensors")),
     ),

@@ -236,13 +236,9 @@ def lmcache() -> list[Subject]:
 
 def bare(data_path: str) -> list[Subject]:
     """UCX without kvpipe: `rust/ucx/examples/bare_loop`."""
-    program = _bare(env=(*_LOOPBACK, *ucx_env(data_path)))
-    latency = [
-        Subject("bare UCX sleeping", data_path, program, LATENCY),
-        Subject("bare UCX polling", data_path, program, LATENCY, (("wait", "poll"),)),
-    ]
-    one_sided = [Subject("bare UCX, a get a block", data_path, program, BLOCKS)] if data_path == "default" else []
-    return [Subject("bare UCX", data_path, program, TENSORS), *latency, *one_sided]
+    if data_path != "default":
+        return []
+    return [Subject("bare UCX, a get a block", data_path, _bare(env=_LOOPBACK), BLOCKS)]
 
 
 def ucx_perftest(data_path: str) -> list[Subject]:

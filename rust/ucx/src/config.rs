@@ -36,13 +36,14 @@ const VERSIONS: [(&str, Version, Version); 10] = [
     ("IB_REG_METHODS", (1, 13), (1, 16)),
     ("MAX_HCA_PER_GPU", (1, 21), NEVER),
     ("MAX_RMA_RAILS", (1, 15), NEVER),
+    // Before, no UCX with CUDA is used.
+    ("MM_ERROR_HANDLING", PREFIXES_WORK, NEVER),
     // Reads that UCX would serve in software fail instead.
     ("PROTO_EMULATION_ENABLE", (1, 22), NEVER),
     // Before, the cache belongs to the transport.
     ("RCACHE_ENABLE", (1, 15), NEVER),
     // A leak, fixed in 1.22.
     ("RCACHE_MAX_UNRELEASED", (1, 17), (1, 22)),
-    ("TCP_USER_TIMEOUT", (1, 22), NEVER),
 ];
 /// The device file of NVIDIA's driver.
 const NVIDIA: &str = "/dev/nvidiactl";
@@ -70,18 +71,9 @@ impl Config {
         // Otherwise shared memory has no PEER error mode, and endpoints of `cuda_ipc`, which need a lane for UCX's own
         // messages, could be made over TCP alone.
         config.pin("MM_ERROR_HANDLING", "y");
-        // 256 KiB segments make TCP 4-5 times faster; UCX refuses RX smaller than TX.
-        config
-            .set("TCP_RX_SEG_SIZE", "1m")
-            .set("TCP_TX_SEG_SIZE", "256k");
-        // Otherwise progress blocks for each connection, for seconds if the network or the peer is slow, and UCX
-        // 1.22 aborts the process if the peer is killed meanwhile (`uct_tcp_ep_t_cleanup` finds pending requests).
-        config.set("TCP_CONN_NB", "y");
         // Reads of one progress call. With UCX's default of 8, polling its sockets in between takes 0.15 us of each read.
         config.set("CMA_TX_QUOTA", "32");
-        config
-            .set("TCP_USER_TIMEOUT", "5s")
-            .set("KEEPALIVE_INTERVAL", "1s");
+        config.set("KEEPALIVE_INTERVAL", "1s");
         config
             .set("MAX_RMA_RAILS", "2")
             .set("MAX_HCA_PER_GPU", "auto");
@@ -126,7 +118,7 @@ impl Config {
         has_env: impl Fn(&str) -> bool,
     ) -> impl Iterator<Item = &Setting> {
         self.settings.iter().filter(move |setting| {
-            let theirs = || env_names(&setting.key).any(|name| has_env(&name));
+            let theirs = || has_env(&format!("UCX_{}", setting.key));
             is_for(&setting.key, version) && (setting.pinned || !theirs())
         })
     }
@@ -156,26 +148,9 @@ fn is_for(key: &str, version: Version) -> bool {
 fn call_name(key: &str, version: Version) -> &str {
     match key {
         _ if version >= PREFIXES_WORK => key,
-        "TCP_RX_SEG_SIZE" => "RX_SEG_SIZE",
-        "TCP_TX_SEG_SIZE" => "TX_SEG_SIZE",
-        "TCP_CONN_NB" => "CONN_NB",
         "IB_REG_METHODS" => "REG_METHODS",
         _ => key,
     }
-}
-
-/// The environment variables that override `key`. The two TCP segment sizes go together:
-/// UCX disables TCP when one of them does not fit the other.
-fn env_names(key: &str) -> impl Iterator<Item = String> {
-    let twin = match key {
-        "TCP_RX_SEG_SIZE" => Some("TCP_TX_SEG_SIZE"),
-        "TCP_TX_SEG_SIZE" => Some("TCP_RX_SEG_SIZE"),
-        _ => None,
-    };
-    [Some(key), twin]
-        .into_iter()
-        .flatten()
-        .map(|key| format!("UCX_{key}"))
 }
 
 /// UCX's own configuration object.
@@ -242,14 +217,6 @@ mod tests {
     }
 
     #[test]
-    fn either_tcp_segment_size_in_the_environment_leaves_both_to_the_user() {
-        let config = Config::new();
-        let env = ["UCX_TCP_TX_SEG_SIZE"];
-        assert_eq!(value(&config, (1, 22), &env, "TCP_RX_SEG_SIZE"), None);
-        assert_eq!(value(&config, (1, 22), &[], "TCP_RX_SEG_SIZE"), Some("1m"));
-    }
-
-    #[test]
     fn later_setting_replaces_the_earlier() {
         let mut config = Config::new();
         config.set("NET_DEVICES", "lo").pin("NET_DEVICES", "eth0");
@@ -268,8 +235,8 @@ mod tests {
         );
         assert_eq!(value(&config, (1, 22), &[], "RCACHE_MAX_UNRELEASED"), None);
         assert_eq!(value(&config, (1, 20), &[], "MAX_HCA_PER_GPU"), None);
-        assert_eq!(value(&config, (1, 21), &[], "TCP_USER_TIMEOUT"), None);
-        assert_eq!(value(&config, (1, 22), &[], "TCP_USER_TIMEOUT"), Some("5s"));
+        assert_eq!(value(&config, (1, 16), &[], "MM_ERROR_HANDLING"), None);
+        assert_eq!(value(&config, (1, 17), &[], "MM_ERROR_HANDLING"), Some("y"));
     }
 
     #[test]
@@ -296,9 +263,8 @@ mod tests {
 
     #[test]
     fn old_versions_get_keys_of_transports_without_prefix() {
-        assert_eq!(call_name("TCP_TX_SEG_SIZE", (1, 13)), "TX_SEG_SIZE");
         assert_eq!(call_name("IB_REG_METHODS", (1, 13)), "REG_METHODS");
-        assert_eq!(call_name("TCP_TX_SEG_SIZE", (1, 22)), "TCP_TX_SEG_SIZE");
+        assert_eq!(call_name("IB_REG_METHODS", (1, 22)), "IB_REG_METHODS");
         assert_eq!(
             call_name("KEEPALIVE_INTERVAL", (1, 13)),
             "KEEPALIVE_INTERVAL"

@@ -11,7 +11,7 @@ use crate::memory::Memory;
 use crate::status::{Status, check};
 use crate::sys;
 
-/// One UCP context, with active messages, remote memory access and wake-up by file descriptor.
+/// One UCP context, with remote memory access and wake-up by file descriptor.
 pub struct Context {
     handle: NonNull<sys::ucp_context>,
     library: Arc<Library>,
@@ -113,6 +113,7 @@ impl std::fmt::Debug for Context {
 fn init(library: &Library, config: &Config) -> Result<NonNull<sys::ucp_context>, Status> {
     const CALL: &str = "ucp_init_version";
     let config = config.read(library)?;
+    // No active message is sent. Without the feature older versions (1.13) choose no lanes of high bandwidth for remote memory.
     let params = sys::ucp_params_t {
         field_mask: sys::UCP_PARAM_FIELD_FEATURES | sys::UCP_PARAM_FIELD_MT_WORKERS_SHARED,
         features: sys::UCP_FEATURE_AM | sys::UCP_FEATURE_RMA | sys::UCP_FEATURE_WAKEUP,

@@ -49,8 +49,6 @@ pub(crate) struct Endpoint {
     /// Whether an operation has ended well, or the error handler ran: closing by force before that can crash UCX (1.22,
     /// seen in a third of 40 tries): `ucp_ep_discard_lanes` finds a TCP endpoint that is freed already.
     is_settled: Cell<bool>,
-    /// Whether it is closed only after all that it sends has left.
-    must_drain: Cell<bool>,
     ops: Cell<usize>,
     /// Of these, copies out of memory that the endpoint has mapped.
     copies: Cell<usize>,
@@ -71,9 +69,7 @@ impl Endpoint {
 
     /// Whether it can be closed by force.
     fn can_leave(&self) -> bool {
-        self.is_settled.get()
-            && !(self.must_drain.get() && self.ops.get() > 0)
-            && self.copies.get() == 0
+        self.is_settled.get() && self.copies.get() == 0
     }
 
     pub(crate) fn adopt_key(&self, key: &Rc<Key>) {
@@ -122,8 +118,6 @@ impl State {
         subtract(&endpoint.ops, 1);
         if endpoint.phase.get() != Phase::Leaving {
             subtract(&self.outstanding, 1);
-        } else if endpoint.ops.get() == 0 {
-            self.may_leave.set(true);
         }
         self.report_if_closed(endpoint);
     }
@@ -171,7 +165,6 @@ impl State {
         let Some(endpoint) = endpoints.values().find(is_it) else {
             return;
         };
-        endpoint.must_drain.set(false);
         self.settled(endpoint);
         if endpoint.phase.get() == Phase::Open {
             endpoint.phase.set(Phase::Failed(code));
@@ -185,9 +178,6 @@ impl State {
 
 const CLOSE: &str = "ucp_ep_close_nbx";
 const FLUSH: &str = "ucp_ep_flush_nbx";
-/// Closing an endpoint of this transport by force while it sends can crash UCX (1.22): it then only receives, the other
-/// side's end frees it, and UCX sends the rest through freed memory.
-const MUST_DRAIN: &str = "tcp";
 /// Shortest worker address: a flag byte, the worker's 8-byte id, one byte for "no device".
 const MIN_ADDRESS_BYTES: usize = 10;
 const MAX_ADDRESS_BYTES: usize = 64 * 1024;
@@ -233,7 +223,6 @@ impl Worker {
             handle,
             phase: Cell::new(Phase::Open),
             is_settled: Cell::new(false),
-            must_drain: Cell::new(false),
             ops: Cell::new(0),
             copies: Cell::new(0),
             keys: RefCell::default(),
@@ -294,8 +283,7 @@ impl Worker {
     /// Calling it again, or for an endpoint that is gone, does nothing.
     ///
     /// An endpoint that has neither finished an operation nor failed is closed once it has:
-    /// connect with an operation that will end one way or the other. One that sends over TCP is closed once all has left: when
-    /// the peer has read it, or is gone.
+    /// connect with an operation that will end one way or the other.
     pub fn close(&self, endpoint: EndpointId) {
         let Ok(endpoint) = self.inner.endpoint(endpoint, CLOSE) else {
             return;
@@ -303,43 +291,12 @@ impl Worker {
         if !matches!(endpoint.phase.get(), Phase::Open | Phase::Failed(_)) {
             return;
         }
-        if endpoint.phase.get() == Phase::Open && endpoint.is_settled.get() {
-            // Lanes that cannot be read may be TCP's.
-            let must_drain = self.lanes(endpoint.id).map_or(true, |lanes| {
-                lanes.iter().any(|lane| lane.transport == MUST_DRAIN)
-            });
-            if must_drain {
-                endpoint.must_drain.set(true);
-                self.flush_out(&endpoint);
-            }
-        }
         if endpoint.can_leave() {
             return self.close_now(endpoint);
         }
         endpoint.phase.set(Phase::Leaving);
         add(&self.inner.state.leaving, 1);
         subtract(&self.inner.state.outstanding, endpoint.ops.get());
-    }
-
-    /// Has UCX tell when all has left: an operation that has ended can still wait in a buffer of UCX's TCP.
-    fn flush_out(&self, endpoint: &Rc<Endpoint>) {
-        self.inner.state.op_begins(endpoint);
-        let (worker, handle) = (Rc::clone(&self.inner), endpoint.handle.as_ptr());
-        let endpoint = Rc::clone(endpoint);
-        let flush = Box::into_raw(Box::new(InFlight { worker, endpoint }));
-        let param = Attributes::default().with_callback(on_flushed, flush.cast());
-        // SAFETY: the phase is Open, so the handle is live.
-        let ptr = unsafe { (self.inner.api().ucp_ep_flush_nbx)(handle, &raw const param) };
-        let posted = Posted::from_ptr(ptr);
-        if posted == Posted::Pending {
-            return;
-        }
-        if let Posted::Refused(code) = posted {
-            tracing::debug!(status = %Status::new(code, FLUSH), "endpoint.flush_refused");
-        }
-        // SAFETY: made by into_raw above; no callback runs for what is complete or refused.
-        let flush = unsafe { Box::from_raw(flush) };
-        flush.worker.state.op_ends(&flush.endpoint);
     }
 
     /// Closes the endpoints that can be closed now, and returns how many. UCX's callbacks must not call this.
@@ -393,19 +350,10 @@ impl Worker {
     }
 }
 
-/// What a close or flush in flight keeps alive.
+/// What a close in flight keeps alive.
 struct InFlight {
     worker: Rc<Inner>,
     endpoint: Rc<Endpoint>,
-}
-
-/// UCX's callback for the end of a flush.
-unsafe extern "C" fn on_flushed(request: *mut c_void, _code: ucs_status_t, user_data: *mut c_void) {
-    // SAFETY: `user_data` is the InFlight that `flush_out` gave to this call, and UCX calls back once.
-    let flush = unsafe { Box::from_raw(user_data.cast::<InFlight>()) };
-    // SAFETY: the request is the one that completes here; it is freed once.
-    unsafe { (flush.worker.api().ucp_request_free)(request) };
-    flush.worker.state.op_ends(&flush.endpoint);
 }
 
 /// UCX's callback for the end of a close.

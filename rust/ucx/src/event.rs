@@ -4,7 +4,6 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use crate::am::AmData;
 use crate::endpoint::{Endpoint, EndpointId};
 use crate::request::{Op, Token};
 use crate::status::Status;
@@ -13,13 +12,6 @@ use crate::sys::ucs_status_t;
 /// Something that happened on a worker.
 #[derive(Debug)]
 pub enum Event {
-    /// An active message has arrived. UCX does not name the sender.
-    Message {
-        /// The sender's header.
-        header: Vec<u8>,
-        /// The sender's payload.
-        data: AmData,
-    },
     /// An operation has ended. Exactly one follows each post that returned `Ok`. Taking the event
     /// from the queue drops the operation's memory.
     Done {
@@ -46,10 +38,6 @@ pub enum Event {
 /// An event as a callback queues it. Ended operations wait here, so that the destructors of their owners run outside
 /// UCX.
 pub(crate) enum Raw {
-    Message {
-        header: Vec<u8>,
-        data: AmData,
-    },
     Done {
         op: Box<Op>,
         code: ucs_status_t,

@@ -1,6 +1,6 @@
 //! UCX for kvpipe: loaded at run time, one owning type per UCX object. This crate holds all of
 //! kvpipe's foreign function calls; what it exports is safe to call, but for
-//! [`Buffer::from_raw_parts`], [`Buffer::read_only`], [`Worker::connect`], [`Worker::place_with`], [`CudaEvent::record`] and
+//! [`Buffer::from_raw_parts`], [`Buffer::read_only`], [`Worker::connect`], [`CudaEvent::record`] and
 //! [`AssertSend::new`].
 //!
 //! What of its use of CUDA memory has run on a GPU says docs/gpu.md.
@@ -26,11 +26,9 @@
 //! # Trust
 //! UCX's own parsers are not hardened. Addresses and keys are checked as far as possible from the
 //! outside: damaged keys and truncated addresses become errors, but a forged address can still
-//! crash UCX. Take them from authenticated peers only. Every process that can connect to a worker can
-//! send it any message of any size (nothing here bounds the queue of received messages),
-//! and over TCP can read and write all memory of the process.
+//! crash UCX. Take them from authenticated peers only. Every process that can connect to a worker over
+//! TCP can read and write all memory of this process.
 
-mod am;
 mod assert_send;
 mod buffer;
 mod config;
@@ -53,7 +51,6 @@ mod status;
 mod sys;
 mod worker;
 
-pub use am::{AmData, Payload, Placer};
 pub use assert_send::AssertSend;
 pub use buffer::{Buffer, DeviceWrites, MemoryKind};
 pub use config::Config;

@@ -5,7 +5,6 @@ use std::ptr::null_mut;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use crate::am::Payload;
 use crate::endpoint::Endpoint;
 use crate::memory::Memory;
 use crate::rma::{KeyUse, Write};
@@ -29,10 +28,6 @@ pub(crate) struct Op {
 /// What UCX reads or writes during an operation.
 pub(crate) enum Keep {
     Nothing,
-    Message {
-        _header: Vec<u8>,
-        _payload: Payload,
-    },
     Get {
         _memory: Arc<Memory>,
         _key: KeyUse,

@@ -31,9 +31,7 @@ pub(crate) const UCS_ERR_BUSY: ucs_status_t = -15;
 pub(crate) const UCS_ERR_CANCELED: ucs_status_t = -16;
 pub(crate) const UCS_ERR_OUT_OF_RANGE: ucs_status_t = -19;
 pub(crate) const UCS_ERR_TIMED_OUT: ucs_status_t = -20;
-pub(crate) const UCS_ERR_EXCEEDS_LIMIT: ucs_status_t = -21;
 pub(crate) const UCS_ERR_UNSUPPORTED: ucs_status_t = -22;
-pub(crate) const UCS_ERR_REJECTED: ucs_status_t = -23;
 pub(crate) const UCS_ERR_NOT_CONNECTED: ucs_status_t = -24;
 pub(crate) const UCS_ERR_CONNECTION_RESET: ucs_status_t = -25;
 pub(crate) const UCS_ERR_ENDPOINT_TIMEOUT: ucs_status_t = -80;
@@ -55,7 +53,6 @@ pub(crate) const UCP_ATTR_FIELD_THREAD_MODE: u64 = 1 << 1;
 pub(crate) const UCP_ATTR_FIELD_MEMORY_TYPES: u64 = 1 << 2;
 pub(crate) const UCP_WORKER_PARAM_FIELD_THREAD_MODE: u64 = 1 << 0;
 pub(crate) const UCP_WORKER_ATTR_FIELD_ADDRESS: u64 = 1 << 1;
-pub(crate) const UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER: u64 = 1 << 3;
 pub(crate) const UCP_EP_PARAM_FIELD_REMOTE_ADDRESS: u64 = 1 << 0;
 pub(crate) const UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE: u64 = 1 << 1;
 pub(crate) const UCP_EP_PARAM_FIELD_ERR_HANDLER: u64 = 1 << 2;
@@ -65,13 +62,6 @@ pub(crate) const UCP_EP_CLOSE_FLAG_FORCE: u32 = 1 << 0;
 pub(crate) const UCP_MEM_MAP_PARAM_FIELD_ADDRESS: u64 = 1 << 0;
 pub(crate) const UCP_MEM_MAP_PARAM_FIELD_LENGTH: u64 = 1 << 1;
 pub(crate) const UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE: u64 = 1 << 4;
-pub(crate) const UCP_AM_HANDLER_PARAM_FIELD_ID: u64 = 1 << 0;
-pub(crate) const UCP_AM_HANDLER_PARAM_FIELD_FLAGS: u64 = 1 << 1;
-pub(crate) const UCP_AM_HANDLER_PARAM_FIELD_CB: u64 = 1 << 2;
-pub(crate) const UCP_AM_HANDLER_PARAM_FIELD_ARG: u64 = 1 << 3;
-pub(crate) const UCP_AM_FLAG_WHOLE_MSG: u32 = 1 << 0;
-pub(crate) const UCP_AM_RECV_ATTR_FLAG_RNDV: u64 = 1 << 17;
-pub(crate) const UCP_AM_SEND_FLAG_EAGER: u32 = 1 << 1;
 pub(crate) const UCP_OP_ATTR_FIELD_CALLBACK: u32 = 1 << 1;
 pub(crate) const UCP_OP_ATTR_FIELD_USER_DATA: u32 = 1 << 2;
 pub(crate) const UCP_OP_ATTR_FIELD_FLAGS: u32 = 1 << 4;
@@ -82,15 +72,6 @@ pub(crate) type ucp_send_nbx_callback_t =
     unsafe extern "C" fn(request: *mut c_void, status: ucs_status_t, user_data: *mut c_void);
 pub(crate) type ucp_err_handler_cb_t =
     unsafe extern "C" fn(arg: *mut c_void, ep: *mut ucp_ep, status: ucs_status_t);
-pub(crate) type ucp_am_recv_callback_t = unsafe extern "C" fn(
-    arg: *mut c_void,
-    header: *const c_void,
-    header_length: usize,
-    data: *mut c_void,
-    length: usize,
-    param: *const ucp_am_recv_param_t,
-) -> ucs_status_t;
-
 #[repr(C)]
 pub(crate) struct ucp_params_t {
     pub(crate) field_mask: u64,
@@ -202,21 +183,6 @@ pub(crate) struct ucp_mem_map_params_t {
     pub(crate) exported_memh_buffer: *const c_void,
 }
 
-#[repr(C)]
-pub(crate) struct ucp_am_recv_param_t {
-    pub(crate) recv_attr: u64,
-    pub(crate) reply_ep: *mut ucp_ep,
-}
-
-#[repr(C)]
-pub(crate) struct ucp_am_handler_param_t {
-    pub(crate) field_mask: u64,
-    pub(crate) id: c_uint,
-    pub(crate) flags: u32,
-    pub(crate) cb: Option<ucp_am_recv_callback_t>,
-    pub(crate) arg: *mut c_void,
-}
-
 /// The callback is a union in C; kvpipe only uses its `send` member.
 #[repr(C)]
 pub(crate) struct ucp_request_param_t {
@@ -309,10 +275,6 @@ entry_points! {
         fn ucp_worker_arm(worker: *mut ucp_worker) -> ucs_status_t;
         fn ucp_worker_signal(worker: *mut ucp_worker) -> ucs_status_t;
         fn ucp_worker_progress(worker: *mut ucp_worker) -> c_uint;
-        fn ucp_worker_set_am_recv_handler(
-            worker: *mut ucp_worker,
-            param: *const ucp_am_handler_param_t,
-        ) -> ucs_status_t;
         fn ucp_ep_create(
             worker: *mut ucp_worker,
             params: *const ucp_ep_params_t,
@@ -329,15 +291,6 @@ entry_points! {
         ) -> ucs_status_t;
         fn ucp_rkey_ptr(rkey: *mut ucp_rkey, raddr: u64, addr: *mut *mut c_void) -> ucs_status_t;
         fn ucp_rkey_destroy(rkey: *mut ucp_rkey);
-        fn ucp_am_send_nbx(
-            ep: *mut ucp_ep,
-            id: c_uint,
-            header: *const c_void,
-            header_length: usize,
-            buffer: *const c_void,
-            count: usize,
-            param: *const ucp_request_param_t,
-        ) -> ucs_status_ptr_t;
         fn ucp_get_nbx(
             ep: *mut ucp_ep,
             buffer: *mut c_void,
@@ -375,10 +328,6 @@ const _: () = {
     assert!(offset_of!(ucp_ep_attr_t, transports) == 296);
     assert!(size_of::<ucp_mem_map_params_t>() == 48);
     assert!(offset_of!(ucp_mem_map_params_t, memory_type) == 32);
-    assert!(size_of::<ucp_am_recv_param_t>() == 16);
-    assert!(size_of::<ucp_am_handler_param_t>() == 32);
-    assert!(offset_of!(ucp_am_handler_param_t, flags) == 12);
-    assert!(offset_of!(ucp_am_handler_param_t, cb) == 16);
     assert!(size_of::<ucp_request_param_t>() == 96);
     assert!(offset_of!(ucp_request_param_t, cb) == 16);
     assert!(offset_of!(ucp_request_param_t, user_data) == 32);

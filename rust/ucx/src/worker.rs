@@ -11,7 +11,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::am::{self, Placer};
 use crate::buffer::MemoryKind;
 use crate::context::Context;
 use crate::cuda::{self, Current};
@@ -22,7 +21,6 @@ use crate::library::Api;
 use crate::memory::Memory;
 use crate::reaper::Reaper;
 use crate::request::Attributes;
-use crate::shared_bytes::SharedBytes;
 use crate::status::{Status, check};
 use crate::sys;
 
@@ -45,7 +43,6 @@ pub struct Worker {
 pub(crate) struct Inner {
     handle: NonNull<sys::ucp_worker>,
     event_fd: RawFd,
-    pub(crate) max_header_bytes: usize,
     context: Arc<Context>,
     /// The GPU whose memory was used last, if any was.
     gpu: Cell<Option<u32>>,
@@ -59,7 +56,6 @@ pub(crate) struct Inner {
 #[derive(Default)]
 pub(crate) struct State {
     pub(crate) events: Queue,
-    pub(crate) placer: RefCell<Option<Placer>>,
     pub(crate) endpoints: RefCell<BTreeMap<EndpointId, Rc<Endpoint>>>,
     pub(crate) outstanding: Cell<usize>,
     /// Endpoints that wait to be closed; their operations are not outstanding meanwhile.
@@ -74,14 +70,6 @@ pub(crate) struct State {
     pub(crate) stopped: Cell<bool>,
 }
 
-impl State {
-    /// Offers a payload to the placer.
-    pub(crate) fn place(&self, header: &[u8], data: SharedBytes<'_>) -> bool {
-        let placer = self.placer.try_borrow();
-        placer.is_ok_and(|placer| placer.as_ref().is_some_and(|place| place(header, data)))
-    }
-}
-
 impl Worker {
     /// Creates a worker.
     ///
@@ -91,17 +79,12 @@ impl Worker {
         let mut inner = Inner {
             handle: create(context)?,
             event_fd: -1,
-            max_header_bytes: 0,
             context: Arc::clone(context),
             gpu: Cell::new(None),
             copies: OnceCell::new(),
             state: Rc::default(),
         };
         inner.event_fd = inner.query_event_fd()?;
-        inner.max_header_bytes = inner
-            .query(sys::UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER)?
-            .max_am_header;
-        am::install_handler(&inner)?;
         Ok(Self {
             inner: ManuallyDrop::new(Rc::new(inner)),
         })
@@ -157,7 +140,6 @@ impl Worker {
     /// The oldest event not yet taken. Posting an operation can leave one too.
     pub fn next_event(&self) -> Option<Event> {
         Some(match self.inner.state.events.pop()? {
-            Raw::Message { header, data } => Event::Message { header, data },
             Raw::Done { op, code } => Event::Done {
                 token: op.token,
                 result: check(code, op.call),
@@ -232,11 +214,6 @@ impl Worker {
         }
         self.drain();
         self.inner.state.stopped.set(true);
-        if let Err(status) = am::remove_handler(&self.inner) {
-            tracing::warn!(%status, "worker.handler_kept");
-        }
-        // The last that it shares with its thread, but for keys.
-        self.inner.state.placer.take();
         num_reads.store(self.inner.state.writes.get(), Ordering::Release);
         let is_settled = self.is_settled();
         // SAFETY: called once, and neither what is below nor the caller uses the field.

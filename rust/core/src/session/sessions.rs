@@ -56,8 +56,6 @@ impl<S: Service> EventHandler for Sessions<S> {
 
     fn handle_ucx_event(&mut self, event: Event) {
         match event {
-            // Nobody sends any.
-            Event::Message { .. } => {}
             Event::Done { token, result } => self.finish_operation(token, result),
             Event::EndpointFailed { endpoint, status } => {
                 let data = self.cx.data.as_ref();

@@ -1,6 +1,5 @@
-//! The least that UCX, or sockets, need to move tensors and blocks: the baseline of `kvpipe bench`. With UCX it has the
-//! library, settings, error mode and window of a Pipe and an Agent, and cold buffers. It has no
-//! sessions, queues, threads or Python.
+//! The least that UCX, or sockets, need to move blocks: the baseline of `kvpipe bench`. With UCX it has the library, settings
+//! and error mode of an Agent, and cold buffers. It has no sessions, queues, threads or Python.
 //!
 //! `bare_loop ROLE total=BYTES` reads one request a line from stdin and answers each with a line
 //! (`python/kvpipe/bench/programs` is the other side). `active` and `passive` are the two processes

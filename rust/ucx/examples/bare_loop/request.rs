@@ -7,7 +7,7 @@ use crate::Result;
 /// The role of this process.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// Starts transfers and measures their time: source of tensors, destination of blocks.
+    /// Starts transfers and measures their time: the destination.
     Active,
     /// The other side.
     Passive,
@@ -81,15 +81,6 @@ impl Case {
         })
     }
 
-    /// Where each tensor of the round begins in a buffer of `total` bytes. A round continues where
-    /// the last one ended.
-    pub(crate) fn offsets(&self, total: usize) -> impl Iterator<Item = usize> {
-        // A cache line: small tensors leave the cache too.
-        let stride = self.bytes.max(64);
-        let (places, first) = ((total / stride).max(1), self.round * self.count);
-        (first..first + self.count).map(move |i| i % places * stride)
-    }
-
     /// The offsets of each transfer's blocks at one side, which `seed` selects.
     pub(crate) fn transfers(&self, total: usize, seed: u64) -> Vec<Vec<usize>> {
         let mut ids: Vec<usize> = (0..total / self.bytes).collect();
@@ -123,12 +114,4 @@ pub(crate) fn pattern(len: usize) -> Vec<u8> {
     let mut bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
     bytes.truncate(len);
     bytes
-}
-
-/// Half the median of the round-trip times, in microseconds.
-pub(crate) fn half_median_us(mut seconds: Vec<f64>) -> f64 {
-    seconds.sort_by(f64::total_cmp);
-    seconds
-        .get(seconds.len() / 2)
-        .map_or(0.0, |median| median / 2.0 * 1e6)
 }

@@ -5,15 +5,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvpipe_ucx::{
-    AmData, Buffer, Config, Context, EndpointId, Event, Get, Library, Memory, MemoryKind, Payload,
-    RemoteKey, Search, SharedBytes, Token, Worker,
+    Buffer, Config, Context, EndpointId, Event, Get, Library, Memory, MemoryKind, RemoteKey,
+    Search, Worker,
 };
 
 use crate::Result;
 use crate::request::{Request, Role, pattern};
-
-/// Token of messages whose end is not waited for.
-const UNTRACKED: Token = 0;
 
 /// The other process, once connected.
 pub(crate) struct Peer {
@@ -29,8 +26,6 @@ pub(crate) struct BareWorker {
     pub(crate) role: Role,
     pub(crate) region: Arc<Memory>,
     pub(crate) peer: Option<Peer>,
-    /// Polls without sleeping.
-    pub(crate) is_polling: bool,
     pub(crate) in_flight: usize,
     worker: Worker,
 }
@@ -46,7 +41,6 @@ impl BareWorker {
             role,
             region: context.register(Buffer::from_vec(pattern(total)))?,
             peer: None,
-            is_polling: false,
             in_flight: 0,
             worker: Worker::new(&context)?,
         })
@@ -63,7 +57,7 @@ impl BareWorker {
         ))
     }
 
-    /// Connects to the process with this hello, and waits until both are connected.
+    /// Connects to the process with this hello.
     pub(crate) fn connect(&mut self, request: &Request) -> Result<String> {
         let address = unhex(request.text("worker")?)?;
         // SAFETY: the worker of the other process has written it.
@@ -78,8 +72,9 @@ impl BareWorker {
             region,
             has_remote_read: false,
         });
-        self.send_header(b"hello")?;
-        self.wait_for(b"hello")?;
+        self.worker.flush(endpoint, 1)?;
+        self.in_flight += 1;
+        self.wait_below(1)?;
         let lanes = self.worker.lanes(endpoint)?;
         let mut readers = lanes.iter().filter(|lane| lane.is_rma);
         let reader = readers.find(|lane| lane.transport != "tcp");
@@ -92,27 +87,6 @@ impl BareWorker {
 
     pub(crate) fn peer(&self) -> Result<&Peer> {
         Ok(self.peer.as_ref().ok_or("run before meet")?)
-    }
-
-    /// Sends a message without payload. Its end is not waited for.
-    pub(crate) fn send_header(&self, header: &[u8]) -> Result<()> {
-        let endpoint = self.peer()?.endpoint;
-        Ok(self
-            .worker
-            .am_send(endpoint, header, Payload::None, UNTRACKED)?)
-    }
-
-    /// Sends a piece of the region.
-    pub(crate) fn send(&mut self, header: &[u8], offset: usize, len: usize) -> Result<()> {
-        let payload = Payload::Memory {
-            memory: Arc::clone(&self.region),
-            offset,
-            len,
-        };
-        let endpoint = self.peer()?.endpoint;
-        self.worker.am_send(endpoint, header, payload, 1)?;
-        self.in_flight += 1;
-        Ok(())
     }
 
     /// Reads a piece of the other's region.
@@ -134,59 +108,27 @@ impl BareWorker {
     /// Waits until fewer than `limit` operations are in flight.
     pub(crate) fn wait_below(&mut self, limit: usize) -> Result<()> {
         while self.in_flight >= limit {
-            if let Some((header, _)) = self.poll_event()? {
-                return Err(format!("message {header:?} while sending").into());
-            }
+            self.poll_event()?;
         }
         Ok(())
     }
 
-    /// Waits for the message with this header.
-    pub(crate) fn wait_for(&mut self, header: &[u8]) -> Result<()> {
-        let (found, _) = self.message()?;
-        if found == header {
-            return Ok(());
-        }
-        Err(format!("message {found:?} instead of {header:?}").into())
-    }
-
-    /// Places messages at the offset in their header, from UCX's receive buffer.
-    pub(crate) fn place_by_offset(&self) {
-        let memory = Arc::clone(&self.region);
-        let place = move |header: &[u8], data: SharedBytes<'_>| {
-            let start = header.try_into().map(u64::from_le_bytes);
-            start.is_ok_and(|start| memory.buffer().copy_from(start as usize, data))
-        };
-        // SAFETY: it writes into a buffer, and uses no worker.
-        unsafe { self.worker.place_with(Box::new(place)) };
-    }
-
-    /// Waits for the next message.
-    pub(crate) fn message(&mut self) -> Result<(Vec<u8>, AmData)> {
-        loop {
-            if let Some(message) = self.poll_event()? {
-                return Ok(message);
-            }
-        }
-    }
-
-    /// Handles one event, or sleeps if there is none. Returns a message.
-    fn poll_event(&mut self) -> Result<Option<(Vec<u8>, AmData)>> {
+    /// Handles one event, or sleeps if there is none.
+    fn poll_event(&mut self) -> Result<()> {
         match self.worker.next_event() {
-            Some(Event::Message { header, data }) => return Ok(Some((header, data))),
-            Some(Event::Done { token, result }) => {
+            Some(Event::Done { result, .. }) => {
                 result?;
-                self.in_flight -= usize::from(token != UNTRACKED);
+                self.in_flight -= 1;
             }
             Some(Event::EndpointFailed { status, .. }) => return Err(status.into()),
             Some(Event::Closed { .. }) => {}
             None => {
-                if self.worker.progress() == 0 && !self.is_polling && self.worker.arm()? {
+                if self.worker.progress() == 0 && self.worker.arm()? {
                     self.sleep();
                 }
             }
         }
-        Ok(None)
+        Ok(())
     }
 
     fn sleep(&self) {

@@ -1,27 +1,25 @@
 use std::time::{Duration, Instant};
 
 use super::*;
+use crate::Token;
 use crate::context::tests::context;
 use crate::event::Event;
 use crate::request::{self, Keep};
-use crate::{Payload, Token};
 
 const SOON: Duration = Duration::from_secs(10);
-const MESSAGE: Token = 1;
+const FLUSH: Token = 1;
 const COPY: Token = 2;
 
-/// A worker with an endpoint to itself over which a message has come, or None where there is no UCX.
+/// A worker with an endpoint to itself that has connected, or None where there is no UCX.
 fn connected() -> Option<(Worker, EndpointId)> {
     let context = context()?;
     let worker = Worker::new(&context).expect("worker");
     let address = worker.address().expect("address");
     // SAFETY: the address is a worker's.
     let endpoint = unsafe { worker.connect(&address) }.expect("endpoint");
-    worker
-        .am_send(endpoint, [0; 8], Payload::None, MESSAGE)
-        .expect("message");
+    worker.flush(endpoint, FLUSH).expect("flush");
     until(&worker, |event| {
-        matches!(event, Event::Done { token: MESSAGE, .. })
+        matches!(event, Event::Done { token: FLUSH, .. })
     });
     Some((worker, endpoint))
 }

@@ -2,7 +2,7 @@
 //! promise nothing. Random bytes in place of an address do crash UCX (1.22: a segmentation fault about
 //! once in a few thousand), so there only truncation is tried, and not on 1.13, which asserts.
 
-use kvpipe_ucx::{MemoryKind, Payload};
+use kvpipe_ucx::MemoryKind;
 
 use crate::common::{self, Visitor, pattern, visit_thread};
 
@@ -47,7 +47,7 @@ fn connect_to_truncated(visitor: &Visitor) {
     for len in 0..valid.len() {
         // SAFETY: the beginning of a worker's address.
         if let Ok(endpoint) = unsafe { worker.connect(&valid[..len]) } {
-            let _ = worker.am_send(endpoint, b"x", Payload::None, 0);
+            let _ = worker.flush(endpoint, 0);
             worker.progress();
             worker.close(endpoint);
         }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use kvpipe_ucx::{Buffer, Event, Lane, Library, Payload, Search};
+use kvpipe_ucx::{Event, Lane, Library, Search};
 
 use crate::common::{
     self, REGION_BYTES, REGION_SEED, TRANSPORTS, Visitor, get, pattern, visit_process, visit_thread,
@@ -14,68 +14,6 @@ const CMA_SINCE: (u32, u32, u32) = (1, 20, 0);
 #[test]
 fn peer_process() {
     common::serve_if_child();
-}
-
-#[test]
-fn messages_come_back_intact_and_in_order() {
-    let Some(library) = common::library() else {
-        return;
-    };
-    for tls in TRANSPORTS {
-        echo_all_sizes(&visit_thread(&library, tls));
-        let (visitor, _peer) = visit_process(&library, tls);
-        echo_all_sizes(&visitor);
-    }
-}
-
-fn echo_all_sizes(visitor: &Visitor) {
-    let sizes = [0, 8, 100 << 10, 1 << 20, 0, 1 << 20, 8, 100 << 10];
-    let node = &visitor.node;
-    let mut dones = Vec::new();
-    for (token, size) in (0..).zip(sizes) {
-        let bytes = pattern(size, token);
-        let payload = match (size, token % 2) {
-            (0, _) => Payload::None,
-            (_, 0) => Payload::Bytes(bytes),
-            _ => {
-                let memory = node
-                    .context
-                    .register(Buffer::from_vec(bytes))
-                    .expect("register");
-                Payload::Memory {
-                    memory,
-                    offset: 0,
-                    len: size,
-                }
-            }
-        };
-        node.worker
-            .am_send(visitor.endpoint, token.to_le_bytes(), payload, token)
-            .expect("send");
-    }
-    let mut echoes = Vec::new();
-    node.wait(common::TIMEOUT, |event| {
-        match event {
-            Event::Message { header, data } => echoes.push((header, data.to_vec())),
-            Event::Done { token, result } => dones.push((token, result)),
-            other => panic!("unexpected {other:?}"),
-        }
-        (echoes.len() == sizes.len() && dones.len() == sizes.len()).then_some(())
-    })
-    .expect("all echoes");
-    for ((token, size), (header, data)) in (0u64..).zip(sizes).zip(echoes) {
-        assert_eq!(header, token.to_le_bytes());
-        assert!(
-            data == pattern(size, token),
-            "message {token} of {size} bytes differs"
-        );
-    }
-    dones.sort_unstable_by_key(|(token, _)| *token);
-    let expected: Vec<_> = (0..sizes.len() as u64)
-        .map(|token| (token, Ok(())))
-        .collect();
-    assert_eq!(dones, expected);
-    assert_eq!(node.worker.outstanding(), 0);
 }
 
 #[test]
@@ -152,10 +90,10 @@ fn event_fd_wakes_an_armed_worker() {
     let Some(library) = common::library() else {
         return;
     };
-    let visitor = visit_thread(&library, None);
+    let visitor = visit_thread(&library, Some("tcp"));
     visitor.greet();
     let worker = &visitor.node.worker;
-    // Connection set-up goes on for a moment after the first message.
+    // Connection set-up goes on for a moment.
     let deadline = Instant::now() + common::TIMEOUT;
     let mut has_slept = false;
     while !has_slept {
@@ -166,24 +104,31 @@ fn event_fd_wakes_an_armed_worker() {
         }
         has_slept = !common::sleep_on(worker, 100);
     }
-    // Until an echo is slower than this thread.
-    for _ in 0..100 {
-        let sent = worker.am_send(visitor.endpoint, b"x", Payload::None, 1);
-        sent.expect("send");
+    // Until a read, which the peer's software serves, is slower than this thread.
+    let key = visitor.key();
+    for token in 0..100 {
+        let read = get(
+            &visitor.node.region,
+            (0, 8),
+            visitor.card.region,
+            &key,
+            token,
+        );
+        worker.get(visitor.endpoint, read).expect("get");
         let mut has_come = false;
         while !worker.arm().expect("arm") {
             worker.progress();
             while let Some(event) = worker.next_event() {
-                has_come |= matches!(event, Event::Message { .. });
+                has_come |= matches!(event, Event::Done { .. });
             }
         }
         if !has_come {
-            assert!(common::sleep_on(worker, 5000), "the echo wakes");
-            visitor.node.message();
+            assert!(common::sleep_on(worker, 5000), "the end of the read wakes");
+            assert_eq!(visitor.node.done(token), Ok(()));
             return;
         }
     }
-    panic!("no echo was waited for");
+    panic!("no read was waited for");
 }
 
 #[test]
@@ -217,112 +162,51 @@ fn library_tells_its_version_and_file() {
 }
 
 #[test]
-fn longest_header_goes_through() {
-    let Some(library) = common::library() else {
-        return;
-    };
-    let visitor = visit_thread(&library, Some("tcp"));
-    let header = pattern(visitor.node.worker.max_header_bytes(), 5);
-    let payload = Payload::Bytes(pattern(3 << 20, 6));
-    visitor
-        .node
-        .worker
-        .am_send(visitor.endpoint, header.as_slice(), payload, 1)
-        .expect("send");
-    let (echoed, data) = visitor.node.message();
-    assert!(echoed == header && data == pattern(3 << 20, 6));
-}
-
-#[test]
 fn close_gives_each_operation_its_done_before_closed() {
     let Some(library) = common::library() else {
         return;
     };
-    for tls in TRANSPORTS {
-        let visitor = visit_thread(&library, tls);
-        visitor.greet();
-        let posted = post_many(&visitor);
-        let node = &visitor.node;
-        node.worker.close(visitor.endpoint);
-        let mut dones = Vec::new();
-        node.wait(common::TIMEOUT, |event| match event {
-            Event::Done { token, .. } => {
-                dones.push(token);
-                None
-            }
-            Event::Closed { .. } => Some(()),
-            _ => None,
-        })
-        .expect("closed");
-        dones.sort_unstable();
-        assert_eq!(dones, posted);
-        assert_eq!(node.worker.outstanding(), 0);
-        assert_eq!(std::sync::Arc::strong_count(&node.region), 1);
-    }
+    // A close during a read over TCP can abort the peer, which is this process (see `Worker::get`).
+    let visitor = visit_thread(&library, None);
+    visitor.greet();
+    let posted = post_many(&visitor, 1 << 16);
+    let node = &visitor.node;
+    node.worker.close(visitor.endpoint);
+    let mut dones = Vec::new();
+    node.wait(common::TIMEOUT, |event| match event {
+        Event::Done { token, .. } => {
+            dones.push(token);
+            None
+        }
+        Event::Closed { .. } => Some(()),
+        Event::EndpointFailed { .. } => None,
+    })
+    .expect("closed");
+    dones.sort_unstable();
+    assert_eq!(dones, posted);
+    assert_eq!(node.worker.outstanding(), 0);
+    assert_eq!(std::sync::Arc::strong_count(&node.region), 1);
 }
 
-/// Posts messages, and gets where they do not go over TCP: there, a close during a get can abort
-/// the peer, which is this process (see `Worker::get`). Returns the tokens.
-fn post_many(visitor: &Visitor) -> Vec<u64> {
-    const LEN: usize = 1 << 16;
-    let Visitor {
-        node,
-        endpoint,
-        card,
-        ..
-    } = visitor;
-    let (worker, key) = (&node.worker, visitor.key());
-    let lanes = worker.lanes(*endpoint).expect("lanes");
-    let has_get = lanes
-        .iter()
-        .any(|lane| lane.is_rma && lane.transport != "tcp");
-    let mut posted = Vec::new();
-    for token in 0..400 {
-        if token % 2 == 0 {
-            let bytes = Payload::Bytes(vec![1; LEN]);
-            worker.am_send(*endpoint, b"", bytes, token).expect("send");
-        } else if has_get {
-            worker
-                .get(
-                    *endpoint,
-                    get(&node.region, (0, LEN), card.region, &key, token),
-                )
-                .expect("get");
-        } else {
-            continue;
-        }
-        posted.push(token);
-    }
-    posted
+/// Posts reads of so many bytes, and returns their tokens.
+fn post_many(visitor: &Visitor, len: usize) -> Vec<u64> {
+    let (node, key) = (&visitor.node, visitor.key());
+    (0..100)
+        .inspect(|&token| {
+            let read = get(&node.region, (0, len), visitor.card.region, &key, token);
+            node.worker.get(visitor.endpoint, read).expect("get");
+        })
+        .collect()
 }
 
 #[test]
-fn worker_can_be_dropped_with_operations_and_received_data_alive() {
+fn worker_can_be_dropped_with_operations_and_keys_alive() {
     let Some(library) = common::library() else {
         return;
     };
     let visitor = visit_thread(&library, None);
-    let worker = &visitor.node.worker;
-    let payload = Payload::Bytes(pattern(4096, 7));
-    worker
-        .am_send(visitor.endpoint, b"h", payload, 1)
-        .expect("send");
-    let is_message = |event| match event {
-        Event::Message { data, .. } => Some(data),
-        _ => None,
-    };
-    let data = visitor
-        .node
-        .wait(common::TIMEOUT, is_message)
-        .expect("message");
     let key = visitor.key();
-    for token in 0..64 {
-        let bytes = Payload::Bytes(vec![0; 1 << 20]);
-        worker
-            .am_send(visitor.endpoint, b"h", bytes, token)
-            .expect("send");
-    }
+    post_many(&visitor, 1 << 20);
     drop(visitor);
-    assert!(*data == pattern(4096, 7));
     drop(key);
 }

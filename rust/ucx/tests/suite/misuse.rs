@@ -1,6 +1,6 @@
 //! What the crate refuses before UCX can be harmed by it.
 
-use kvpipe_ucx::{Buffer, Event, LanesError, MemoryKind, Payload, Status};
+use kvpipe_ucx::{Buffer, Event, LanesError, MemoryKind, Status};
 
 use crate::common::{self, Node, REGION_BYTES, Visitor, get, visit_thread};
 
@@ -8,7 +8,6 @@ use crate::common::{self, Node, REGION_BYTES, Visitor, get, visit_thread};
 const INVALID_PARAM: i32 = -5;
 const INVALID_ADDR: i32 = -7;
 const OUT_OF_RANGE: i32 = -19;
-const EXCEEDS_LIMIT: i32 = -21;
 const NOT_CONNECTED: i32 = -24;
 
 fn code<T: std::fmt::Debug>(result: Result<T, Status>) -> i32 {
@@ -37,17 +36,6 @@ fn impossible_operands_are_refused_without_a_done() {
     assert_eq!(
         code(worker.get(*ep, get(region, (usize::MAX, 2), card.region, &key, 1))),
         OUT_OF_RANGE
-    );
-    let outside = Payload::Memory {
-        memory: region.clone(),
-        offset: 1,
-        len: end,
-    };
-    assert_eq!(code(worker.am_send(*ep, b"h", outside, 1)), OUT_OF_RANGE);
-    let header = vec![0; worker.max_header_bytes() + 1];
-    assert_eq!(
-        code(worker.am_send(*ep, header.as_slice(), Payload::None, 1)),
-        EXCEEDS_LIMIT
     );
     let foreign = Node::new(common::context(&library, None)).region;
     assert_eq!(
@@ -90,10 +78,7 @@ fn closed_endpoint_and_its_keys_refuse_use() {
     let (key, worker) = (visitor.key(), &node.worker);
     worker.close(*endpoint);
     worker.close(*endpoint);
-    assert_eq!(
-        code(worker.am_send(*endpoint, b"h", Payload::None, 1)),
-        NOT_CONNECTED
-    );
+    assert_eq!(code(worker.flush(*endpoint, 1)), NOT_CONNECTED);
     node.close(*endpoint);
     assert_eq!(worker.outstanding(), 0);
     worker.close(*endpoint);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{Library, Memory, MemoryKind, Payload, RemoteKey};
+use kvpipe_ucx::{Library, Memory, MemoryKind, RemoteKey};
 
 use crate::common::{self, Node, Peer, TIMEOUT, Visitor, alone, context, get, visit_process};
 
@@ -48,23 +48,14 @@ fn visit_stopped(library: &Arc<Library>) -> (Visitor, Peer) {
     (visitor, peer)
 }
 
-/// A node that connects to a worker and says something. If that has stopped before, the descriptor of UCX is readable all the
+/// A node that connects to a worker. If that has stopped before, the descriptor of UCX is readable all the
 /// time.
 fn greeting(library: &Arc<Library>, worker: &[u8]) -> Node {
     let node = Node::new(context(library, Some("tcp")));
     // SAFETY: a worker has written this address.
     let endpoint = unsafe { node.worker.connect(worker) }.expect("connect");
-    let hello = node.worker.am_send(endpoint, b"hello", Payload::None, 1);
-    hello.expect("send");
+    node.worker.flush(endpoint, 1).expect("flush");
     node
-}
-
-/// Drops a worker that says something to a stopped process.
-fn drop_greeting(visitor: Visitor) {
-    let worker = &visitor.node.worker;
-    let hello = worker.am_send(visitor.endpoint, b"hello", Payload::None, 1);
-    hello.expect("send");
-    drop(visitor);
 }
 
 #[test]
@@ -74,7 +65,7 @@ fn what_workers_hold_that_could_not_end_is_given_back_once_their_peers_have_ende
         let (before, mut peers) = (num_descriptors(), Vec::new());
         for _ in 0..4 {
             let (visitor, peer) = visit_stopped(library);
-            drop_greeting(visitor);
+            drop(drop_reading(visitor, 0));
             peers.push(peer);
         }
         assert!(num_descriptors() > before + 8, "nothing is held");

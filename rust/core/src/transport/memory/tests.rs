@@ -52,7 +52,6 @@ fn events(worker: &MemoryWorker) -> Vec<String> {
         }
         Event::EndpointFailed { status, .. } => format!("failed {}", status.code),
         Event::Closed { .. } => "closed".to_owned(),
-        Event::Message { .. } => "message".to_owned(),
     });
     events.collect()
 }

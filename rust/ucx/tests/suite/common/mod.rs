@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{
-    Buffer, Config, Context, EndpointId, Event, Get, Library, Memory, MemoryKind, Payload,
-    RemoteKey, Search, Token, Worker,
+    Buffer, Config, Context, EndpointId, Event, Get, Library, Memory, MemoryKind, RemoteKey,
+    Search, Token, Worker,
 };
 
 /// Size of the memory that a peer opens to its visitors.
@@ -23,7 +23,7 @@ const SOCKET: &str = "KVPIPE_TEST_SOCKET";
 const TLS: &str = "KVPIPE_TEST_TLS";
 const ALONE: &str = "KVPIPE_TEST_ALONE";
 
-/// Names the transports: UCX's choice, or TCP alone.
+/// Names the transports: UCX's choice, or TCP alone, which stands for what waits for the network.
 pub const TRANSPORTS: [Option<&str>; 2] = [None, Some("tcp")];
 
 /// UCX, or None after printing why the test cannot run.
@@ -49,6 +49,8 @@ fn wheel_dir() -> Option<PathBuf> {
 
 pub fn context(library: &Arc<Library>, tls: Option<&str>) -> Arc<Context> {
     let mut config = Config::new();
+    // Otherwise a connection to a stopped peer blocks the thread.
+    config.set("TCP_CONN_NB", "y");
     if let Some(tls) = tls {
         config.pin("TLS", tls);
     }
@@ -108,14 +110,6 @@ impl Node {
             _ => None,
         };
         self.wait(TIMEOUT, is_it).expect("operation ends")
-    }
-
-    pub fn message(&self) -> (Vec<u8>, Vec<u8>) {
-        let is_it = |event| match event {
-            Event::Message { header, data } => Some((header, data.to_vec())),
-            _ => None,
-        };
-        self.wait(TIMEOUT, is_it).expect("message arrives")
     }
 
     pub fn close(&self, endpoint: EndpointId) {
@@ -182,7 +176,7 @@ impl Card {
     }
 }
 
-/// A node and its connection to a peer that echoes messages and opens its region.
+/// A node and its connection to a peer that opens its region.
 pub struct Visitor {
     pub node: Node,
     pub endpoint: EndpointId,
@@ -212,48 +206,25 @@ impl Visitor {
             .expect("unpack")
     }
 
-    /// One message there and back, after which the connection is established both ways.
+    /// Waits until the endpoint has connected.
     pub fn greet(&self) {
-        let worker = &self.node.worker;
-        let endpoint = self.endpoint;
-        worker
-            .am_send(endpoint, b"hello", Payload::None, u64::MAX)
-            .expect("send");
-        let (mut is_sent, mut is_back) = (false, false);
-        let both = |event| {
-            is_sent |= matches!(
-                event,
-                Event::Done {
-                    token: u64::MAX,
-                    result: Ok(())
-                }
-            );
-            is_back |= matches!(&event, Event::Message { header, .. } if header == b"hello");
-            (is_sent && is_back).then_some(())
-        };
-        self.node.wait(TIMEOUT, both).expect("greeting comes back");
+        let flushed = self.node.worker.flush(self.endpoint, u64::MAX);
+        flushed.expect("flush");
+        assert_eq!(self.node.done(u64::MAX), Ok(()));
     }
 }
 
-/// Echoes messages until the stream ends.
+/// Lets the visitor read until the stream ends.
 fn serve(context: Arc<Context>, mut stream: UnixStream) {
     let node = Node::new(context);
     let peer = Card::receive(&mut stream);
     node.card().send(&mut stream);
     stream.set_nonblocking(true).expect("non-blocking");
     // SAFETY: a worker has written this address.
-    let endpoint = unsafe { node.worker.connect(&peer.worker) }.expect("connect");
+    unsafe { node.worker.connect(&peer.worker) }.expect("connect");
     let is_open = |stream: &mut UnixStream| !matches!(stream.read(&mut [0]), Ok(0));
     while is_open(&mut stream) {
-        node.wait(Duration::from_millis(50), |event| {
-            if let Event::Message { header, data } = event {
-                let payload = Payload::Bytes(data.to_vec());
-                node.worker
-                    .am_send(endpoint, header, payload, 0)
-                    .expect("echo");
-            }
-            None::<()>
-        });
+        node.wait(Duration::from_millis(50), |_| None::<()>);
     }
 }
 
