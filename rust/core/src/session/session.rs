@@ -69,6 +69,8 @@ pub(super) struct Session {
     /// When bytes of the peer came last.
     pub(super) last_rx: Instant,
     next_heartbeat: Instant,
+    /// Until when it waits for devices to connect; none if it does not, or not any more.
+    devices_by: Option<Instant>,
     /// A PING of the peer that is not answered yet.
     is_pinged: bool,
     /// The peer broke the protocol: nothing more of it is handled.
@@ -97,6 +99,7 @@ impl Session {
             begun,
             last_rx: begun,
             next_heartbeat: begun + timeouts.heartbeat,
+            devices_by: None,
             is_pinged: false,
             is_muted: false,
         }
@@ -162,6 +165,18 @@ impl Session {
             self.state = SessionState::Connecting;
         }
         is_due
+    }
+
+    /// Devices begin to connect. They have half of the handshake's time that is left: a network that drops their packets is
+    /// noticed after minutes.
+    pub(super) fn wait_for_devices(&mut self, now: Instant) {
+        let left = self.established_by().saturating_duration_since(now);
+        self.devices_by = Some(now + left / 2);
+    }
+
+    /// Whether it is time to go on without devices, once.
+    pub(super) fn gives_devices_up(&mut self, now: Instant) -> bool {
+        self.devices_by.take_if(|at| *at <= now).is_some()
     }
 
     /// How far the handshake of an accepted peer is.
@@ -279,7 +294,11 @@ impl Session {
         let alive_by = self.last_rx + self.timeouts.silence;
         match self.state {
             SessionState::Up => alive_by.min(self.next_heartbeat),
-            SessionState::Establishing(_) => established_by.min(alive_by).min(self.next_heartbeat),
+            SessionState::Establishing(_) => {
+                let devices_by = self.devices_by.unwrap_or(established_by);
+                let due = established_by.min(alive_by).min(self.next_heartbeat);
+                due.min(devices_by)
+            }
             SessionState::BackingOff(next) => established_by.min(next),
             SessionState::Connecting | SessionState::Handshaking(_) => established_by,
         }
@@ -320,7 +339,7 @@ impl Session {
                 format!("cannot reach {peer}: no answer within {waited:?}{history}")
             }
             SessionState::Establishing(_) => format!(
-                "{peer} did not establish the session within {waited:?}, although it had accepted it; is it stopped, or can its devices not be reached?"
+                "{peer} did not establish the session within {waited:?}, although it had accepted it; is it stopped?"
             ),
             _ => format!("{peer} did not complete the handshake within {waited:?}{history}"),
         })

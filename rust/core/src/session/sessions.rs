@@ -15,6 +15,12 @@ use crate::ids::SessionKey;
 use crate::reactor::{CommandReceiver, ConnectFailure, Connected, EventHandler, Token};
 use crate::transport::{UcxResult, Worker};
 
+/// The status of devices that do not connect in time.
+const DEVICES_LATE: Status = Status {
+    code: -20,
+    call: "connecting",
+};
+
 /// Longest wait of a reactor that stops for its last messages to leave.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -94,9 +100,13 @@ impl<S: Service> EventHandler for Sessions<S> {
                 continue;
             }
             let begins_attempt = session.begins_attempt(now);
+            let gives_devices_up = session.gives_devices_up(now);
             self.cx.timers.set(key, session.next_deadline());
             if begins_attempt {
                 self.cx.attempt(key);
+            }
+            if gives_devices_up && self.cx.data_path(key).is_none() {
+                self.fail_endpoint(key, DEVICES_LATE);
             }
         }
         self.resume_where_free();
@@ -234,9 +244,11 @@ impl<S: Service> Sessions<S> {
     /// Both sides know the session. With a data plane, it is up when both sides know how they get each other's bytes; where
     /// both have UCX, that connects first.
     fn establish(&mut self, key: SessionKey) {
-        let Some(session) = self.cx.sessions.get(&key) else {
+        let now = self.cx.now();
+        let Some(session) = self.cx.sessions.get_mut(&key) else {
             return;
         };
+        session.wait_for_devices(now);
         self.cx.timers.set(key, session.next_deadline());
         if let SessionState::Establishing(peer) = &session.state {
             let address = peer.ucx_address.clone();

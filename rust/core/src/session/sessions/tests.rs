@@ -8,9 +8,9 @@ use std::time::Duration;
 use kvpipe_ucx::{Buffer, Config, Library, MemoryKind, Search};
 
 use super::*;
-use crate::net::identity::Identity;
+use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::ReactorCore;
-use crate::transport::{Context, Get, Memory, RemoteKey};
+use crate::transport::{Context, DataPath, Get, Memory, MemoryPath, RemoteKey, Transport};
 
 /// Notes at each command whether the session had failed.
 #[derive(Default)]
@@ -77,6 +77,37 @@ fn one_poll_receives_from_all_peers_that_have_sent() {
     let has_received =
         |(session, _): &(SessionKey, TcpStream)| core.handler.cx.last_rx(*session) > Some(begun);
     assert_eq!(peers.iter().filter(|peer| has_received(peer)).count(), 200);
+}
+
+#[test]
+fn a_session_whose_devices_do_not_connect_in_half_of_the_time_that_is_left_goes_on_as_a_stream() {
+    const SESSION: SessionKey = 20;
+    let open = || Transport::Memory(MemoryPath::RemoteRead).open().unwrap();
+    let peer = open().worker().unwrap().unwrap();
+    let mut cx = ReactorContext::manual(Some(open()));
+    let _far = cx.add_manual(SESSION, None);
+    let mut identity = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
+    identity.ucx_address = peer.address().unwrap();
+    let session = cx.sessions.get_mut(&SESSION).unwrap();
+    session.state = SessionState::Establishing(Box::new(identity));
+    let (begun, handshake) = (session.begun, cx.timeouts().handshake);
+    let (_send, receiver) = CommandReceiver::manual();
+    let mut sessions = sessions(cx, FailureNotes::default(), receiver);
+    // The peer began to listen late.
+    sessions.set_now(begun + handshake * 8 / 10);
+    sessions.establish(SESSION);
+    for (now, data_path) in [
+        (begun + handshake * 89 / 100, None),
+        (
+            begun + handshake * 9 / 10,
+            Some(DataPath::Stream("tcp".to_owned())),
+        ),
+    ] {
+        sessions.set_now(now);
+        sessions.expire();
+        assert_eq!(sessions.cx.data_path(SESSION), data_path);
+    }
+    assert!(!sessions.cx.has_devices(SESSION));
 }
 
 /// Over TCP, where a read waits for the peer. `None` after saying why there is no UCX.
