@@ -1,4 +1,4 @@
-"""Tensors through a Pipe beside bare UCX and memcpy: the same as `kvpipe bench pipe`, with its options."""
+"""Tensors through a Pipe beside ucx_perftest and memcpy: the same as `kvpipe bench pipe`, with its options."""
 
 import sys
 

@@ -23,8 +23,6 @@ pub struct Lane {
     pub device: String,
     /// Whether remote memory access goes over it.
     pub is_rma: bool,
-    /// Whether active messages go over it.
-    pub is_am: bool,
     /// Its memory domain here, by the number that it has in the keys of this process.
     pub domain: Option<u32>,
     /// Its memory domain at the peer, by the number that it has in the peer's keys.
@@ -174,7 +172,6 @@ fn parse_line(text: &str) -> Option<(usize, Lane)> {
         transport: transport.to_owned(),
         device: device.to_owned(),
         is_rma: is_use(|word| word == "rma" || word.starts_with("rma_bw")),
-        is_am: is_use(|word| word == "am"),
         domain: domain(here),
         remote_domain: domain(there),
     };
@@ -194,12 +191,11 @@ fn domain(text: &str) -> Option<u32> {
 mod tests {
     use super::*;
 
-    fn lane(name: (&str, &str), is_rma: bool, is_am: bool, domains: (u32, u32)) -> Lane {
+    fn lane(name: (&str, &str), is_rma: bool, domains: (u32, u32)) -> Lane {
         Lane {
             transport: name.0.to_owned(),
             device: name.1.to_owned(),
             is_rma,
-            is_am,
             domain: Some(domains.0),
             remote_domain: Some(domains.1),
         }
@@ -214,22 +210,22 @@ mod tests {
 #                 lane[0]:  2:tcp/lo.0 md[1]                  -> md[1]/tcp/sysdev[255] rma_bw#0 am am_bw#0 wireup
 #
 #                tag_send: 0..<egr/short>..8185..<egr/zcopy>..(inf)";
-        let tcp = lane(("tcp", "lo"), true, true, (1, 1));
+        let tcp = lane(("tcp", "lo"), true, (1, 1));
         assert_eq!(parse(ucx_1_13), Ok(vec![tcp]));
         let ucx_1_18 = "#                 lane[0]:  1:rc_mlx5/mlx5_0:1.0 md[1]   -> md[1]/ib/sysdev[0] seg 8256 rma_bw#0 am am_bw#0 wireup";
-        let rc = lane(("rc_mlx5", "mlx5_0:1"), true, true, (1, 1));
+        let rc = lane(("rc_mlx5", "mlx5_0:1"), true, (1, 1));
         assert_eq!(parse(ucx_1_18), Ok(vec![rc]));
         let ucx_1_22 = "#               peer: <no debug data>
 #                 lane[0]:  2:tcp/lo.0 md[1]   -> md[1]/tcp/sysdev[255] seg 42 am keepalive wireup
 #                 lane[1]:  5:cma/memory.0 md[4]   -> md[3]/cma/sysdev[255] seg 42 rma_bw#0
 # |    Range    |    Description     |            Config             |";
         let ucx_1_22_lanes = vec![
-            lane(("tcp", "lo"), false, true, (1, 1)),
-            lane(("cma", "memory"), true, false, (4, 3)),
+            lane(("tcp", "lo"), false, (1, 1)),
+            lane(("cma", "memory"), true, (4, 3)),
         ];
         assert_eq!(parse(ucx_1_22), Ok(ucx_1_22_lanes));
         let ucx_1_23 = "#                 lane[0]: 12:dc_mlx5/mlx5_3:1.0 md[11] -> addr[3].md[10]/ib/sysdev[7] seg 8256 rma_bw#0 device amo#0 am rma";
-        let dc = lane(("dc_mlx5", "mlx5_3:1"), true, true, (11, 10));
+        let dc = lane(("dc_mlx5", "mlx5_3:1"), true, (11, 10));
         assert_eq!(parse(ucx_1_23), Ok(vec![dc]));
     }
 
@@ -271,8 +267,8 @@ mod tests {
     #[test]
     fn lanes_that_ucx_names_otherwise_when_it_is_queried_are_an_error_that_shows_both() {
         let lanes = [
-            lane(("tcp", "lo"), false, true, (1, 1)),
-            lane(("cma", "memory"), true, false, (4, 3)),
+            lane(("tcp", "lo"), false, (1, 1)),
+            lane(("cma", "memory"), true, (4, 3)),
         ];
         let names = |names: &[&str]| {
             names

@@ -344,7 +344,6 @@ mod tests {
             transport: transport.to_owned(),
             device: "any".to_owned(),
             is_rma: true,
-            is_am: false,
             domain: Some(domains.0),
             remote_domain: Some(domains.1),
         }

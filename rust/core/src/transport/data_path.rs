@@ -50,7 +50,6 @@ mod tests {
             transport: transport.to_owned(),
             device: "any".to_owned(),
             is_rma,
-            is_am: !is_rma,
             domain: Some(1),
             remote_domain: Some(1),
         }

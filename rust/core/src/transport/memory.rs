@@ -174,7 +174,6 @@ impl MemoryWorker {
             transport: NAME.to_owned(),
             device: NAME.to_owned(),
             is_rma: self.data_path == MemoryPath::RemoteRead,
-            is_am: true,
             domain: None,
             remote_domain: None,
         }]

@@ -255,7 +255,6 @@ fn a_process_of_this_host_is_read_by_calls_of_our_own_whatever_lanes_there_are()
         transport: "rc_mlx5".to_owned(),
         device: "any".to_owned(),
         is_rma: true,
-        is_am: false,
         domain: Some(1),
         remote_domain: Some(1),
     }];
