@@ -31,6 +31,8 @@ pub(crate) use commands::CommandReceiver;
 pub(crate) use connect::{ConnectFailure, Connected, Connector};
 pub(crate) use pending_reads::PendingReads;
 pub(crate) use poller::{FIRST_TOKEN, Poller, Token};
+#[cfg(test)]
+pub(crate) use reactor_core::Next;
 pub(crate) use reactor_core::ReactorCore;
 pub(crate) use timers::Timers;
 
@@ -95,7 +97,7 @@ pub(crate) struct Reactor<C> {
 }
 
 impl<C: Send + 'static> Reactor<C> {
-    /// Makes the handler and starts the thread, which polls for `busy_poll` before it sleeps where there is a data plane.
+    /// Makes the handler and starts the thread, which polls for `busy_poll` before it sleeps.
     /// `address` is the one that peers connect to; `registrar` is where the data plane registers memory.
     ///
     /// # Errors

@@ -99,6 +99,7 @@ impl<H: EventHandler> ReactorCore<H> {
         if is_busy {
             self.idle_since = clock::now();
         } else if self.may_poll() {
+            self.poll_sockets(now);
             std::thread::yield_now(); // another thread may need this CPU to go on
             return Next::Poll;
         } else if self.may_sleep() {
@@ -161,6 +162,9 @@ impl<H: EventHandler> ReactorCore<H> {
         #[cfg(any(test, feature = "fuzzing"))]
         {
             self.was_ready = ready.iter().any(|event| event.data.u64() > UCX);
+        }
+        if !ready.is_empty() {
+            self.idle_since = self.sockets_polled;
         }
         for event in ready.drain(..) {
             match event.data.u64() {
@@ -235,9 +239,9 @@ impl<H: EventHandler> ReactorCore<H> {
         true
     }
 
-    /// Whether to poll instead of sleeping. Only UCX and commands are polled: sockets have their own interval.
+    /// Whether to poll instead of sleeping.
     fn may_poll(&self) -> bool {
-        self.handler.worker().is_some() && clock::now() < self.idle_since + self.busy_poll
+        clock::now() < self.idle_since + self.busy_poll
     }
 
     fn may_sleep(&self) -> bool {

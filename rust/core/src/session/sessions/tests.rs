@@ -9,7 +9,7 @@ use kvpipe_ucx::{Buffer, Config, Library, MemoryKind, Search};
 
 use super::*;
 use crate::net::identity::{Identity, SessionKind};
-use crate::reactor::ReactorCore;
+use crate::reactor::{Next, ReactorCore};
 use crate::transport::{Context, DataPath, Get, Memory, MemoryPath, RemoteKey, Transport};
 
 /// Notes at each command whether the session had failed.
@@ -108,6 +108,23 @@ fn a_session_whose_devices_do_not_connect_in_half_of_the_time_that_is_left_goes_
         assert_eq!(sessions.cx.data_path(SESSION), data_path);
     }
     assert!(!sessions.cx.has_devices(SESSION));
+}
+
+#[test]
+fn a_reactor_that_polls_receives_before_it_sleeps() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut cx = ReactorContext::manual(None);
+    let (begun, poller) = (cx.now(), Arc::clone(&cx.poller));
+    let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let session = cx.add_accepted(listener.accept().unwrap().0, "peer".to_owned());
+    let (_send, receiver) = CommandReceiver::manual();
+    let sessions = sessions(cx, FailureNotes::default(), receiver);
+    let mut core = ReactorCore::new(sessions, poller, Duration::from_secs(60)).unwrap();
+    peer.write_all(&[0]).unwrap();
+    let session = session.unwrap();
+    while core.handler.cx.last_rx(session) == Some(begun) {
+        assert!(matches!(core.run_once(), Next::Poll), "it sleeps");
+    }
 }
 
 /// Over TCP, where a read waits for the peer. `None` after saying why there is no UCX.
