@@ -53,7 +53,7 @@ faults: setup ## peers killed, stopped, cut off, slow ... at every stage, ROUNDS
 soak: setup ## random tensors, blocks, lookups and faults for MINUTES=30, all content verified, from a printed SEED
 	@.venv/bin/python -m tests.soak --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED))
 
-bench: setup ## tensors, blocks, latency and lookups beside bare UCX and memcpy
+bench: setup ## tensors, blocks, latency and lookups beside ucx_perftest and memcpy
 	@cargo build --quiet --release --locked --example bare_loop -p kvpipe-ucx
 	@.venv/bin/kvpipe bench pipe
 	@.venv/bin/kvpipe bench blocks

@@ -73,7 +73,7 @@ impl PeerPlane {
 
     /// Connects to another worker.
     #[expect(unsafe_code, reason = "UCX does not check what it parses")]
-    pub fn connect(&mut self, ucx_address: &[u8]) -> Result<()> {
+    pub fn connect(&self, ucx_address: &[u8]) -> Result<()> {
         // SAFETY: the twin's worker, which checks all.
         let connected = unsafe { self.worker.connect(ucx_address) };
         connected

@@ -149,6 +149,7 @@ fn call_name(key: &str, version: Version) -> &str {
     match key {
         _ if version >= PREFIXES_WORK => key,
         "IB_REG_METHODS" => "REG_METHODS",
+        "TCP_CONN_NB" => "CONN_NB",
         _ => key,
     }
 }

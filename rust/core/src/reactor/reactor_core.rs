@@ -163,7 +163,8 @@ impl<H: EventHandler> ReactorCore<H> {
         {
             self.was_ready = ready.iter().any(|event| event.data.u64() > UCX);
         }
-        if !ready.is_empty() {
+        // UCX's own says what it has brought when it progresses.
+        if ready.iter().any(|event| event.data.u64() != UCX) {
             self.idle_since = self.sockets_polled;
         }
         for event in ready.drain(..) {

@@ -88,7 +88,6 @@ impl ReactorContext {
     /// has no worker, or their devices have no way to each other.
     #[expect(unsafe_code, reason = "UCX does not check what it parses")]
     pub(super) fn open_endpoint(&mut self, key: SessionKey, address: &[u8]) -> bool {
-        let peer = self.peer(key);
         let Some((data, endpoint)) = self.data_of(key) else {
             return false;
         };
@@ -102,10 +101,15 @@ impl ReactorContext {
             data.endpoints.insert(id, key);
             worker.flush(id, CONNECT_TOKEN | key)
         });
-        if let Err(status) = &flushed {
-            tracing::info!("session.no_devices peer={peer} UCX does not reach it: {status}");
+        let Err(status) = flushed else {
+            return true;
+        };
+        if let Some(id) = endpoint.id.take() {
+            worker.close(id);
         }
-        flushed.is_ok()
+        let peer = self.peer(key);
+        tracing::info!("session.no_devices peer={peer} UCX does not reach it: {status}");
+        false
     }
 
     /// Handles no message of a session any more.

@@ -12,7 +12,7 @@
 
 mod frames;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::attempts::Attempts;
 use super::connection::Connection;
@@ -31,6 +31,9 @@ use crate::net::secret::Secrets;
 use crate::reactor::ConnectFailure;
 
 pub(super) use frames::{SessionEnd, SessionEvent};
+
+/// What is left of the time of devices once the peer has reported its data path.
+const HURRY: Duration = Duration::from_millis(200);
 
 #[derive(Debug)]
 pub(super) enum SessionState {
@@ -172,6 +175,12 @@ impl Session {
     pub(super) fn wait_for_devices(&mut self, now: Instant) {
         let left = self.established_by().saturating_duration_since(now);
         self.devices_by = Some(now + left / 2);
+    }
+
+    /// The peer has no use for devices any more, or has connected by them: they have little time left here too, so that the
+    /// session is up before the peer's time is over, which may be shorter.
+    pub(super) fn hurry_devices(&mut self, now: Instant) {
+        self.devices_by = self.devices_by.map(|at| at.min(now + HURRY));
     }
 
     /// Whether it is time to go on without devices, once.

@@ -218,6 +218,11 @@ impl<S: Service> Sessions<S> {
             SessionEvent::Ready => self.establish(key),
             SessionEvent::DataPath(data_path) => {
                 self.cx.receive_data_path(key, data_path)?;
+                let now = self.cx.now();
+                if let Some(session) = self.cx.sessions.get_mut(&key) {
+                    session.hurry_devices(now);
+                    self.cx.timers.set(key, session.next_deadline());
+                }
                 self.report_up_if_probed(key);
             }
             SessionEvent::Message { header, payload } => {
@@ -326,7 +331,9 @@ impl<S: Service> Sessions<S> {
         }
         match connected_by(token) {
             Some(session) => match result {
-                Ok(()) => self.probe(session),
+                Ok(()) if self.cx.has_devices(session) => self.probe(session),
+                // They were given up.
+                Ok(()) => {}
                 Err(status) => self.fail_endpoint(session, status),
             },
             None => self.service.done(&mut self.cx, token, result),

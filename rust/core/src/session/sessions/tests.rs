@@ -111,6 +111,52 @@ fn a_session_whose_devices_do_not_connect_in_half_of_the_time_that_is_left_goes_
 }
 
 #[test]
+fn devices_that_connect_have_little_time_left_once_the_peer_has_reported_its_data_path() {
+    const SESSION: SessionKey = 20;
+    let open = || Transport::Memory(MemoryPath::RemoteRead).open().unwrap();
+    let peer = open().worker().unwrap().unwrap();
+    let mut cx = ReactorContext::manual(Some(open()));
+    let _far = cx.add_manual(SESSION, None);
+    let mut identity = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
+    identity.ucx_address = peer.address().unwrap();
+    let session = cx.sessions.get_mut(&SESSION).unwrap();
+    session.state = SessionState::Establishing(Box::new(identity));
+    let begun = session.begun;
+    let (_send, receiver) = CommandReceiver::manual();
+    let mut sessions = sessions(cx, FailureNotes::default(), receiver);
+    sessions.set_now(begun);
+    sessions.establish(SESSION);
+    let theirs = SessionEvent::DataPath(DataPath::Stream("tcp".to_owned()));
+    sessions.handle_session_event(SESSION, theirs).unwrap();
+    for (after, is_up) in [(199, false), (200, true)] {
+        sessions.set_now(begun + Duration::from_millis(after));
+        sessions.expire();
+        assert_eq!(sessions.cx.is_up(SESSION), is_up);
+    }
+}
+
+#[test]
+fn a_session_whose_devices_have_no_way_to_the_peers_goes_on_without() {
+    const SESSION: SessionKey = 20;
+    let open = || Transport::Memory(MemoryPath::RemoteRead).open().unwrap();
+    let gone = open().worker().unwrap().unwrap().address().unwrap();
+    for address in [vec![0; 8], gone] {
+        let mut cx = ReactorContext::manual(Some(open()));
+        let _far = cx.add_manual(SESSION, None);
+        let mut identity = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
+        identity.ucx_address = address;
+        let session = cx.sessions.get_mut(&SESSION).unwrap();
+        session.state = SessionState::Establishing(Box::new(identity));
+        let (_send, receiver) = CommandReceiver::manual();
+        let mut sessions = sessions(cx, FailureNotes::default(), receiver);
+        sessions.establish(SESSION);
+        assert!(!sessions.cx.has_devices(SESSION));
+        let stream = Some(DataPath::Stream("tcp".to_owned()));
+        assert_eq!(sessions.cx.data_path(SESSION), stream);
+    }
+}
+
+#[test]
 fn a_reactor_that_polls_receives_before_it_sleeps() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut cx = ReactorContext::manual(None);
