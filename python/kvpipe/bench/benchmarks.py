@@ -135,7 +135,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         lambda args: of.kvpipe_pipe("default", _remote(args, "pipe_tensors")),
     ),
     "blocks": Benchmark(
-        "GB/s of blocks read by an Agent and loaded by handoffs, contiguous and scattered, beside bare calls, UCX and memcpy",
+        "GB/s of blocks read by an Agent and loaded by handoffs, contiguous and scattered, beside UCX and memcpy",
         _blocks,
         _blocks_subjects,
         of.memcpy,
