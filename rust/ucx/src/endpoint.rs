@@ -47,7 +47,7 @@ pub(crate) struct Endpoint {
     handle: NonNull<sys::ucp_ep>,
     phase: Cell<Phase>,
     /// Whether an operation has ended well, or the error handler ran: closing by force before that can crash UCX (1.22,
-    /// seen in a third of 40 tries): `ucp_ep_discard_lanes` finds a TCP endpoint that is freed already.
+    /// seen over TCP, in a third of 40 tries): `ucp_ep_discard_lanes` finds an endpoint of the transport that is freed already.
     is_settled: Cell<bool>,
     ops: Cell<usize>,
     /// Of these, copies out of memory that the endpoint has mapped.
@@ -350,7 +350,7 @@ impl Worker {
     }
 }
 
-/// What a close in flight keeps alive.
+/// Kept alive by a close in flight.
 struct InFlight {
     worker: Rc<Inner>,
     endpoint: Rc<Endpoint>,

@@ -20,8 +20,6 @@ const DATA_PATH: u8 = 36;
 const STREAM: u8 = 37;
 /// Bytes that a buffer without content keeps for the next frames.
 const KEPT_BYTES: usize = 1 << 20;
-/// Sent bytes of which a buffer does not keep more than it has unsent ones.
-const MANY_BYTES: usize = 8 << 20;
 /// Longest name of a transport.
 const TRANSPORT_CAP: usize = 64;
 
@@ -277,9 +275,8 @@ impl SendBuffer {
     /// So many bytes have been sent.
     pub(crate) fn consume(&mut self, len: usize) {
         self.start += len;
-        // Moves few bytes beside those that were sent since the last move; of many, no more than those.
-        let (sent, all) = (self.start, self.bytes.len());
-        if 5 * sent >= 4 * all || (sent >= MANY_BYTES && 2 * sent >= all) {
+        // Moves no more bytes than were sent since the last move.
+        if 2 * self.start >= self.bytes.len() {
             self.bytes.drain(..std::mem::take(&mut self.start));
         }
     }

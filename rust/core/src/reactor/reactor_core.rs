@@ -240,7 +240,7 @@ impl<H: EventHandler> ReactorCore<H> {
         true
     }
 
-    /// Whether to poll instead of sleeping.
+    /// True while polling is due in place of a sleep.
     fn may_poll(&self) -> bool {
         clock::now() < self.idle_since + self.busy_poll
     }

@@ -17,8 +17,8 @@ use crate::work::timespec;
 
 /// Bytes in the kernel that have not left, up to which it takes more.
 const UNSENT_LOW_WATER: u32 = 256 << 10;
-/// How the kernel paces what stays on this host. BBR, the default of some hosts, sends as fast as it has measured before,
-/// with a timer between packets, and gets half as far there; this one is in each kernel, allowed to all, and needs no timer.
+/// The congestion control of connections that stay on this host. BBR, the default of some hosts, paces packets with a timer,
+/// and moves half as many bytes there. This one is in each kernel, allowed to all users, and needs no timer.
 const ON_HOST_CONGESTION_CONTROL: &str = "reno";
 
 /// Why a connection can be used no more, without the peer's name.
@@ -170,7 +170,7 @@ fn ends(stream: &TcpStream) -> Option<[IpAddr; 2]> {
     Some(ends.map(|end| end.ip().to_canonical()))
 }
 
-/// Whether no packet leaves this host.
+/// True if both ends are on this host: no packet leaves it.
 fn is_on_host(stream: &TcpStream) -> bool {
     ends(stream).is_some_and(|[near, far]| near == far || near.is_loopback() && far.is_loopback())
 }

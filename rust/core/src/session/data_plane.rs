@@ -75,15 +75,6 @@ const NO_ENDPOINT: Status = Status {
 
 /// The data plane of one session.
 impl ReactorContext {
-    /// The peer is known.
-    pub(super) fn admit(&mut self, key: SessionKey) {
-        if self.data.is_some()
-            && let Some(session) = self.sessions.get_mut(&key)
-        {
-            session.endpoint = Some(SessionEndpoint::default());
-        }
-    }
-
     /// Both sides know the session, each by the other's token: connects to this worker of the peer. False if one of the two
     /// has no worker, or their devices have no way to each other.
     #[expect(unsafe_code, reason = "UCX does not check what it parses")]

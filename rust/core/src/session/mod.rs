@@ -159,7 +159,7 @@ pub(crate) struct ReactorConfig {
     pub(crate) transport: Option<Transport>,
     /// Deadlines of sessions.
     pub(crate) timeouts: SessionTimeouts,
-    /// How long the thread polls before it sleeps.
+    /// The thread polls for this time before it sleeps.
     pub(crate) busy_poll: Duration,
 }
 

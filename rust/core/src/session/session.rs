@@ -32,8 +32,8 @@ use crate::reactor::ConnectFailure;
 
 pub(super) use frames::{SessionEnd, SessionEvent};
 
-/// What is left of the time of devices once the peer has reported its data path.
-const HURRY: Duration = Duration::from_millis(200);
+/// The time of devices that are left to connect once the peer has reported that it goes without.
+const DEVICES_GRACE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) enum SessionState {
@@ -177,13 +177,13 @@ impl Session {
         self.devices_by = Some(now + left / 2);
     }
 
-    /// The peer has no use for devices any more, or has connected by them: they have little time left here too, so that the
-    /// session is up before the peer's time is over, which may be shorter.
+    /// The peer goes without devices: those of this side have little time left, because the peer's time for the session may
+    /// be shorter.
     pub(super) fn hurry_devices(&mut self, now: Instant) {
-        self.devices_by = self.devices_by.map(|at| at.min(now + HURRY));
+        self.devices_by = self.devices_by.map(|at| at.min(now + DEVICES_GRACE));
     }
 
-    /// Whether it is time to go on without devices, once.
+    /// True, once, when it is time to go on without devices.
     pub(super) fn gives_devices_up(&mut self, now: Instant) -> bool {
         self.devices_by.take_if(|at| *at <= now).is_some()
     }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{Event, Status};
 
-use super::data_plane::connected_by;
+use super::data_plane::{SessionEndpoint, connected_by};
 use super::listener::{LISTENER, Listener};
 use super::probe::canary_of;
 use super::session::{SessionEnd, SessionEvent, SessionState};
@@ -13,7 +13,7 @@ use super::{Payload, ReactorContext, Service};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::reactor::{CommandReceiver, ConnectFailure, Connected, EventHandler, Token};
-use crate::transport::{UcxResult, Worker};
+use crate::transport::{DataPath, UcxResult, Worker};
 
 /// The status of devices that do not connect in time.
 const DEVICES_LATE: Status = Status {
@@ -214,12 +214,12 @@ impl<S: Service> Sessions<S> {
 
     fn handle_session_event(&mut self, key: SessionKey, event: SessionEvent) -> Result<()> {
         match event {
-            SessionEvent::Admitted => self.cx.admit(key),
             SessionEvent::Ready => self.establish(key),
             SessionEvent::DataPath(data_path) => {
+                let is_stream = matches!(data_path, DataPath::Stream(_));
                 self.cx.receive_data_path(key, data_path)?;
                 let now = self.cx.now();
-                if let Some(session) = self.cx.sessions.get_mut(&key) {
+                if let Some(session) = self.cx.sessions.get_mut(&key).filter(|_| is_stream) {
                     session.hurry_devices(now);
                     self.cx.timers.set(key, session.next_deadline());
                 }
@@ -253,6 +253,7 @@ impl<S: Service> Sessions<S> {
         let Some(session) = self.cx.sessions.get_mut(&key) else {
             return;
         };
+        session.endpoint = self.cx.data.is_some().then(SessionEndpoint::default);
         session.wait_for_devices(now);
         self.cx.timers.set(key, session.next_deadline());
         if let SessionState::Establishing(peer) = &session.state {

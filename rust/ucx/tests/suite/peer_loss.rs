@@ -32,7 +32,7 @@ fn an_endpoint_that_is_closed_before_it_is_connected_waits_for_that_or_its_peers
         let read = get(&visitor.node.region, (0, 8), visitor.card.region, &key, 1);
         worker.get(visitor.endpoint, read).expect("get");
         worker.close(visitor.endpoint);
-        assert_eq!(worker.outstanding(), 0, "nobody has to wait for it");
+        assert_eq!(worker.outstanding(), 0, "no caller has to wait for it");
         let is_closed = |event| matches!(event, Event::Closed { .. }).then_some(());
         let early = visitor.node.wait(Duration::from_millis(100), is_closed);
         assert_eq!(early, None);

@@ -28,8 +28,8 @@ impl ReactorContext {
         session.connection =
             Some(Connection::new(near, "peer", &self.poller, key, silence).unwrap());
         session.state = SessionState::Up;
+        session.endpoint = self.data.is_some().then(SessionEndpoint::default);
         self.sessions.insert(key, session);
-        self.admit(key);
         if let Some(address) = worker {
             assert!(self.open_endpoint(key, address));
             let (data, endpoint) = self.data_of(key).unwrap();

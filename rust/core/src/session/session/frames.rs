@@ -16,8 +16,6 @@ use crate::transport::DataPath;
 /// What received frames lead to.
 #[derive(Debug)]
 pub(in crate::session) enum SessionEvent {
-    /// The peer is known and may use the session.
-    Admitted,
     /// The session is [`Establishing`](SessionState::Establishing).
     Ready,
     /// How the peer gets our bytes.
@@ -164,7 +162,6 @@ impl Session {
             }
             Step::Admitted { frame, peer } => {
                 self.send_raw(&frame)?;
-                events.push(SessionEvent::Admitted);
                 peer
             }
             Step::Ready(peer) => Some(peer),

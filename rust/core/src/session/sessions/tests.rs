@@ -10,6 +10,7 @@ use kvpipe_ucx::{Buffer, Config, Library, MemoryKind, Search};
 use super::*;
 use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::{Next, ReactorCore};
+use crate::session::FarEnd;
 use crate::transport::{Context, DataPath, Get, Memory, MemoryPath, RemoteKey, Transport};
 
 /// Notes at each command whether the session had failed.
@@ -79,80 +80,76 @@ fn one_poll_receives_from_all_peers_that_have_sent() {
     assert_eq!(peers.iter().filter(|peer| has_received(peer)).count(), 200);
 }
 
-#[test]
-fn a_session_whose_devices_do_not_connect_in_half_of_the_time_that_is_left_goes_on_as_a_stream() {
-    const SESSION: SessionKey = 20;
-    let open = || Transport::Memory(MemoryPath::RemoteRead).open().unwrap();
-    let peer = open().worker().unwrap().unwrap();
-    let mut cx = ReactorContext::manual(Some(open()));
-    let _far = cx.add_manual(SESSION, None);
+const SESSION: SessionKey = 20;
+
+/// A session with a peer of this UCX address, whose data path is probed next; the other end of its connection.
+fn establishing(address: Vec<u8>) -> (Sessions<FailureNotes>, FarEnd) {
+    let context = Transport::Memory(MemoryPath::RemoteRead).open().unwrap();
+    let mut cx = ReactorContext::manual(Some(context));
+    let far = cx.add_manual(SESSION, None);
     let mut identity = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
-    identity.ucx_address = peer.address().unwrap();
+    identity.ucx_address = address;
     let session = cx.sessions.get_mut(&SESSION).unwrap();
     session.state = SessionState::Establishing(Box::new(identity));
-    let (begun, handshake) = (session.begun, cx.timeouts().handshake);
     let (_send, receiver) = CommandReceiver::manual();
-    let mut sessions = sessions(cx, FailureNotes::default(), receiver);
-    // The peer began to listen late.
-    sessions.set_now(begun + handshake * 8 / 10);
-    sessions.establish(SESSION);
-    for (now, data_path) in [
-        (begun + handshake * 89 / 100, None),
-        (
-            begun + handshake * 9 / 10,
-            Some(DataPath::Stream("tcp".to_owned())),
-        ),
-    ] {
-        sessions.set_now(now);
-        sessions.expire();
-        assert_eq!(sessions.cx.data_path(SESSION), data_path);
-    }
-    assert!(!sessions.cx.has_devices(SESSION));
+    (sessions(cx, FailureNotes::default(), receiver), far)
+}
+
+fn peer() -> Worker {
+    let context = Transport::Memory(MemoryPath::RemoteRead).open().unwrap();
+    context.worker().unwrap().unwrap()
+}
+
+fn stream() -> DataPath {
+    DataPath::Stream("tcp".to_owned())
 }
 
 #[test]
-fn devices_that_connect_have_little_time_left_once_the_peer_has_reported_its_data_path() {
-    const SESSION: SessionKey = 20;
-    let open = || Transport::Memory(MemoryPath::RemoteRead).open().unwrap();
-    let peer = open().worker().unwrap().unwrap();
-    let mut cx = ReactorContext::manual(Some(open()));
-    let _far = cx.add_manual(SESSION, None);
-    let mut identity = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
-    identity.ucx_address = peer.address().unwrap();
-    let session = cx.sessions.get_mut(&SESSION).unwrap();
-    session.state = SessionState::Establishing(Box::new(identity));
-    let begun = session.begun;
-    let (_send, receiver) = CommandReceiver::manual();
-    let mut sessions = sessions(cx, FailureNotes::default(), receiver);
-    sessions.set_now(begun);
-    sessions.establish(SESSION);
-    let theirs = SessionEvent::DataPath(DataPath::Stream("tcp".to_owned()));
-    sessions.handle_session_event(SESSION, theirs).unwrap();
-    for (after, is_up) in [(199, false), (200, true)] {
-        sessions.set_now(begun + Duration::from_millis(after));
-        sessions.expire();
-        assert_eq!(sessions.cx.is_up(SESSION), is_up);
+fn a_session_whose_devices_do_not_connect_in_half_of_the_time_that_is_left_goes_on_without() {
+    let peer = peer();
+    let (mut it, _far) = establishing(peer.address().unwrap());
+    let (begun, handshake) = (it.cx.sessions[&SESSION].begun, it.cx.timeouts().handshake);
+    // The peer began to listen late.
+    it.set_now(begun + handshake * 8 / 10);
+    it.establish(SESSION);
+    for (percent, data_path) in [(89, None), (90, Some(stream()))] {
+        it.set_now(begun + handshake * percent / 100);
+        it.expire();
+        assert_eq!(it.cx.data_path(SESSION), data_path);
+    }
+    assert!(!it.cx.has_devices(SESSION));
+}
+
+#[test]
+fn devices_have_a_second_left_once_the_peer_goes_without_and_all_their_time_if_it_reads() {
+    let read = DataPath::RemoteRead("rc_mlx5".to_owned());
+    for (theirs, after, is_up) in [
+        (stream(), 999, false),
+        (stream(), 1000, true),
+        (read, 1000, false),
+    ] {
+        let peer = peer();
+        let (mut it, _far) = establishing(peer.address().unwrap());
+        let begun = it.cx.sessions[&SESSION].begun;
+        it.set_now(begun);
+        it.establish(SESSION);
+        it.handle_session_event(SESSION, SessionEvent::DataPath(theirs))
+            .unwrap();
+        it.set_now(begun + Duration::from_millis(after));
+        it.expire();
+        assert_eq!(it.cx.is_up(SESSION), is_up);
     }
 }
 
 #[test]
 fn a_session_whose_devices_have_no_way_to_the_peers_goes_on_without() {
-    const SESSION: SessionKey = 20;
-    let open = || Transport::Memory(MemoryPath::RemoteRead).open().unwrap();
-    let gone = open().worker().unwrap().unwrap().address().unwrap();
-    for address in [vec![0; 8], gone] {
-        let mut cx = ReactorContext::manual(Some(open()));
-        let _far = cx.add_manual(SESSION, None);
-        let mut identity = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
-        identity.ucx_address = address;
-        let session = cx.sessions.get_mut(&SESSION).unwrap();
-        session.state = SessionState::Establishing(Box::new(identity));
-        let (_send, receiver) = CommandReceiver::manual();
-        let mut sessions = sessions(cx, FailureNotes::default(), receiver);
-        sessions.establish(SESSION);
-        assert!(!sessions.cx.has_devices(SESSION));
-        let stream = Some(DataPath::Stream("tcp".to_owned()));
-        assert_eq!(sessions.cx.data_path(SESSION), stream);
+    let unknown = vec![0; 8];
+    let ended = peer().address().unwrap();
+    for address in [unknown, ended] {
+        let (mut it, _far) = establishing(address);
+        it.establish(SESSION);
+        assert!(!it.cx.has_devices(SESSION));
+        assert_eq!(it.cx.data_path(SESSION), Some(stream()));
     }
 }
 
