@@ -24,21 +24,16 @@ LOST_WITHIN_S = 2.0
 @pytest.mark.usefixtures("data_path")
 def test_a_pipe_without_devices_needs_no_ucx_and_listens_on_one_port():
     code = (
-        "import os, socket, numpy\n"
+        "import numpy\n"
         "from pathlib import Path\n"
         "from kvpipe import Pipe, info\n"
+        "from tests.peers import listening_ports\n"
         "assert info()['ucx'] is None, info()\n"
         "with Pipe.listen() as receiver, Pipe.connect(receiver.address) as sender:\n"
         "    sent = sender.isend_tensor(numpy.arange(1 << 20))\n"
         "    assert (receiver.recv_tensor() == numpy.arange(1 << 20)).all()\n"
         "    sent.wait()\n"
-        "    numbers = os.listdir('/proc/self/fd')\n"
-        "    paths = [f'/proc/self/fd/{number}' for number in numbers]\n"
-        "    mine = {os.readlink(path) for path in paths if os.path.lexists(path)}\n"
-        "    rows = [row.split() for row in Path('/proc/self/net/tcp').read_text().splitlines()[1:]]\n"
-        "    listening = [row for row in rows if row[3] == '0A' and f'socket:[{row[9]}]' in mine]\n"
-        "    ports = [int(row[1].partition(':')[2], 16) for row in listening]\n"
-        "    assert ports == [int(receiver.address.rpartition(':')[2])], ports\n"
+        "    assert listening_ports() == [int(receiver.address.rpartition(':')[2])]\n"
         "assert 'libuc' not in Path('/proc/self/maps').read_text()\n"
     )
     done = run_python(code, env={"KVPIPE_UCX_LIB": "/nonexistent"})
