@@ -1,8 +1,5 @@
 """Other hosts, as far as one kernel can be several: namespaces of their own for network, names, processes and
-shared memory, joined to this one by cables. UCX sees no neighbour there, but somebody whom it reaches over TCP.
-
-Cables come before UCX is first used on a network: it reads the routes once a process, and 1.22 crashes where a peer
-connects that it has no route to.
+shared memory, joined to this one by cables.
 
 Nothing is left when a host is closed, or when the process that made it dies: its namespaces live as long as `cat`,
 their first process, which ends with its stdin.
@@ -49,7 +46,7 @@ class Host:
         (pid,) = children(self._first.pid)
         self.enter = ["nsenter", f"--target={pid}", *_KINDS, "env", f"--chdir={ROOT}"]
         self._pid = pid
-        # It shows the devices of the network that it was mounted in, and there UCX looks for them.
+        # It shows the devices of the network that it was mounted in.
         self.run("mount", "-t", "sysfs", "sysfs", "/sys")
         self.run("ip", "link", "set", "lo", "up")
 

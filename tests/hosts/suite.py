@@ -30,7 +30,7 @@ def host():
 
 @pytest.fixture(scope="module", autouse=True)
 def cables(host):
-    """All that there are: UCX reads the routes of a process once."""
+    """All that there are."""
     return [host.cable() for _ in range(4)]
 
 
