@@ -1,5 +1,5 @@
 //! Progresses workers that were dropped before UCX had ended all their operations. An endpoint that is not connected cannot
-//! be closed, and the network may take minutes to give up. A device may keep a read of a peer that is gone. Such a worker
+//! be closed, and the network may take minutes to give up. A device may keep a read of a peer that has ended. Such a worker
 //! gets a thread of its own, which sleeps until there is something to progress and ends with the worker. So memory and
 //! descriptors are freed as soon as UCX releases them.
 
