@@ -54,6 +54,19 @@ class Host:
         """What a command prints there."""
         return _run(*self.enter, *command)
 
+    @contextlib.contextmanager
+    def small_windows(self, num_bytes):
+        """Sockets that are made there meanwhile keep so much that has not been read. If a queue on the way holds as
+        much, nothing is dropped in it."""
+        path = "/proc/sys/net/ipv4/tcp_rmem"
+        before = self.run("cat", path)
+        smallest = before.split()[0]
+        self.run("sh", "-c", f"echo {smallest} {num_bytes} {num_bytes} > {path}")
+        try:
+            yield
+        finally:
+            self.run("sh", "-c", f"echo {before} > {path}")
+
     def kill(self, entered):
         """Kills a process that was started with `enter`, and waits for its end."""
         for pid in children(entered.pid):
