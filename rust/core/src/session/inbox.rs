@@ -1,12 +1,10 @@
 //! Bytes that a connection has received, until they are frames, or lie where their stream belongs.
 
-use std::cell::RefCell;
 use std::os::fd::BorrowedFd;
-use std::rc::{Rc, Weak};
 
 use kvpipe_ucx::socket::{self, Range};
 
-use super::stream_sinks::{StreamSink, StreamSinks};
+use super::stream_sinks::{PartSink, StreamSinks};
 use crate::error::Result;
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
@@ -23,15 +21,9 @@ const COPIED_CAP: usize = 256 << 10;
 struct ReceivingPart {
     head: StreamHead,
     /// The bytes are dropped where there is none, or it has ended.
-    sink: Option<Weak<RefCell<dyn StreamSink>>>,
+    sink: Option<PartSink>,
     /// Bytes of the payload that have not come.
     left: usize,
-}
-
-impl ReceivingPart {
-    fn sink(&self) -> Option<Rc<RefCell<dyn StreamSink>>> {
-        self.sink.as_ref()?.upgrade()
-    }
 }
 
 /// A part of a stream that has come. Its sink has the bytes.
@@ -64,11 +56,9 @@ impl Inbox {
         };
         self.ranges.clear();
         // Bytes in the buffer come first.
-        let sink = part.sink().filter(|_| buffer.is_empty());
-        let memory = sink.as_ref().and_then(|sink| {
-            let cap = part.left.min(READ_CAP);
-            sink.borrow().next_ranges(cap, &mut self.ranges)
-        });
+        let sink = part.sink.as_ref().filter(|_| buffer.is_empty());
+        let cap = part.left.min(READ_CAP);
+        let memory = sink.and_then(|sink| sink.next_ranges(cap, &mut self.ranges));
         let (Some(memory), Some(sink)) = (memory, sink) else {
             let cap = (part.left + 1).min(COPIED_CAP);
             return socket::receive(socket, None, buffer, cap);
@@ -82,7 +72,7 @@ impl Inbox {
         let into = Some((&memory, &self.ranges[..]));
         let received = socket::receive(socket, into, buffer, rest_cap)?;
         let placed = received.min(in_ranges);
-        sink.borrow_mut().placed(placed);
+        sink.placed(placed);
         part.left -= placed;
         Ok(received)
     }
@@ -123,8 +113,8 @@ impl Inbox {
         let unread = self.frames.unread();
         let here = unread.len().min(part.left);
         if here > 0 {
-            if let Some(sink) = part.sink() {
-                sink.borrow_mut().put(unread[..here].into())?;
+            if let Some(sink) = &part.sink {
+                sink.put(unread[..here].into())?;
             }
             part.left -= here;
         }
@@ -158,10 +148,7 @@ pub(super) fn place(
     payload: &[u8],
 ) -> Result<()> {
     let sink = sinks.begin(session, header, payload.len())?;
-    match sink.and_then(|sink| sink.upgrade()) {
-        Some(sink) => sink.borrow_mut().put(payload.into()),
-        None => Ok(()),
-    }
+    sink.map_or(Ok(()), |sink| sink.put(payload.into()))
 }
 
 impl std::fmt::Debug for Inbox {

@@ -21,21 +21,45 @@ const NAME_LEN: usize = 1 + 8;
 
 type StreamName = (SessionKey, [u8; NAME_LEN]);
 
-/// Takes the bytes of one stream. An error closes the session.
+/// Takes the bytes of one stream. Parts come one after the other on each connection of a session, so that several may be
+/// under way at once. An error closes the session.
 pub(crate) trait StreamSink {
-    /// A part of so many bytes begins; `header` is what follows the stream's id.
-    fn begin(&mut self, header: Reader<'_>, len: usize) -> Result<()>;
-    /// Appends where the next bytes go, at most `cap` of them, and returns the memory; none where [`put`](Self::put) takes
-    /// them.
-    fn next_ranges(&self, cap: usize, ranges: &mut Vec<Range>) -> Option<Buffer>;
-    /// So many bytes have come there.
-    fn placed(&mut self, len: usize);
-    /// Writes the next bytes where they belong.
-    fn put(&mut self, data: SharedBytes<'_>) -> Result<()>;
+    /// A part of so many bytes begins; `header` is what follows the stream's id. Returns the name of the part.
+    fn begin(&mut self, header: Reader<'_>, len: usize) -> Result<u64>;
+    /// Appends where the next bytes of a part go, at most `cap` of them, and returns the memory; none where
+    /// [`put`](Self::put) takes them.
+    fn next_ranges(&self, part: u64, cap: usize, ranges: &mut Vec<Range>) -> Option<Buffer>;
+    /// So many bytes of a part have come there.
+    fn placed(&mut self, part: u64, len: usize);
+    /// Writes the next bytes of a part where they belong.
+    fn put(&mut self, part: u64, data: SharedBytes<'_>) -> Result<()>;
 }
 
 pub(super) type SharedSink = Rc<RefCell<dyn StreamSink>>;
-type Registered = Weak<RefCell<dyn StreamSink>>;
+
+/// A part that a sink expects, until the sink is gone.
+pub(super) struct PartSink {
+    sink: Weak<RefCell<dyn StreamSink>>,
+    part: u64,
+}
+
+impl PartSink {
+    pub(super) fn next_ranges(&self, cap: usize, ranges: &mut Vec<Range>) -> Option<Buffer> {
+        let sink = self.sink.upgrade()?;
+        sink.borrow().next_ranges(self.part, cap, ranges)
+    }
+
+    pub(super) fn placed(&self, len: usize) {
+        if let Some(sink) = self.sink.upgrade() {
+            sink.borrow_mut().placed(self.part, len);
+        }
+    }
+
+    pub(super) fn put(&self, data: SharedBytes<'_>) -> Result<()> {
+        let sink = self.sink.upgrade();
+        sink.map_or(Ok(()), |sink| sink.borrow_mut().put(self.part, data))
+    }
+}
 
 /// The sinks of a reactor.
 #[derive(Clone, Default)]
@@ -57,7 +81,7 @@ impl StreamSinks {
         session: SessionKey,
         header: &[u8],
         len: usize,
-    ) -> Result<Option<Registered>> {
+    ) -> Result<Option<PartSink>> {
         let Some((name, rest)) = header.split_first_chunk() else {
             return Ok(None);
         };
@@ -65,8 +89,11 @@ impl StreamSinks {
         let Some(sink) = sinks.get(&(session, *name)) else {
             return Ok(None);
         };
-        sink.borrow_mut().begin(Reader::new(rest), len)?;
-        Ok(Some(Rc::downgrade(sink)))
+        let part = sink.borrow_mut().begin(Reader::new(rest), len)?;
+        Ok(Some(PartSink {
+            sink: Rc::downgrade(sink),
+            part,
+        }))
     }
 }
 

@@ -1,7 +1,9 @@
 //! A stream at its destination: pieces of memory as a sequence of parts, each with its place in the sequence and a
-//! checksum. They come straight into the memory where they belong; the message that follows says that a part is there.
+//! checksum. They come straight into the memory where they belong, several at once where the session has several
+//! connections; the message that follows says that a part is there.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -9,6 +11,7 @@ use std::sync::Arc;
 use kvpipe_ucx::socket::{RANGES_CAP, Range};
 use kvpipe_ucx::{Buffer, DeviceWrites, SharedBytes};
 
+use super::gaps::Gaps;
 use super::message::DATA;
 use super::outgoing_stream::WINDOW;
 use super::region::{Cursor, Pieces};
@@ -21,12 +24,13 @@ use crate::net::codec::Reader;
 use crate::session::{ReactorContext, RegisteredSink, StreamSink};
 use crate::transport::Memory;
 
-/// The part that is coming.
+/// A part that is coming.
 #[derive(Debug)]
 struct ComingPart {
+    /// Where its next bytes go.
+    cursor: Cursor,
     /// Bytes of it that have not come.
     left: u64,
-    offset: u64,
     expected: u64,
     checksum: RunningChecksum,
 }
@@ -38,38 +42,59 @@ struct StreamDestination {
     writes: Option<DeviceWrites>,
     memory: Arc<Memory>,
     pieces: Arc<Pieces>,
-    /// What has been placed.
-    cursor: Cursor,
-    part: Option<ComingPart>,
+    /// Of which no part has begun.
+    gaps: Gaps,
+    /// By their offsets.
+    coming: BTreeMap<u64, ComingPart>,
+    placed_bytes: u64,
     checksums: Checksums,
+    /// What the checksum for the owner covers.
+    hashed: Cursor,
     /// Where the first part begins that differs from its checksum.
     corruption: Option<Corruption>,
 }
 
 impl StreamDestination {
-    /// Hashes bytes that have come.
-    fn hash(&mut self, data: SharedBytes<'_>) {
-        match (&mut self.checksums, &mut self.part) {
-            (Checksums::OfOwner(running), _) => running.add(data),
-            (Checksums::OfStream | Checksums::All, Some(part)) => part.checksum.add(data),
-            _ => {}
+    /// Bytes of a part have come: goes on behind them, and ends the part if those were its last.
+    fn came(&mut self, offset: u64, cursor: Cursor, len: u64) {
+        self.placed_bytes += len;
+        let Some(part) = self.coming.get_mut(&offset) else {
+            return;
+        };
+        part.cursor = cursor;
+        part.left -= len;
+        if part.left == 0 {
+            if self.checksums.compare() && part.checksum.get() != part.expected {
+                let first = self.corruption.map_or(u64::MAX, |it| it.at);
+                self.corruption = Some(Corruption {
+                    at: first.min(offset),
+                    is_exact: false,
+                });
+            }
+            self.coming.remove(&offset);
         }
+        self.hash_for_owner();
     }
 
-    /// So many bytes have come, and are hashed: ends the part if those were its last.
-    fn came(&mut self, len: u64) {
-        let Some(part) = &mut self.part else { return };
-        part.left -= len;
-        if part.left > 0 {
+    /// Hashes for the owner what has come without a gap. Its memory is the host's.
+    fn hash_for_owner(&mut self) {
+        let Checksums::OfOwner(running) = &mut self.checksums else {
             return;
+        };
+        let coming = self.coming.values().map(|part| part.cursor.bytes_behind());
+        let end = coming.chain(self.gaps.first()).min();
+        let end = end.unwrap_or(self.pieces.num_bytes);
+        while self.hashed.bytes_behind() < end
+            && let Some(run) = self
+                .hashed
+                .piece(&self.pieces.runs, end - self.hashed.bytes_behind())
+        {
+            let bytes = self.memory.buffer().bytes(run.to as usize, run.len as usize);
+            if let Some(bytes) = bytes {
+                running.add(bytes);
+            }
+            self.hashed.advance(&self.pieces.runs, run.len);
         }
-        if self.checksums.compare() && part.checksum.get() != part.expected {
-            self.corruption.get_or_insert(Corruption {
-                at: part.offset,
-                is_exact: false,
-            });
-        }
-        self.part = None;
     }
 }
 
@@ -78,32 +103,33 @@ fn not_written(reason: impl Display) -> Error {
 }
 
 impl StreamSink for StreamDestination {
-    /// Parts come in order, so that any other is an error of the peer.
-    fn begin(&mut self, mut header: Reader<'_>, len: usize) -> Result<()> {
+    /// No byte comes twice: a part of which some have come is an error of the peer.
+    fn begin(&mut self, mut header: Reader<'_>, len: usize) -> Result<u64> {
         let (offset, expected) = (header.u64()?, header.u64()?);
         header.end()?;
         let (len, num_bytes) = (len as u64, self.pieces.num_bytes);
-        let placed_bytes = self.cursor.bytes_behind();
-        if self.part.is_some() || offset != placed_bytes || len == 0 || len > num_bytes - offset {
+        let Some(cursor) = self.gaps.take(&self.pieces.runs, offset, len) else {
             return Err(Error::protocol(format_args!(
-                "{len} bytes at {offset} of {num_bytes}, {placed_bytes} expected next"
+                "{len} bytes at {offset} of {num_bytes}, which are not expected"
             )));
-        }
-        self.part = Some(ComingPart {
+        };
+        let part = ComingPart {
+            cursor,
             left: len,
-            offset,
             expected,
             checksum: RunningChecksum::default(),
-        });
-        Ok(())
+        };
+        self.coming.insert(offset, part);
+        Ok(offset)
     }
 
-    fn next_ranges(&self, cap: usize, ranges: &mut Vec<Range>) -> Option<Buffer> {
+    fn next_ranges(&self, offset: u64, cap: usize, ranges: &mut Vec<Range>) -> Option<Buffer> {
         if self.writes.is_some() {
             return None;
         }
-        let (mut cursor, runs) = (self.cursor, &self.pieces.runs);
-        let mut left = self.part.as_ref()?.left.min(cap as u64);
+        let part = self.coming.get(&offset)?;
+        let (mut cursor, runs) = (part.cursor, &self.pieces.runs);
+        let mut left = part.left.min(cap as u64);
         while ranges.len() < RANGES_CAP
             && left > 0
             && let Some(run) = cursor.piece(runs, left)
@@ -115,24 +141,34 @@ impl StreamSink for StreamDestination {
         Some(self.memory.buffer().clone())
     }
 
-    fn placed(&mut self, len: usize) {
-        let mut left = len as u64;
-        let (memory, pieces) = (Arc::clone(&self.memory), Arc::clone(&self.pieces));
+    fn placed(&mut self, offset: u64, len: usize) {
+        let Some(part) = self.coming.get_mut(&offset) else {
+            return;
+        };
+        let (mut cursor, mut left, runs) = (part.cursor, len as u64, &self.pieces.runs);
         while left > 0
-            && let Some(run) = self.cursor.piece(&pieces.runs, left)
+            && let Some(run) = cursor.piece(runs, left)
         {
-            if let Some(bytes) = memory.buffer().bytes(run.to as usize, run.len as usize) {
-                self.hash(bytes);
+            if self.checksums.compare()
+                && let Some(bytes) = self.memory.buffer().bytes(run.to as usize, run.len as usize)
+            {
+                part.checksum.add(bytes);
             }
-            self.cursor.advance(&pieces.runs, run.len);
+            cursor.advance(runs, run.len);
             left -= run.len;
         }
-        self.came(len as u64);
+        self.came(offset, cursor, len as u64);
     }
 
-    fn put(&mut self, data: SharedBytes<'_>) -> Result<()> {
+    fn put(&mut self, offset: u64, data: SharedBytes<'_>) -> Result<()> {
         let num_bytes = data.len() as u64;
-        let (mut cursor, runs, mut rest) = (self.cursor, &self.pieces.runs, data);
+        let Some(part) = self.coming.get_mut(&offset) else {
+            return Ok(());
+        };
+        if self.checksums.compare() {
+            part.checksum.add(data);
+        }
+        let (mut cursor, runs, mut rest) = (part.cursor, &self.pieces.runs, data);
         while !rest.is_empty()
             && let Some(run) = cursor.piece(runs, rest.len() as u64)
         {
@@ -146,14 +182,12 @@ impl StreamSink for StreamDestination {
             cursor.advance(runs, run.len);
             rest = after;
         }
-        if cursor.bytes_behind() == self.pieces.num_bytes
+        self.came(offset, cursor, num_bytes);
+        if self.placed_bytes == self.pieces.num_bytes
             && let Some(writes) = &mut self.writes
         {
             writes.finish().map_err(not_written)?;
         }
-        self.cursor = cursor;
-        self.hash(data);
-        self.came(num_bytes);
         Ok(())
     }
 }
@@ -181,10 +215,12 @@ impl IncomingStream {
         let destination = Rc::new(RefCell::new(StreamDestination {
             writes: DeviceWrites::begin(memory.buffer()),
             memory,
+            gaps: Gaps::new(pieces.num_bytes),
             pieces,
-            cursor: Cursor::default(),
-            part: None,
+            coming: BTreeMap::new(),
+            placed_bytes: 0,
             checksums,
+            hashed: Cursor::default(),
             corruption: None,
         }));
         Self {
@@ -199,7 +235,7 @@ impl IncomingStream {
     /// A part of so many bytes has come; bytes of credit for the source, if it is due.
     pub(super) fn receive(&mut self, len: u64) -> Result<Option<u64>> {
         let destination = self.destination.borrow();
-        if self.received_bytes + len > destination.cursor.bytes_behind() {
+        if self.received_bytes + len > destination.placed_bytes {
             let text = "a part of a stream that ended before this one";
             return Err(Error::protocol(text));
         }

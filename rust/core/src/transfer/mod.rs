@@ -23,6 +23,7 @@ mod destination;
 pub(crate) mod engine;
 pub(crate) mod exchange;
 pub(crate) mod exposed;
+mod gaps;
 mod incoming_stream;
 pub(crate) mod message;
 mod outgoing_stream;

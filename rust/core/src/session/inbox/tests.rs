@@ -1,14 +1,16 @@
+use std::cell::RefCell;
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::rc::Rc;
 
 use kvpipe_ucx::{Buffer, SharedBytes};
 use proptest::prelude::*;
 
 use super::*;
 use crate::net::framing::{FRAME_CAP, SessionFrame};
-use crate::session::ReactorContext;
 use crate::session::stream_sinks::SharedSink;
+use crate::session::{ReactorContext, StreamSink};
 
 const SESSION: SessionKey = 20;
 const KIND: u8 = 33;
@@ -38,18 +40,18 @@ impl Collected {
 }
 
 impl StreamSink for Collected {
-    fn begin(&mut self, _header: Reader<'_>, _len: usize) -> Result<()> {
-        Ok(())
+    fn begin(&mut self, _header: Reader<'_>, _len: usize) -> Result<u64> {
+        Ok(0)
     }
-    fn next_ranges(&self, cap: usize, ranges: &mut Vec<Range>) -> Option<Buffer> {
+    fn next_ranges(&self, _part: u64, cap: usize, ranges: &mut Vec<Range>) -> Option<Buffer> {
         let half = cap / 2;
         ranges.extend([(self.len, half), (self.len + half, cap - half)]);
         self.gives_memory.then(|| self.memory.clone())
     }
-    fn placed(&mut self, len: usize) {
+    fn placed(&mut self, _part: u64, len: usize) {
         self.len += len;
     }
-    fn put(&mut self, data: SharedBytes<'_>) -> Result<()> {
+    fn put(&mut self, _part: u64, data: SharedBytes<'_>) -> Result<()> {
         assert!(self.memory.copy_from(self.len, data));
         self.len += data.len();
         self.num_copied += data.len();

@@ -67,18 +67,18 @@ fn bytes_are_placed_where_they_belong_whether_they_are_copied_or_received_there(
     {
         let mut sink = incoming.destination.borrow_mut();
         let header = header(3, b"defgh");
-        sink.begin(Reader::new(&header[9..]), 5).unwrap();
+        let part = sink.begin(Reader::new(&header[9..]), 5).unwrap();
         let mut ranges = Vec::new();
-        let memory = sink.next_ranges(16, &mut ranges).unwrap();
+        let memory = sink.next_ranges(part, 16, &mut ranges).unwrap();
         assert_eq!(ranges, [(15, 1), (2, 4)]);
         assert!(memory.write(15, b"d") && memory.write(2, b"e"));
-        sink.placed(2);
+        sink.placed(part, 2);
         ranges.clear();
-        sink.next_ranges(2, &mut ranges).unwrap();
+        sink.next_ranges(part, 2, &mut ranges).unwrap();
         assert_eq!(ranges, [(3, 2)]);
         assert!(memory.write(3, b"fg"));
-        sink.placed(2);
-        sink.put(b"h"[..].into()).unwrap();
+        sink.placed(part, 2);
+        sink.put(part, b"h"[..].into()).unwrap();
     }
     assert_eq!(it.bytes(), *b"\0\0efgh\0\0\0\0\0\0abcd");
     assert_eq!(incoming.received_bytes, 0);
@@ -91,11 +91,13 @@ fn bytes_are_placed_where_they_belong_whether_they_are_copied_or_received_there(
 }
 
 #[test]
-fn a_part_that_does_not_come_next_or_is_too_long_is_refused_before_anything_is_written() {
+fn a_part_of_which_bytes_have_come_or_that_is_too_long_is_refused_before_anything_is_written() {
     let it = Fixture::new();
     let _incoming = it.begin(Checksums::OfStream);
+    it.place(&header(3, b"\0"), b"\0").unwrap();
     for (offset, data) in [
-        (1, &b"b"[..]),
+        (3, &b"b"[..]),
+        (2, b"bc"),
         (0, b""),
         (0, b"123456789"),
         (u64::MAX, b"1"),
@@ -104,6 +106,47 @@ fn a_part_that_does_not_come_next_or_is_too_long_is_refused_before_anything_is_w
     }
     assert!(it.place(&header(0, b"a")[..1 + 8 + 8], b"a").is_err());
     assert_eq!(it.bytes(), [0; 16]);
+}
+
+/// As they come on connections that are not equally fast.
+#[test]
+fn parts_that_come_at_once_and_in_any_order_are_placed_verified_and_hashed_for_the_owner() {
+    for checksums in [
+        Checksums::OfStream,
+        Checksums::OfOwner(RunningChecksum::default()),
+    ] {
+        let it = Fixture::new();
+        let incoming = it.begin(checksums);
+        let parts = [(6, &b"gh"[..]), (3, b"def"), (0, b"abc")];
+        {
+            let mut sink = incoming.destination.borrow_mut();
+            let mut begin = |(offset, data): (u64, &'static [u8])| {
+                let header = header(offset, data);
+                let part = sink.begin(Reader::new(&header[9..]), data.len()).unwrap();
+                (part, data)
+            };
+            let [last, middle, first] = parts.map(&mut begin);
+            for (part, data) in [middle, first, last] {
+                let (one, rest) = data.split_at(1);
+                sink.put(part, one.into()).unwrap();
+                sink.put(part, rest.into()).unwrap();
+            }
+        }
+        assert_eq!(it.bytes(), *b"\0\0efgh\0\0\0\0\0\0abcd");
+        let of_all = incoming.of_all().map(RunningChecksum::get);
+        let is_hashed = of_all == Some(checksum::of(b"abcdefgh"));
+        assert!(is_hashed || !matches!(checksums, Checksums::OfOwner(_)));
+        assert_eq!(incoming.corruption(), None);
+    }
+}
+
+#[test]
+fn of_parts_that_differ_from_their_checksums_the_first_counts_whichever_comes_first() {
+    let it = Fixture::new();
+    let incoming = it.begin(Checksums::OfStream);
+    it.place(&header(4, b"efgh"), b"efgx").unwrap();
+    it.place(&header(0, b"abcd"), b"abcx").unwrap();
+    assert_eq!(incoming.corruption().unwrap().at, 0);
 }
 
 #[test]
