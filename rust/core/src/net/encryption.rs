@@ -65,7 +65,7 @@ impl fmt::Display for Encryption {
 }
 
 /// The wish of a side, and what `Auto` depends on. The handshake authenticates it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Offer {
     /// The setting of this side.
     pub encryption: Encryption,

@@ -18,6 +18,7 @@ const GOODBYE: u8 = 34;
 const PING: u8 = 35;
 const DATA_PATH: u8 = 36;
 const STREAM: u8 = 37;
+const STREAM_LOST: u8 = 38;
 /// Bytes that a buffer without content keeps for the next frames.
 const KEPT_BYTES: usize = 1 << 20;
 /// Longest name of a transport.
@@ -42,6 +43,8 @@ pub(crate) enum SessionFrame<'a> {
     Ping,
     /// How the sender gets bytes of the receiver: by reading its memory, or as a stream, over this transport.
     DataPath { is_read: bool, transport: String },
+    /// The sender has closed the further connection of this number. Parts of streams on it may not have come.
+    StreamLost(u32),
 }
 
 impl<'a> SessionFrame<'a> {
@@ -67,6 +70,7 @@ impl<'a> SessionFrame<'a> {
                 .u8((*is_read).into())
                 .text(transport, TRANSPORT_CAP)
                 .finish(),
+            Self::StreamLost(number) => Writer::new(STREAM_LOST).u32(*number).finish(),
         }
     }
 
@@ -102,6 +106,12 @@ impl<'a> SessionFrame<'a> {
                 let is_read = reader.flag()?;
                 let transport = reader.str(TRANSPORT_CAP)?;
                 Ok(Self::DataPath { is_read, transport })
+            }
+            Some((&STREAM_LOST, number)) => {
+                let mut reader = Reader::new(number);
+                let number = reader.u32()?;
+                reader.end()?;
+                Ok(Self::StreamLost(number))
             }
             other => Err(Error::protocol(format_args!(
                 "frame {:?} on an established session",
@@ -315,6 +325,7 @@ mod tests {
                 is_read: true,
                 transport: "rc_mlx5".to_owned(),
             },
+            SessionFrame::StreamLost(7),
         ] {
             assert_eq!(SessionFrame::decode(&frame.encode()), Ok(frame));
         }

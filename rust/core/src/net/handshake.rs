@@ -11,6 +11,14 @@
 //! The messages are those of Noise, pattern `NNpsk0`: the token is the key that both sides know before. All frames after them
 //! are sealed with keys of this conversation alone. A first message can be recorded and played again; so the server acts on
 //! nothing before the client's first record has opened.
+//!
+//! A further connection of a session proves the session's own secret instead, and both sides know each other already:
+//!
+//! ```text
+//! Join{magic, version, session, number, message 1} ->                the server checks the secret
+//!                                 <-   Reply{version, message 2}     the client checks it
+//! Ready                           ->
+//! ```
 
 mod frames;
 mod noise;
@@ -20,7 +28,7 @@ use crate::net::codec::{Reader, Writer};
 use crate::net::encryption::{Encryption, Offer};
 use crate::net::identity::Identity;
 use crate::net::record::Records;
-use crate::net::secret::Secrets;
+use crate::net::secret::{JoinSecret, Secrets, SessionId};
 use crate::net::version::PROTOCOL_VERSION;
 use frames::{Greeting, HandshakeFrame};
 use noise::Noise;
@@ -42,8 +50,20 @@ pub enum Step {
     },
     /// This peer knows the session too.
     Ready(Box<Identity>),
+    /// A further connection of a session: [`Handshake::join`] goes on, or the connection is closed.
+    AskedToJoin(JoinRequest),
+    /// Send this frame, if there is one; the connection has joined its session.
+    Joined(Option<Vec<u8>>),
     /// Send this frame, then close; the error is for the log of this side.
     Refuse(Vec<u8>, Error),
+}
+
+/// The first frame of a connection that is to join a session.
+#[derive(Debug)]
+pub struct JoinRequest {
+    pub(crate) session: SessionId,
+    pub(crate) number: u32,
+    message: Vec<u8>,
 }
 
 /// How far a peer that has connected is.
@@ -62,6 +82,9 @@ enum HandshakeState {
     ServerHello(Secrets),
     ServerIdentity,
     ServerReady(Box<Identity>),
+    ServerJoin,
+    ServerJoinReady,
+    ClientJoinReply(Box<Noise>),
     ClientReply(Box<Noise>),
     ClientWelcome,
     Done,
@@ -73,6 +96,7 @@ pub struct Handshake {
     state: HandshakeState,
     /// The keys, once both messages of Noise have been written and read.
     records: Option<Records>,
+    join_secret: Option<JoinSecret>,
     ours: Offer,
     /// The setting of the peer, once it has proved the token.
     theirs: Option<Encryption>,
@@ -86,6 +110,7 @@ impl Handshake {
         Self {
             state,
             records: None,
+            join_secret: None,
             ours,
             theirs: None,
             is_sealed: None,
@@ -117,9 +142,76 @@ impl Handshake {
     pub(crate) fn progress(&self) -> Progress {
         match self.state {
             HandshakeState::ServerHello(_) => Progress::Silent,
-            HandshakeState::ServerIdentity => Progress::Greeted,
+            HandshakeState::ServerIdentity
+            | HandshakeState::ServerJoin
+            | HandshakeState::ServerJoinReady => Progress::Greeted,
             _ => Progress::Proved,
         }
+    }
+
+    /// The connecting side of a further connection of a session, and its first frame. Its frames are sealed as those of the
+    /// session are.
+    ///
+    /// # Errors
+    /// As of [`client`](Self::client).
+    pub(crate) fn joining(
+        secret: &JoinSecret,
+        number: u32,
+        is_sealed: bool,
+        peer: &str,
+    ) -> Result<(Self, Vec<u8>)> {
+        let mut noise = Noise::initiator(&secret.of_connection(number))?;
+        let message = noise.write(&[])?;
+        let (session, greeting) = (secret.session_id(), Greeting::new(&message));
+        let join = HandshakeFrame::Join(session, number, greeting).encode();
+        let state = HandshakeState::ClientJoinReply(Box::new(noise));
+        let mut handshake = Self::new(state, Offer::default(), peer);
+        handshake.is_sealed = Some(is_sealed);
+        Ok((handshake, join))
+    }
+
+    /// Answers a peer that has [asked](Step::AskedToJoin) to join a session with this secret, whose frames are sealed or not;
+    /// refuses it if there is none.
+    ///
+    /// # Errors
+    /// This handshake is not that far; the system gives no random bytes.
+    pub(crate) fn join(
+        &mut self,
+        session: Option<(&JoinSecret, bool)>,
+        request: &JoinRequest,
+    ) -> Result<Step> {
+        if !matches!(self.state, HandshakeState::ServerJoin) {
+            return Err(Error::protocol("nothing has asked to join a session"));
+        }
+        let refused = || {
+            refuse(Error::Authentication(format!(
+                "{} does not hold the secret of the session that it asks to join",
+                self.peer
+            )))
+        };
+        let Some((secret, is_sealed)) = session else {
+            return Ok(refused());
+        };
+        let mut noise = Noise::responder(&secret.of_connection(request.number))?;
+        if noise.read(&request.message).is_none() {
+            return Ok(refused());
+        }
+        let message = noise.write(&[])?;
+        self.set_keys(noise);
+        self.is_sealed = Some(is_sealed);
+        self.state = HandshakeState::ServerJoinReady;
+        let reply = HandshakeFrame::Reply(Greeting::new(&message));
+        Ok(Step::Continue(reply.encode()))
+    }
+
+    fn set_keys(&mut self, noise: Noise) {
+        let (records, join_secret) = noise.into_keys();
+        (self.records, self.join_secret) = (Some(records), Some(join_secret));
+    }
+
+    /// The secret of further connections, once there are keys.
+    pub(crate) fn join_secret(&self) -> Option<JoinSecret> {
+        self.join_secret.clone()
     }
 
     /// The keys of the session that the handshake has made, if its frames are sealed.
@@ -143,7 +235,9 @@ impl Handshake {
         let state = std::mem::replace(&mut self.state, State::Done);
         let frame = self.open(frame)?;
         match (state, Frame::decode(frame, &self.peer)?) {
-            (State::ClientReply(_), Frame::Refused(error)) => Err(unproved(error)),
+            (State::ClientReply(_) | State::ClientJoinReply(_), Frame::Refused(error)) => {
+                Err(unproved(error))
+            }
             (State::ServerIdentity | State::ClientWelcome, Frame::Refused(error)) => Err(error),
             (State::ServerHello(secrets), Frame::Hello(greeting)) => {
                 Ok(self.hello(&secrets, &greeting).unwrap_or_else(refuse))
@@ -156,6 +250,22 @@ impl Handshake {
                 }
             }
             (State::ServerReady(peer), Frame::Ready) => Ok(Step::Ready(peer)),
+            (State::ServerHello(_), Frame::Join(session, number, greeting)) => {
+                if let Err(error) = self.check_version(&greeting) {
+                    return Ok(refuse(error));
+                }
+                self.state = State::ServerJoin;
+                Ok(Step::AskedToJoin(JoinRequest {
+                    session,
+                    number,
+                    message: greeting.message.to_vec(),
+                }))
+            }
+            (State::ServerJoinReady, Frame::Ready) => Ok(Step::Joined(None)),
+            (State::ClientJoinReply(noise), Frame::Reply(greeting)) => {
+                self.read_reply(*noise, &greeting)?;
+                Ok(Step::Joined(Some(self.seal(&HandshakeFrame::Ready)?)))
+            }
             (State::ClientReply(noise), Frame::Reply(greeting)) => {
                 self.reply(*noise, &greeting, ours)
             }
@@ -209,27 +319,28 @@ impl Handshake {
     fn greeted(&mut self, mut noise: Noise, offer: &[u8]) -> Result<Step> {
         self.read_offer(offer)?;
         let message = noise.write(&self.ours.write(Writer::default()).finish())?;
-        self.records = Some(noise.into_records());
+        self.set_keys(noise);
         self.state = HandshakeState::ServerIdentity;
         let reply = HandshakeFrame::Reply(Greeting::new(&message));
         Ok(Step::Continue(reply.encode()))
     }
 
-    fn reply(
-        &mut self,
-        mut noise: Noise,
-        greeting: &Greeting<'_>,
-        ours: &Identity,
-    ) -> Result<Step> {
+    /// What the server has written into its message, which gives the keys.
+    fn read_reply(&mut self, mut noise: Noise, greeting: &Greeting<'_>) -> Result<Vec<u8>> {
         self.check_version(greeting)?;
-        let offer = noise.read(greeting.message).ok_or_else(|| {
+        let payload = noise.read(greeting.message).ok_or_else(|| {
             Error::Authentication(format!(
                 "{} could not prove that it holds the token",
                 self.peer
             ))
         })?;
+        self.set_keys(noise);
+        Ok(payload)
+    }
+
+    fn reply(&mut self, noise: Noise, greeting: &Greeting<'_>, ours: &Identity) -> Result<Step> {
+        let offer = self.read_reply(noise, greeting)?;
         self.read_offer(&offer)?;
-        self.records = Some(noise.into_records());
         if let Err(error) = self.check_encryption() {
             return self.refuse_sealed(error);
         }

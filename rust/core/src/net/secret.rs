@@ -12,6 +12,8 @@ pub(crate) const KEY_LEN: usize = 32;
 /// Shortest token of a side that others than this host reach: a shorter one could be guessed from a recorded handshake.
 pub const MIN_TOKEN_BYTES: usize = 16;
 
+/// The name of a session, by which a further connection joins it.
+pub(crate) type SessionId = [u8; 16];
 /// A key, which is overwritten when it is dropped.
 pub(crate) type Key = Zeroizing<[u8; KEY_LEN]>;
 
@@ -111,6 +113,37 @@ impl Secret {
 impl std::fmt::Debug for Secret {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Secret")
+    }
+}
+
+/// The secret with which further connections join a session. It follows from the keys of the session's own.
+#[derive(Clone)]
+pub struct JoinSecret(Key);
+
+impl JoinSecret {
+    pub(super) fn new(of_initiator: &Key, of_responder: &Key) -> Self {
+        Self(expand(
+            of_initiator,
+            &[b"kvpipe join secret", &**of_responder],
+        ))
+    }
+
+    /// The name of the session, which says nothing of its keys.
+    pub(crate) fn session_id(&self) -> SessionId {
+        let key = expand(&self.0, &[b"kvpipe session id"]);
+        std::array::from_fn(|at| key[at])
+    }
+
+    /// The secret of the connection of this number, known before its handshake.
+    pub(super) fn of_connection(&self, number: u32) -> Secret {
+        let key = expand(&self.0, &[b"kvpipe join psk", &number.to_le_bytes()]);
+        Secret { key: Arc::new(key) }
+    }
+}
+
+impl std::fmt::Debug for JoinSecret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("JoinSecret")
     }
 }
 

@@ -32,7 +32,7 @@ impl Peer {
             Ok(Step::Continue(frame) | Step::Admitted { frame, .. } | Step::Refuse(frame, _)) => {
                 self.outbox = vec![frame];
             }
-            Ok(Step::Ready(_)) | Err(_) => {}
+            Ok(Step::Ready(_) | Step::AskedToJoin(_) | Step::Joined(_)) | Err(_) => {}
         }
     }
 }
@@ -125,7 +125,8 @@ pub(crate) fn handshake(bytes: &[u8]) {
                 assert!(is_honest, "a stranger was admitted");
                 frame
             }
-            Ok(Step::Ready(_)) | Err(_) => return,
+            Ok(Step::Joined(_)) => panic!("a connection has joined no session"),
+            Ok(Step::Ready(_) | Step::AskedToJoin(_)) | Err(_) => return,
         };
         let is_disclosed = contains(&frame, ENGINE_ID);
         assert!(is_honest || !is_disclosed, "a stranger learns who this is");

@@ -171,6 +171,7 @@ impl Hostile {
                 self.open_plane(&peer);
                 return Some(!flags.is_unready());
             }
+            HandshakeStep::AskedToJoin(_) | HandshakeStep::Joined(_) => panic!("it has a session"),
             HandshakeStep::Refuse(_, error) => panic!("an honest victim was refused: {error}"),
         }
         None

@@ -6,6 +6,7 @@ pub(crate) mod bootstrap {
     pub(crate) const REPLY: u8 = 2;
     pub(crate) const IDENTITY: u8 = 4;
     pub(crate) const REFUSED: u8 = 7;
+    pub(crate) const JOIN: u8 = 8;
 }
 
 /// Frames of every session.
@@ -14,6 +15,7 @@ pub(crate) mod session {
     pub(crate) const MESSAGE: u8 = 33;
     pub(crate) const GOODBYE: u8 = 34;
     pub(crate) const STREAM: u8 = 37;
+    pub(crate) const STREAM_LOST: u8 = 38;
 }
 
 /// Transfers of blocks and of large tensors.

@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
+use crate::net::secret::SessionId;
 use crate::net::version::PROTOCOL_VERSION;
 
 pub(super) const MAGIC: [u8; 4] = *b"KVPP";
@@ -13,11 +14,14 @@ pub(super) const IDENTITY: u8 = 4;
 const WELCOME: u8 = 5;
 const READY: u8 = 6;
 pub(super) const REFUSED: u8 = 7;
+pub(super) const JOIN: u8 = 8;
 
 /// A frame of the handshake. All after REPLY are sealed; so is REFUSED.
 #[derive(Debug)]
 pub(super) enum HandshakeFrame<'a> {
     Hello(Greeting<'a>),
+    /// In place of HELLO, on a further connection of a session.
+    Join(SessionId, u32, Greeting<'a>),
     Reply(Greeting<'a>),
     /// The client's identity.
     Identity(&'a [u8]),
@@ -32,6 +36,10 @@ impl<'a> HandshakeFrame<'a> {
     pub(super) fn encode(&self) -> Vec<u8> {
         let writer = match self {
             Self::Hello(greeting) => greeting.write(Writer::new(HELLO).raw(&MAGIC)),
+            Self::Join(session, number, greeting) => {
+                let writer = Writer::new(JOIN).raw(&MAGIC).u16(greeting.version);
+                writer.raw(session).u32(*number).raw(greeting.message)
+            }
             Self::Reply(greeting) => greeting.write(Writer::new(REPLY)),
             Self::Identity(body) => Writer::new(IDENTITY).raw(body),
             Self::Welcome(body) => Writer::new(WELCOME).raw(body),
@@ -44,10 +52,15 @@ impl<'a> HandshakeFrame<'a> {
     pub(super) fn decode(frame: &'a [u8], peer: &str) -> Result<Self> {
         let mut reader = Reader::new(frame);
         let frame = match reader.u8()? {
-            HELLO if reader.fixed::<4>()? != MAGIC => {
+            HELLO | JOIN if reader.fixed::<4>()? != MAGIC => {
                 return Err(Error::protocol("not a kvpipe peer"));
             }
             HELLO => Self::Hello(Greeting::read(&mut reader)?),
+            JOIN => {
+                let (version, session, number) = (reader.u16()?, reader.fixed()?, reader.u32()?);
+                let message = reader.rest();
+                Self::Join(session, number, Greeting { version, message })
+            }
             REPLY => Self::Reply(Greeting::read(&mut reader)?),
             IDENTITY => Self::Identity(reader.rest()),
             WELCOME => Self::Welcome(reader.rest()),

@@ -9,7 +9,7 @@ use zeroize::Zeroize;
 use super::frames::MAGIC;
 use crate::error::{Error, Result};
 use crate::net::record::Records;
-use crate::net::secret::{Key, Secret};
+use crate::net::secret::{JoinSecret, Key, Secret};
 use crate::net::version::PROTOCOL_VERSION;
 
 /// `ChaChaPoly` takes the same time for all bytes without instructions of the CPU for it.
@@ -68,18 +68,20 @@ impl Noise {
         Some(payload)
     }
 
-    /// The keys of a session whose messages are both written and read.
-    pub(super) fn into_records(mut self) -> Records {
+    /// The keys of a connection whose messages are both written and read, and the secret of those that join it.
+    pub(super) fn into_keys(mut self) -> (Records, JoinSecret) {
         let is_initiator = self.0.is_initiator();
         let (mut of_initiator, mut of_responder) = self.0.dangerously_get_raw_split();
         let (first, second) = (Key::new(of_initiator), Key::new(of_responder));
         of_initiator.zeroize();
         of_responder.zeroize();
-        if is_initiator {
+        let join_secret = JoinSecret::new(&first, &second);
+        let records = if is_initiator {
             Records::new(first, second)
         } else {
             Records::new(second, first)
-        }
+        };
+        (records, join_secret)
     }
 }
 

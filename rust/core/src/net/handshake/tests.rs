@@ -84,9 +84,11 @@ impl Conversation {
 /// The frame that a step sends, or none, and whether the conversation may go on.
 fn sent(step: Result<Step>) -> (Vec<u8>, bool) {
     match step {
-        Ok(Step::Continue(frame) | Step::Admitted { frame, .. }) => (frame, true),
+        Ok(Step::Continue(frame) | Step::Admitted { frame, .. } | Step::Joined(Some(frame))) => {
+            (frame, true)
+        }
         Ok(Step::Refuse(frame, _)) => (frame, false),
-        Ok(Step::Ready(_)) => (vec![], true),
+        Ok(Step::Ready(_) | Step::Joined(None) | Step::AskedToJoin(_)) => (vec![], true),
         Err(_) => (vec![], false),
     }
 }
@@ -108,7 +110,7 @@ fn converse(
         let side = if at == 1 { &mut server } else { &mut client };
         match side.frame(&mut frame, ours[at], |peer| accept(peer)) {
             Ok(Step::Continue(next) | Step::Admitted { frame: next, .. }) => frame = next,
-            Ok(Step::Ready(_)) => break,
+            Ok(Step::Ready(_) | Step::AskedToJoin(_) | Step::Joined(_)) => break,
             Ok(Step::Refuse(next, error)) => {
                 errors[at] = Some(error);
                 frame = next;
@@ -185,6 +187,20 @@ fn the_handshake_has_the_known_bytes() {
     let (mut heartbeat, mut records) = (Vec::new(), server.into_records().unwrap());
     records.sealer.seal(&[32], &mut heartbeat).unwrap();
     assert_eq!(hex(&heartbeat), HEARTBEAT_HEX);
+    let secret = client.join_secret().unwrap();
+    let mut initiator = Noise::fixed(&secret.of_connection(7), true, [0x55; 32]);
+    let message = initiator.write(&[]).unwrap();
+    let join = HandshakeFrame::Join(secret.session_id(), 7, Greeting::new(&message));
+    assert_eq!(hex(&join.encode()), JOIN_HEX);
+    let mut responder = Noise::fixed(&secret.of_connection(7), false, [0x66; 32]);
+    assert!(responder.read(&message).is_some());
+    let message = responder.write(&[]).unwrap();
+    let reply = HandshakeFrame::Reply(Greeting::new(&message));
+    assert_eq!(hex(&reply.encode()), JOIN_REPLY_HEX);
+    assert!(initiator.read(&message).is_some());
+    let (mut ready, (mut records, _)) = (Vec::new(), initiator.into_keys());
+    records.sealer.seal(&[6], &mut ready).unwrap();
+    assert_eq!(hex(&ready), JOIN_READY_HEX);
     let mut records = client.into_records().unwrap();
     let opened = records.opener.open(&mut heartbeat);
     assert_eq!(opened, Ok(&[32][..]));
@@ -198,12 +214,15 @@ pub(in crate::net) fn hex(bytes: &[u8]) -> String {
     })
 }
 
-const HELLO_HEX: &str = "014b5650500b007b4e909bbe7ffe44c465a220037d608ee35897d31ef972f07f74892cb0f73f13121d43a16ecf8c5a95426ce14b176f2511a296c1a5aeca7b8dd87b8f3741cab654";
-const REPLY_HEX: &str = "020b000faa684ed28867b97f4a6a2dee5df8ce974e76b7018e3f22a1c4cf2678570f206afb93c7c646a9c95f0cc33f9cb13fbeeb2d987627aa7edab17d7e47e49e6660a5";
-const IDENTITY_HEX: &str = "04cfd5ad681cef5200938efde9f30a800c49082c4a28cdfb495da1bd1eb2e006033630d015703fb1a18744797924a622fe5318f32c1fc877c97edce7934672f727ef43b6";
-const WELCOME_HEX: &str = "0590265bc6e4090d7eb963b9796afd6f7d2d6df27cc289162abb8af39e26a3d057731836bb41e11aa97306333a485624c3598897e6df24f9a36cdaae24a0bcbb3e9a1e96";
-const READY_HEX: &str = "06073f686973e4c6d25ca9bdf73b94872e";
-const HEARTBEAT_HEX: &str = "20474fd0839267894503029ee74da43597";
+const JOIN_HEX: &str = "084b5650500c00d2010933afcc7d1a29095390c09be5640700000038ab664bd86f77d7e66bdd9ae0792913a94fd8b33a1260027e4b46c1f4884c67df797e62bf7cc7ad47212e2c7dfc9364";
+const JOIN_REPLY_HEX: &str = "020c00219e4d800da968d2a5fcb009c784f4746c7138edb9ee4844b739e830b05cf4249a3b3c7478e60baacb123aaad6fa7c76";
+const JOIN_READY_HEX: &str = "065dd78834ce412bc8225fd30abffac007";
+const HELLO_HEX: &str = "014b5650500c007b4e909bbe7ffe44c465a220037d608ee35897d31ef972f07f74892cb0f73f13d5bccd2d5b4b71c70ed8aa9b6506b9c16d429b5f8a23513dc1cbd0a62a2f7e9015";
+const REPLY_HEX: &str = "020c000faa684ed28867b97f4a6a2dee5df8ce974e76b7018e3f22a1c4cf2678570f206494f1236c20dd341c6878eb9e198200e462c9d34421e2b1bae3b2c50b3f0b7f3e";
+const IDENTITY_HEX: &str = "0496a135ec2b099c7dc70966fbd8ed0d63f9df82e7bc7995ef1ad9fcf772e44bf487d29f8581602abde1279ace5fd5281cb16219296d5fbe5992b3413521eb65b57d6919";
+const WELCOME_HEX: &str = "0598ea2de218c9a56eb95a15db430a63a97f0caa720bdfeb45a838e7d7e78f8dec028a54ecf2e933f47a1a407851016050dc4ab5188d772271604d0285866eaf6a514450";
+const READY_HEX: &str = "06ae9cebf203748285c5ecddfac2d967e1";
+const HEARTBEAT_HEX: &str = "202c1767c5133ecb6045b97b780c589d6a";
 
 #[test]
 fn a_wrong_token_is_refused_on_both_sides_and_the_refusal_is_a_hint_only() {
@@ -408,7 +427,7 @@ fn where_encryption_differs_a_client_sends_no_identity_and_a_server_takes_none()
     noise.read(&reply[3..]).unwrap();
     let body = who.write(Writer::new(IDENTITY)).finish();
     let mut record = Vec::new();
-    let mut records = noise.into_records();
+    let (mut records, _) = noise.into_keys();
     records.sealer.seal(&body, &mut record).unwrap();
     let step = server.frame(&mut record, &who, accept);
     assert!(
@@ -664,4 +683,99 @@ fn neither_side_of_a_handshake_nor_its_errors_and_frames_show_the_token() {
         assert_eq!(is_refused, token == OTHER, "{shown}");
         assert_discloses_nothing(&shown);
     }
+}
+
+/// A session with its keys at both sides, and the frame with which a connection asks to join it.
+fn joining(number: u32) -> ([JoinSecret; 2], Handshake, Vec<u8>) {
+    let mut talk = Conversation::honest().replied();
+    sent(talk.at_server());
+    let secrets = [&talk.client, &talk.server].map(|side| side.join_secret().unwrap());
+    let (client, join) = Handshake::joining(&secrets[0], number, true, "server").unwrap();
+    (secrets, client, join)
+}
+
+/// The request in the first frame of a connection.
+fn asked(server: &mut Handshake, join: &[u8]) -> JoinRequest {
+    let step = server.frame(&mut join.to_vec(), &identity("float32"), |_| Ok(()));
+    match step {
+        Ok(Step::AskedToJoin(request)) => request,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_further_connection_joins_its_session_with_keys_of_its_own() {
+    let mut keys = Vec::new();
+    for number in [0, 1] {
+        let ([ours, theirs], mut client, join) = joining(number);
+        let (mut server, who) = (server(b"another token", auto()), identity("float32"));
+        let request = asked(&mut server, &join);
+        assert_eq!(request.session, theirs.session_id());
+        assert_eq!(ours.session_id(), theirs.session_id());
+        assert_eq!(server.progress(), Progress::Greeted);
+        let mut reply = sent(server.join(Some((&theirs, true)), &request)).0;
+        let step = client.frame(&mut reply, &who, |_| Ok(()));
+        let Ok(Step::Joined(Some(mut ready))) = step else {
+            panic!("{step:?}")
+        };
+        // The request may have been played again: READY proves the secret.
+        assert_eq!(server.progress(), Progress::Greeted);
+        let step = server.frame(&mut ready, &who, |_| Ok(()));
+        assert!(matches!(step, Ok(Step::Joined(None))), "{step:?}");
+        assert_eq!(server.progress(), Progress::Proved);
+        let mut record = Vec::new();
+        let mut sealer = client.into_records().unwrap().sealer;
+        sealer.seal(b"\x20 the same for both", &mut record).unwrap();
+        keys.push(record.clone());
+        let mut opener = server.into_records().unwrap().opener;
+        assert_eq!(opener.open(&mut record).unwrap(), b"\x20 the same for both");
+    }
+    assert_ne!(keys[0], keys[1]);
+}
+
+#[test]
+fn a_connection_does_not_join_another_session_nor_under_another_number_nor_by_a_replay() {
+    let (mut server, who) = (server(SHARED, auto()), identity("float32"));
+    let ([_, theirs], _, join) = joining(7);
+    let request = asked(&mut server, &join);
+    let [_, of_another] = joining(7).0;
+    for unknown in [None, Some((&of_another, true))] {
+        let step = server.join(unknown, &request);
+        let Ok(Step::Refuse(_, Error::Authentication(_))) = step else {
+            panic!("{step:?}")
+        };
+    }
+    let other_number = JoinRequest {
+        number: 8,
+        message: request.message.clone(),
+        ..request
+    };
+    for (request, goes_on) in [(&other_number, false), (&request, true)] {
+        let step = server.join(Some((&theirs, true)), request);
+        assert_eq!(sent(step).1, goes_on);
+    }
+    for played in [join, vec![6], vec![6; 17]] {
+        let mut played = played;
+        let step = server.frame(&mut played, &who, |_| Ok(()));
+        assert!(step.is_err(), "{step:?}");
+    }
+}
+
+#[test]
+fn a_connection_of_another_version_is_refused_by_name() {
+    let (_, _, mut join) = joining(0);
+    join[5] += 1;
+    let step = server(SHARED, auto()).frame(&mut join, &identity("float32"), |_| Ok(()));
+    let Ok(Step::Refuse(_, Error::Incompatible { field, .. })) = step else {
+        panic!("{step:?}")
+    };
+    assert_eq!(field, "protocol version");
+}
+
+#[test]
+fn neither_the_secret_of_further_connections_nor_their_keys_show_anything() {
+    let ([secret, _], client, _) = joining(0);
+    assert_eq!(format!("{secret:?}"), "JoinSecret");
+    let shown = format!("{client:?}");
+    assert!(shown.len() < 2000 && !shown.contains("key: ["), "{shown}");
 }

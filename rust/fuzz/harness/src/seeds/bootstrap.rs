@@ -3,13 +3,18 @@
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::version::PROTOCOL_VERSION;
 
-use crate::kinds::bootstrap::{HELLO, IDENTITY, REFUSED, REPLY};
-use crate::kinds::session::{MESSAGE, STREAM};
+use crate::kinds::bootstrap::{HELLO, IDENTITY, JOIN, REFUSED, REPLY};
+use crate::kinds::session::{MESSAGE, STREAM, STREAM_LOST};
 use crate::script::{REMOTE_READ, SERVER, Script};
 
 fn hello(version: u16) -> Vec<u8> {
     let hello = Writer::new(HELLO).raw(b"KVPP").u16(version);
     hello.raw(&[7; 100]).finish()
+}
+
+fn join(version: u16) -> Vec<u8> {
+    let join = Writer::new(JOIN).raw(b"KVPP").u16(version);
+    join.raw(&[7; 16]).u32(0).raw(&[7; 48]).finish()
 }
 
 pub(super) fn bootstrap() -> Vec<Vec<u8>> {
@@ -32,6 +37,9 @@ pub(super) fn bootstrap() -> Vec<Vec<u8>> {
             .connection(&differs.finish())
             .connection(&[MESSAGE]),
         Script::new(0).connection(&[STREAM, 1, 33, 7, 0]),
+        Script::new(0).connection(&[STREAM_LOST, 0, 0, 0, 0]),
+        Script::new(0).connection(&join(PROTOCOL_VERSION)),
+        Script::new(0).connection(&join(PROTOCOL_VERSION + 1)),
     ];
     scripts.map(Script::finish).to_vec()
 }
