@@ -21,7 +21,7 @@ use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::{Secrets, Tokens};
 use crate::reactor::Reactor;
-use crate::session::{ReactorConfig, SessionTimeouts};
+use crate::session::{ReactorConfig, SessionTimeouts, Streams};
 use crate::trace::Trace;
 use crate::work::Work;
 
@@ -186,6 +186,7 @@ impl Control {
             listen: address,
             secrets: Secrets::new(token),
             encryption: Encryption::of_environment()?,
+            streams: Streams::default(),
             identity: Identity::new(SessionKind::Control, engine_id, fingerprint)?,
             transport: None,
             timeouts: timeouts.session,

@@ -11,7 +11,9 @@ use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::Secrets;
 use crate::reactor::Reactor;
-use crate::session::{Payload, ReactorConfig, ReactorContext, Service, SessionTimeouts, spawn};
+use crate::session::{
+    Payload, ReactorConfig, ReactorContext, Service, SessionTimeouts, Streams, spawn,
+};
 use crate::transport::Transport;
 
 struct UnreachedService;
@@ -62,6 +64,7 @@ impl Unreached {
             listen: is_listening.then(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()),
             secrets: Secrets::new(b"a token that the stranger does not hold"),
             encryption: Encryption::Off,
+            streams: Streams::default(),
             identity: Identity::new(SessionKind::Agent, engine_id, Vec::new())?,
             transport: Some(transport),
             timeouts: SessionTimeouts::default(),

@@ -21,7 +21,7 @@ use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::{Secrets, Tokens};
 use crate::reactor::default_busy_poll;
-use crate::session::{ReactorConfig, SessionTimeouts};
+use crate::session::{ReactorConfig, SessionTimeouts, Streams};
 use crate::sync::lock;
 use crate::trace::Trace;
 use crate::transport::Transport;
@@ -153,6 +153,7 @@ impl HandoffAgent {
             listen: Some(address),
             secrets: Secrets::new(config.token),
             encryption: Encryption::of_environment()?,
+            streams: Streams::of_environment()?,
             identity: Identity::new(SessionKind::Agent, config.engine_id, config.fingerprint)?,
             transport: Some(config.transport),
             timeouts: config.timeouts,

@@ -19,7 +19,7 @@ use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::{Secrets, Tokens};
 use crate::reactor::{Reactor, default_busy_poll};
-use crate::session::{ReactorConfig, SessionTimeouts, spawn};
+use crate::session::{ReactorConfig, SessionTimeouts, Streams, spawn};
 use crate::sync::lock;
 use crate::transport::Transport;
 use crate::work::{Completer, Then, Work, work};
@@ -97,6 +97,7 @@ impl LookupBuffer {
             listen: Some(address),
             secrets: Secrets::new(token),
             encryption: Encryption::of_environment()?,
+            streams: Streams::of_environment()?,
             identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
             timeouts: SessionTimeouts::default(),
@@ -128,6 +129,7 @@ impl LookupBuffer {
             listen: None,
             secrets: Secrets::new(token),
             encryption: Encryption::of_environment()?,
+            streams: Streams::of_environment()?,
             identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
             timeouts: SessionTimeouts::connecting(timeout),

@@ -24,7 +24,7 @@ use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::{Secrets, Tokens};
 use crate::reactor::Reactor;
-use crate::session::{ReactorConfig, ReactorContext, SessionTimeouts};
+use crate::session::{ReactorConfig, ReactorContext, SessionTimeouts, Streams};
 use crate::sync::lock;
 use crate::tensor::{Meta, Received};
 use crate::transport::Transport;
@@ -137,6 +137,7 @@ fn config(
         listen,
         secrets: Secrets::new(tokens),
         encryption: Encryption::of_environment()?,
+        streams: Streams::of_environment()?,
         identity: Identity::new(SessionKind::Pipe, "", Vec::new())?,
         transport: Some(transport),
         timeouts: SessionTimeouts::default(),

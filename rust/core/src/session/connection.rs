@@ -73,10 +73,14 @@ impl Connection {
         })
     }
 
-    /// Bytes of frames, and parts, that the socket has not accepted.
-    #[cfg(test)]
+    /// Bytes of frames and parts that the socket has not accepted.
     pub(super) fn num_unsent(&self) -> usize {
         self.outbox.len()
+    }
+
+    /// The address of the peer that the connection has reached.
+    pub(super) fn peer(&self) -> Option<String> {
+        self.stream.peer_addr().ok().map(|peer| peer.to_string())
     }
 
     /// True if both ends have loopback addresses.

@@ -1,6 +1,6 @@
 //! What a service may do: connect, send, close. Its part of the data plane is in `data_plane.rs`.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt::Display;
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -22,7 +22,8 @@ use crate::net::framing::SessionFrame;
 use crate::net::handshake::HANDSHAKE_FRAME_CAP;
 use crate::net::identity::Identity;
 use crate::net::record::TAG_LEN;
-use crate::reactor::{ConnectFailure, Connector, PendingReads, Poller, Timers};
+use crate::net::secret::SessionId;
+use crate::reactor::{ConnectFailure, Connector, PendingReads, Poller, Timers, Token};
 use crate::transport::Context;
 
 /// The key of a session is its token as well; those below are the listener's and the reactor's.
@@ -52,8 +53,12 @@ pub(crate) struct ReactorContext {
     ended_peers: VecDeque<(SessionKey, String)>,
     pub(super) data: Option<DataPlane>,
     pub(super) sinks: StreamSinks,
+    /// The sessions of further connections, by the tokens of these.
+    pub(super) bulk: HashMap<Token, SessionKey>,
+    /// The sessions that further connections may join.
+    pub(super) joinable: HashMap<SessionId, SessionKey>,
     pending_reads: PendingReads,
-    next_session: SessionKey,
+    pub(super) next_session: SessionKey,
     next_token: u64,
 }
 
@@ -85,6 +90,8 @@ impl ReactorContext {
             ended_peers: VecDeque::new(),
             data,
             sinks: StreamSinks::default(),
+            bulk: HashMap::new(),
+            joinable: HashMap::new(),
             pending_reads,
             next_session: FIRST_SESSION,
             next_token: 0,
@@ -192,7 +199,7 @@ impl ReactorContext {
         self.send_frame(session, &SessionFrame::Ping);
     }
 
-    fn send_frame(&mut self, key: SessionKey, frame: &SessionFrame<'_>) -> bool {
+    pub(super) fn send_frame(&mut self, key: SessionKey, frame: &SessionFrame<'_>) -> bool {
         let Some(session) = self.sessions.get_mut(&key).filter(|it| it.is_up()) else {
             return false;
         };
@@ -212,7 +219,7 @@ impl ReactorContext {
     /// When bytes of the peer came last over its connection.
     pub(crate) fn last_rx(&self, session: SessionKey) -> Option<Instant> {
         let session = self.sessions.get(&session)?;
-        session.connection.is_some().then_some(session.last_rx)
+        session.link.is_some().then_some(session.last_rx)
     }
 
     /// Closes a session on purpose; `session_down` follows with this reason on both sides.
@@ -312,6 +319,7 @@ impl ReactorContext {
         let session = self.sessions.remove(&key)?;
         self.timers.cancel(key);
         self.places.remove(key);
+        self.forget_bulk(&session);
         if session.is_up() || !session.is_accepted {
             self.ended_peers.push_back((key, session.peer.clone()));
             if self.ended_peers.len() > ENDED_CAP {
@@ -326,10 +334,8 @@ impl ReactorContext {
 impl ReactorContext {
     /// What its maps and queues hold.
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
-        let connections = self
-            .sessions
-            .values()
-            .filter_map(|it| it.connection.as_ref());
+        let links = self.sessions.values().filter_map(|it| it.link.as_ref());
+        let connections = links.map(|link| &link.connection);
         let mut sizes = vec![
             ("sessions", self.sessions.len()),
             (
@@ -342,6 +348,8 @@ impl ReactorContext {
             ("changed data paths", self.changed_paths.len()),
             ("ended peers", self.ended_peers.len()),
             ("stream sinks", self.sinks.len()),
+            ("further connections", self.bulk.len()),
+            ("joinable sessions", self.joinable.len()),
         ];
         if let Some(data) = &self.data {
             sizes.extend(data.sizes());

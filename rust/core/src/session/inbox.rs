@@ -130,11 +130,6 @@ impl Inbox {
             is_aborted,
         }))
     }
-
-    /// Forgets everything.
-    pub(super) fn clear(&mut self) {
-        *self = Self::default();
-    }
 }
 
 /// Places a part that has come in one piece.

@@ -4,6 +4,7 @@
 //! thread at a time, without locks.
 
 mod attempts;
+mod bulk;
 mod connection;
 mod context;
 mod data_plane;
@@ -11,6 +12,8 @@ pub(crate) mod fair_waitlist;
 pub(crate) mod grace;
 mod handshake_places;
 mod inbox;
+mod joins;
+mod link;
 mod listener;
 mod outbox;
 mod probe;
@@ -42,6 +45,7 @@ use crate::transport::{Transport, UcxResult};
 use listener::{LISTENER, Listener};
 use sessions::Sessions;
 
+pub use bulk::Streams;
 pub(crate) use context::ReactorContext;
 #[cfg(test)]
 pub(crate) use data_plane::tests::FarEnd;
@@ -106,6 +110,8 @@ pub(crate) trait Service {
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error);
     /// A side of an established session gets the other's bytes by another data path from now on.
     fn data_path_changed(&mut self, _cx: &mut ReactorContext, _session: SessionKey) {}
+    /// A further connection of a session is lost, and with it parts of streams that were on their way.
+    fn streams_lost(&mut self, _cx: &mut ReactorContext, _session: SessionKey) {}
     /// A message came. An error closes the session.
     fn message(
         &mut self,
@@ -153,6 +159,8 @@ pub(crate) struct ReactorConfig {
     pub(crate) secrets: Secrets,
     /// Selects the frames that are sealed.
     pub(crate) encryption: Encryption,
+    /// How many connections carry the streams of a session.
+    pub(crate) streams: Streams,
     /// Who this side is.
     pub(crate) identity: Identity,
     /// What moves bytes; `None` for a reactor without data plane.

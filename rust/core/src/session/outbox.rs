@@ -89,6 +89,12 @@ impl SendingPart {
         }
     }
 
+    /// Bytes that are not sent.
+    fn len(&self) -> usize {
+        let payload = self.ranges.iter().map(|range| range.1);
+        self.head.len() + payload.sum::<usize>() + self.end.len()
+    }
+
     /// Sends what the socket takes in one call; returns the number of bytes, and true if that was the end.
     fn send(&mut self, socket: BorrowedFd<'_>) -> IoResult<(usize, bool)> {
         let ranges: Vec<_> = self
@@ -147,10 +153,11 @@ impl Outbox {
         self.frames.unsent().is_empty() && self.sending.is_none() && self.parts.is_empty()
     }
 
-    /// Bytes of frames, and parts, that have not been sent.
-    #[cfg(test)]
+    /// Bytes of frames and parts that have not been sent.
     pub(super) fn len(&self) -> usize {
-        self.frames.unsent().len() + self.parts.len() + usize::from(self.sending.is_some())
+        let parts = self.parts.iter().map(StreamPart::frame_len);
+        let sending = self.sending.as_ref().map_or(0, SendingPart::len);
+        self.frames.unsent().len() + sending + parts.sum::<usize>()
     }
 
     /// Appends a frame, sealed where there is a sealer. False when too many bytes wait already.

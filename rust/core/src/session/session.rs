@@ -15,18 +15,19 @@ mod frames;
 use std::time::{Duration, Instant};
 
 use super::attempts::Attempts;
+use super::bulk::Bulk;
 use super::connection::Connection;
 use super::data_plane::SessionEndpoint;
-use super::inbox::Inbox;
+use super::link::Link;
 use super::outbox::{StreamPart, StreamTag};
 use super::timeouts::SessionTimeouts;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::address::short_token;
 use crate::net::encryption::{Encryption, Offer};
 use crate::net::framing::SessionFrame;
 use crate::net::handshake::{Handshake, Progress};
 use crate::net::identity::Identity;
-use crate::net::record::Records;
 use crate::net::secret::Secrets;
 use crate::reactor::ConnectFailure;
 
@@ -48,6 +49,8 @@ pub(super) enum SessionState {
     Establishing(Box<Identity>),
     /// The service knows the session.
     Up,
+    /// This was no session, but a further connection of another one, which takes it over.
+    Joined,
 }
 
 #[derive(Debug)]
@@ -61,10 +64,11 @@ pub(super) struct Session {
     /// Its part of the data plane, once the peer is known.
     pub(super) endpoint: Option<SessionEndpoint>,
     /// None while it is connecting.
-    pub(super) connection: Option<Connection>,
-    inbox: Inbox,
-    /// The keys of its frames after the handshake, if they are sealed.
-    records: Option<Records>,
+    pub(super) link: Option<Link>,
+    /// Its further connections.
+    pub(super) bulk: Bulk,
+    /// The session that the peer of this connection may join, and under which number.
+    pub(super) joins: Option<(SessionKey, u32)>,
     attempts: Attempts,
     timeouts: SessionTimeouts,
     /// Since when the handshake's time counts.
@@ -94,9 +98,9 @@ impl Session {
             state: SessionState::Connecting,
             failure: None,
             endpoint: None,
-            connection: None,
-            inbox: Inbox::default(),
-            records: None,
+            link: None,
+            bulk: Bulk::default(),
+            joins: None,
             attempts: Attempts::default(),
             timeouts,
             begun,
@@ -136,7 +140,7 @@ impl Session {
             let (handshake, hello) = Handshake::client(secrets, ours, &self.peer)?;
             (handshake, Some(hello))
         };
-        self.connection = Some(connection);
+        self.link = Some(Link::new(connection));
         self.state = SessionState::Handshaking(Box::new(handshake));
         hello.map_or(Ok(()), |hello| self.send_raw(&hello))
     }
@@ -155,8 +159,7 @@ impl Session {
         if !may_succeed || next >= self.established_by() {
             return Err(self.unreachable());
         }
-        self.connection = None;
-        self.inbox.clear();
+        self.link = None;
         self.state = SessionState::BackingOff(next);
         Ok(())
     }
@@ -198,7 +201,8 @@ impl Session {
 
     /// True if its frames are sealed.
     pub(super) fn is_sealed(&self) -> bool {
-        self.records.is_some()
+        let link = self.link.as_ref();
+        link.is_some_and(|link| link.records.is_some())
     }
 
     /// Whether the service knows the session.
@@ -237,45 +241,39 @@ impl Session {
 
     /// Sends a frame; one of the handshake is sealed already where it has to be.
     fn send_raw(&mut self, frame: &[u8]) -> Result<()> {
-        let Some(connection) = &mut self.connection else {
+        let Some(link) = &mut self.link else {
             return Ok(());
         };
         let peer = &self.peer;
-        let sealer = self.records.as_mut().map(|records| &mut records.sealer);
-        connection
-            .send(frame, sealer)
-            .map_err(|reason| Error::lost(peer, reason))
+        link.send(frame).map_err(|reason| Error::lost(peer, reason))
     }
 
-    /// Sends a part of a stream when its connection takes it.
+    /// Sends a part of a stream when a connection takes it: the session's own, unless there are others.
     pub(super) fn send_part(&mut self, part: StreamPart) {
-        let sealer = self.records.as_mut().map(|records| &mut records.sealer);
-        if let Some(connection) = &mut self.connection {
-            connection.send_part(part, sealer);
+        if let Some(link) = self.bulk.least_unsent().or(self.link.as_mut()) {
+            link.send_part(part);
         }
     }
 
     /// Sends nothing more of the parts that `is_over` names: their memory may have other bytes from now on.
     pub(super) fn abort_parts(&mut self, is_over: impl Fn(StreamTag) -> bool) {
-        if let Some(connection) = &mut self.connection {
-            connection.abort_parts(is_over);
+        for link in self.link.iter_mut().chain(self.bulk.links()) {
+            link.abort_parts(&is_over);
         }
     }
 
-    /// Sends what waits, as far as the connection takes it.
+    /// Sends what waits on the session's own connection, as far as that takes it.
     pub(super) fn flush(&mut self) {
-        let sealer = self.records.as_mut().map(|records| &mut records.sealer);
-        if let Some(connection) = &mut self.connection {
-            connection.flush(sealer);
+        if let Some(link) = &mut self.link {
+            link.flush();
         }
     }
 
     /// Waits until the connection has taken everything but parts of streams, at most until `deadline`.
     pub(super) fn flush_until(&mut self, deadline: Instant) {
         self.abort_parts(|_| true);
-        let sealer = self.records.as_mut().map(|records| &mut records.sealer);
-        if let Some(connection) = &mut self.connection {
-            connection.flush_until(sealer, deadline);
+        if let Some(link) = &mut self.link {
+            link.flush_until(deadline);
         }
     }
 
@@ -285,16 +283,16 @@ impl Session {
         if self.is_ready() {
             let _ = self.send(&SessionFrame::Goodbye(reason.to_owned()));
         }
-        if let Some(connection) = &self.connection {
-            connection.shut_down();
+        if let Some(link) = &self.link {
+            link.connection.shut_down();
         }
     }
 
     /// Whether the peer has not ended the session, as far as this host knows by now. A peer that withdraws memory which
     /// this side may be reading ends the session first: a read that ended before this is true has read what was meant.
     pub(super) fn is_open_at_peer(&self) -> bool {
-        let connection = self.connection.as_ref();
-        connection.is_some_and(Connection::is_open_at_peer)
+        let link = self.link.as_ref();
+        link.is_some_and(|link| link.connection.is_open_at_peer())
     }
 
     /// When to [`expire`](Self::expire) next; earlier than needed where bytes have come since.
@@ -302,14 +300,19 @@ impl Session {
         let established_by = self.established_by();
         let alive_by = self.last_rx + self.timeouts.silence;
         match self.state {
-            SessionState::Up => alive_by.min(self.next_heartbeat),
+            SessionState::Up => {
+                let due = alive_by.min(self.next_heartbeat);
+                self.bulk.next_deadline().map_or(due, |at| at.min(due))
+            }
             SessionState::Establishing(_) => {
                 let devices_by = self.devices_by.unwrap_or(established_by);
                 let due = established_by.min(alive_by).min(self.next_heartbeat);
                 due.min(devices_by)
             }
             SessionState::BackingOff(next) => established_by.min(next),
-            SessionState::Connecting | SessionState::Handshaking(_) => established_by,
+            SessionState::Connecting | SessionState::Handshaking(_) | SessionState::Joined => {
+                established_by
+            }
         }
     }
 

@@ -56,7 +56,10 @@ impl<S: Service> EventHandler for Sessions<S> {
     fn handle_readiness(&mut self, token: Token) {
         match token {
             LISTENER => self.accept(),
-            session => self.receive(session),
+            other => match self.cx.bulk.get(&other) {
+                Some(session) => self.receive_bulk(other, *session),
+                None => self.receive(other),
+            },
         }
     }
 
@@ -105,6 +108,7 @@ impl<S: Service> EventHandler for Sessions<S> {
             if begins_attempt {
                 self.cx.attempt(key);
             }
+            self.expire_bulk(key);
             if gives_devices_up && self.cx.data_path(key).is_none() {
                 self.fail_endpoint(key, DEVICES_LATE);
             }
@@ -153,7 +157,7 @@ impl<S: Service> EventHandler for Sessions<S> {
     #[cfg(any(test, feature = "fuzzing"))]
     fn num_sessions(&self) -> usize {
         let sessions = self.cx.sessions.values();
-        sessions.filter(|it| it.connection.is_some()).count()
+        sessions.filter(|it| it.link.is_some()).count()
     }
 
     #[cfg(test)]
@@ -168,6 +172,9 @@ impl<S: Service> EventHandler for Sessions<S> {
 /// Connections.
 impl<S: Service> Sessions<S> {
     fn finish_connect(&mut self, Connected { token, stream }: Connected) {
+        if self.cx.bulk.contains_key(&token) {
+            return self.cx.finish_bulk_connect(token, stream);
+        }
         // An attempt that took too long was reported already.
         if !self.cx.sessions.contains_key(&token) {
             return;
@@ -212,7 +219,11 @@ impl<S: Service> Sessions<S> {
         }
     }
 
-    fn handle_session_event(&mut self, key: SessionKey, event: SessionEvent) -> Result<()> {
+    pub(super) fn handle_session_event(
+        &mut self,
+        key: SessionKey,
+        event: SessionEvent,
+    ) -> Result<()> {
         match event {
             SessionEvent::Ready => self.establish(key),
             SessionEvent::DataPath(data_path) => {
@@ -230,6 +241,9 @@ impl<S: Service> Sessions<S> {
                 let payload = Payload::Bytes(payload);
                 self.service.message(&mut self.cx, key, &header, payload)?;
             }
+            SessionEvent::AskedToJoin(request) => self.answer_join(key, &request)?,
+            SessionEvent::Joined => self.finish_join(key),
+            SessionEvent::StreamLost(number) => self.receive_stream_lost(key, number),
             SessionEvent::Part(part) => {
                 self.check_up(key)?;
                 if part.header.first() != Some(&PART_KIND) {
@@ -277,6 +291,11 @@ impl<S: Service> Sessions<S> {
             return;
         };
         if let Some(peer) = session.finish() {
+            if self.cx.data.is_some() {
+                let host = &self.cx.config.identity.host;
+                let is_on_host = !host.is_empty() && peer.host == *host;
+                self.cx.allow_bulk(key, is_on_host);
+            }
             self.service.session_up(&mut self.cx, key, &peer);
         }
     }
@@ -290,7 +309,7 @@ impl<S: Service> Sessions<S> {
     }
 
     /// Ends a session whose peer broke the protocol: no more of its messages are handled.
-    fn cut(&mut self, key: SessionKey, error: Error) {
+    pub(super) fn cut(&mut self, key: SessionKey, error: Error) {
         self.cx.mute(key);
         self.cx.fail(key, error);
     }

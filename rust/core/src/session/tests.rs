@@ -33,6 +33,7 @@ fn config() -> ReactorConfig {
         listen: None,
         secrets: Secrets::new(b""),
         encryption: Encryption::Off,
+        streams: Streams::default(),
         identity: Identity::new(SessionKind::Agent, "", Vec::new()).expect("identity"),
         transport: Some(Transport::Memory(MemoryPath::RemoteRead)),
         timeouts: SessionTimeouts::default(),
@@ -145,6 +146,7 @@ fn neither_the_configuration_of_a_reactor_nor_the_reactor_shows_the_token() {
     let config = ReactorConfig {
         secrets: Secrets::new(TOKEN),
         encryption: Encryption::Off,
+        streams: Streams::default(),
         ..config()
     };
     let configured = format!("{config:?}{config:#?}");

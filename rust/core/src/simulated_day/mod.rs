@@ -42,7 +42,7 @@ const LATE: Duration = Duration::from_secs(2);
 const ROUNDS: usize = 100_000;
 
 /// What may be left when nothing is under way: of sessions that stay, and what is kept up to a bound. Of all else nothing is.
-const LEFT: [(&str, usize); 20] = [
+const LEFT: [(&str, usize); 21] = [
     ("sessions", 1),
     ("timers", 66),
     ("ended peers", 256),
@@ -51,6 +51,7 @@ const LEFT: [(&str, usize); 20] = [
     ("agent peers", 1),
     ("agent addresses", 1),
     ("shared peers", 1),
+    ("joinable sessions", 1),
     ("transfer peers", 1),
     ("sources", 1),
     ("ended handoffs", 4096),
@@ -66,7 +67,7 @@ const LEFT: [(&str, usize); 20] = [
 ];
 
 /// What no count between two rounds has found anything in: a round empties it, or more bytes are needed to fill it.
-const EMPTY_BETWEEN_ROUNDS: [&str; 19] = [
+const EMPTY_BETWEEN_ROUNDS: [&str; 20] = [
     "actions of the store's state",
     "agent logs",
     "arrived entries",
@@ -77,6 +78,7 @@ const EMPTY_BETWEEN_ROUNDS: [&str; 19] = [
     "control messages",
     "ended reads",
     "failed sessions",
+    "further connections",
     "handoffs ended by callers",
     "late transfers",
     "lookup commands",

@@ -19,7 +19,7 @@ use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::{Secrets, Tokens};
 use crate::process::Thread;
 use crate::reactor::{Reactor, default_busy_poll};
-use crate::session::{ReactorConfig, SessionTimeouts, spawn};
+use crate::session::{ReactorConfig, SessionTimeouts, Streams, spawn};
 use crate::sync::lock;
 use crate::transport::Transport;
 use crate::work::{Completer, Then, Work};
@@ -70,6 +70,7 @@ impl StoreServer {
             listen: Some(address),
             secrets: Secrets::new(token),
             encryption: Encryption::of_environment()?,
+            streams: Streams::of_environment()?,
             identity: Identity::new(SessionKind::Store, "", Vec::new())?,
             transport: Some(transport),
             timeouts: SessionTimeouts::default(),
@@ -140,6 +141,7 @@ impl StoreClient {
             listen: None,
             secrets: Secrets::new(token),
             encryption: Encryption::of_environment()?,
+            streams: Streams::of_environment()?,
             identity: Identity::new(SessionKind::Store, "", Vec::new())?,
             transport: Some(transport),
             timeouts: SessionTimeouts::connecting(timeout),

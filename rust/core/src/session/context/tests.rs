@@ -4,6 +4,7 @@ use super::*;
 use crate::net::encryption::Encryption;
 use crate::net::identity::SessionKind;
 use crate::net::secret::Secrets;
+use crate::session::Streams;
 
 impl ReactorContext {
     /// A context without a reactor.
@@ -13,6 +14,7 @@ impl ReactorContext {
             listen: None,
             secrets: Secrets::new(b""),
             encryption: Encryption::Off,
+            streams: Streams::default(),
             identity: identity.expect("identity"),
             transport: None,
             timeouts: SessionTimeouts::default(),

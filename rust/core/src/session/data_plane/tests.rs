@@ -6,6 +6,7 @@ use kvpipe_ucx::{Event, socket};
 use super::*;
 use crate::net::framing::{FRAME_CAP, FrameReader, SessionFrame};
 use crate::session::connection::Connection;
+use crate::session::link::Link;
 use crate::session::session::{Session, SessionState};
 use crate::session::{Payload, inbox};
 use crate::transport::{DataPath, reads_host};
@@ -25,8 +26,8 @@ impl ReactorContext {
         stream.set_nonblocking(true).unwrap();
         let silence = self.timeouts().silence;
         let mut session = Session::new("peer".to_owned(), false, self.now(), self.timeouts());
-        session.connection =
-            Some(Connection::new(near, "peer", &self.poller, key, silence).unwrap());
+        let connection = Connection::new(near, "peer", &self.poller, key, silence);
+        session.link = Some(Link::new(connection.unwrap()));
         session.state = SessionState::Up;
         session.endpoint = self.data.is_some().then(SessionEndpoint::default);
         self.sessions.insert(key, session);

@@ -4,13 +4,15 @@ use std::io::ErrorKind;
 use std::time::Instant;
 
 use super::super::inbox::{Inbox, READ_CAP, ReceivedPart, place};
+use super::super::link::Link;
 use super::super::stream_sinks::StreamSinks;
 use super::{Session, SessionState};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::framing::{FRAME_CAP, SessionFrame};
-use crate::net::handshake::{HANDSHAKE_FRAME_CAP, Step};
+use crate::net::handshake::{HANDSHAKE_FRAME_CAP, JoinRequest, Step};
 use crate::net::identity::Identity;
+use crate::net::secret::JoinSecret;
 use crate::transport::DataPath;
 
 /// What received frames lead to.
@@ -24,6 +26,12 @@ pub(in crate::session) enum SessionEvent {
     Message { header: Vec<u8>, payload: Vec<u8> },
     /// A part of a stream has come.
     Part(ReceivedPart),
+    /// The peer asks to join a session by this connection.
+    AskedToJoin(JoinRequest),
+    /// The connection has joined that session.
+    Joined,
+    /// The peer has lost the further connection of this number.
+    StreamLost(u32),
 }
 
 /// How a session has ended.
@@ -51,7 +59,10 @@ impl Session {
             return (events, None);
         }
         let mut budget = READ_CAP;
-        let mut inbox = std::mem::take(&mut self.inbox);
+        let Some(link) = &mut self.link else {
+            return (events, None);
+        };
+        let mut inbox = std::mem::take(&mut link.inbox);
         let mut ended = Ok(());
         let handled = loop {
             let handled =
@@ -59,10 +70,10 @@ impl Session {
             if handled.is_err() || budget == 0 {
                 break handled;
             }
-            let Some(connection) = &self.connection else {
+            let Some(link) = self.link.as_ref().filter(|_| !self.has_joined()) else {
                 break handled;
             };
-            match inbox.read(connection.socket()) {
+            match inbox.read(link.connection.socket()) {
                 Ok(0) => {
                     ended = Err("connection closed".to_owned());
                     break handled;
@@ -79,7 +90,9 @@ impl Session {
                 }
             }
         };
-        self.inbox = inbox;
+        if let Some(link) = &mut self.link {
+            link.inbox = inbox;
+        }
         let handled = handled.and_then(|()| self.answer_ping());
         let ended = match (handled, ended) {
             (Err(error), _) => Some(SessionEnd::Failed(error)),
@@ -98,7 +111,7 @@ impl Session {
         accept: &mut impl FnMut(&Identity) -> std::result::Result<(), String>,
         events: &mut Vec<SessionEvent>,
     ) -> Result<()> {
-        loop {
+        while !self.has_joined() {
             let cap = if self.is_ready() {
                 FRAME_CAP
             } else {
@@ -106,7 +119,7 @@ impl Session {
             };
             // A sealed part is opened whole before any of it is used.
             if self.is_ready()
-                && self.records.is_none()
+                && !self.is_sealed()
                 && let Some(part) = inbox.next_part(key, sinks).map_err(|it| self.name(it))?
             {
                 events.push(SessionEvent::Part(part));
@@ -116,9 +129,35 @@ impl Session {
                 Some(frame) => {
                     self.handle_frame(frame, (key, sinks), ours, &mut *accept, events)?;
                 }
-                None => return Ok(()),
+                None => break,
             }
         }
+        Ok(())
+    }
+
+    /// Goes on with a peer that has asked to join a session with this secret, whose frames may be sealed; refuses it if there
+    /// is none.
+    pub(in crate::session) fn join(
+        &mut self,
+        session: Option<(SessionKey, (&JoinSecret, bool))>,
+        request: &JoinRequest,
+    ) -> Result<()> {
+        let SessionState::Handshaking(handshake) = &mut self.state else {
+            return Ok(());
+        };
+        self.joins = session.map(|(key, _)| (key, request.number));
+        match handshake.join(session.map(|(_, secret)| secret), request)? {
+            Step::Refuse(frame, error) => {
+                self.send_raw(&frame)?;
+                Err(error)
+            }
+            Step::Continue(frame) => self.send_raw(&frame),
+            _ => Ok(()),
+        }
+    }
+
+    fn has_joined(&self) -> bool {
+        matches!(self.state, SessionState::Joined)
     }
 
     fn end_of_connection(&self, reason: String) -> SessionEnd {
@@ -136,7 +175,7 @@ impl Session {
     }
 
     /// The error with the name of the peer.
-    fn name(&self, error: Error) -> Error {
+    pub(in crate::session) fn name(&self, error: Error) -> Error {
         match error {
             Error::Protocol(text) => Error::Protocol(format!("{text}, from {}", self.peer)),
             other => other,
@@ -169,16 +208,30 @@ impl Session {
                 self.send_raw(&frame)?;
                 return Err(error);
             }
+            Step::AskedToJoin(request) => {
+                events.push(SessionEvent::AskedToJoin(request));
+                None
+            }
+            Step::Joined(_) => {
+                self.end_handshake(SessionState::Joined);
+                events.push(SessionEvent::Joined);
+                None
+            }
         };
         if let Some(peer) = ready {
-            let established = SessionState::Establishing(peer);
-            let handshaking = std::mem::replace(&mut self.state, established);
-            if let SessionState::Handshaking(handshake) = handshaking {
-                self.records = handshake.into_records();
-            }
+            self.end_handshake(SessionState::Establishing(peer));
             events.push(SessionEvent::Ready);
         }
         Ok(())
+    }
+
+    /// The keys of the handshake are those of the connection from now on.
+    fn end_handshake(&mut self, next: SessionState) {
+        let handshaking = std::mem::replace(&mut self.state, next);
+        if let (SessionState::Handshaking(handshake), Some(link)) = (handshaking, &mut self.link) {
+            self.bulk.secret = handshake.join_secret();
+            link.records = handshake.into_records();
+        }
     }
 
     fn handle_session_frame(
@@ -186,8 +239,8 @@ impl Session {
         frame: &mut [u8],
         (key, sinks): (SessionKey, &StreamSinks),
     ) -> Result<Option<SessionEvent>> {
-        let opened = match &mut self.records {
-            Some(records) => records.opener.open(frame),
+        let opened = match self.link.as_mut().and_then(Link::opener) {
+            Some(opener) => opener.open(frame),
             None => Ok(&*frame),
         };
         match opened
@@ -224,6 +277,7 @@ impl Session {
                     is_aborted,
                 })))
             }
+            SessionFrame::StreamLost(number) => Ok(Some(SessionEvent::StreamLost(number))),
             SessionFrame::Goodbye(reason) => {
                 Err(Error::lost(&self.peer, format_args!("it closed: {reason}")))
             }
