@@ -238,6 +238,11 @@ impl Service for HandoffService {
         self.drain(cx);
     }
 
+    fn streams_lost(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        self.agent.engine.streams_lost(cx, session);
+        self.drain(cx);
+    }
+
     fn message(
         &mut self,
         cx: &mut ReactorContext,

@@ -194,6 +194,11 @@ impl Service for LookupServer {
         }
     }
 
+    fn streams_lost(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        self.tensors.exchange.engine.streams_lost(cx, session);
+        self.advance(cx);
+    }
+
     fn message(
         &mut self,
         cx: &mut ReactorContext,

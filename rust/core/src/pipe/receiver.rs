@@ -199,6 +199,11 @@ impl Service for Receiver {
         self.advance(cx);
     }
 
+    fn streams_lost(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        self.engine.streams_lost(cx, session);
+        self.advance(cx);
+    }
+
     fn message(
         &mut self,
         cx: &mut ReactorContext,

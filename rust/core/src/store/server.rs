@@ -236,6 +236,11 @@ impl Service for Server {
         self.advance(cx);
     }
 
+    fn streams_lost(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        self.exchange.engine.streams_lost(cx, session);
+        self.advance(cx);
+    }
+
     fn message(
         &mut self,
         cx: &mut ReactorContext,

@@ -152,6 +152,7 @@ fn begin_stream(
     let destination = (Arc::clone(&request.memory), Arc::clone(&request.pieces));
     let verified_by = (checksums, is_sealed);
     let stream = IncomingStream::begin(cx, request.session, id, destination, verified_by);
+    cx.open_bulk(request.session, request.pieces.num_bytes);
     send_read(cx, id, request, wanted);
     stream
 }
@@ -211,18 +212,20 @@ impl TransferEngine {
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        id: u64,
+        (id, attempt): (u64, u8),
         message: Message<'_>,
         data: &Payload,
     ) -> Result<()> {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return Ok(());
         };
-        if transfer.request.session != session || transfer.has_failed() {
+        let is_of_it = transfer.request.session == session && transfer.attempt == attempt;
+        if !is_of_it || transfer.has_failed() {
             return Ok(());
         }
         if let Some(num_bytes) = transfer.receive(message, data)? {
-            Message::Credit(num_bytes).send(cx, session, id);
+            let stream = transfer.stream_id(id);
+            Message::Credit(num_bytes).send(cx, session, stream);
         }
         if transfer.is_over() {
             self.settle(cx, id);
@@ -273,6 +276,33 @@ impl TransferEngine {
             }
         }
         Ok(())
+    }
+}
+
+/// Streams over several connections.
+impl TransferEngine {
+    /// A connection of a session is lost: its peer streams what has not come whole once more, from the beginning.
+    pub(crate) fn streams_lost(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        let Some(peer) = self.peers.get_mut(&session) else {
+            return;
+        };
+        for id in &peer.running {
+            let Some(transfer) = self.transfers.get_mut(id) else {
+                continue;
+            };
+            if !matches!(transfer.state, State::Streaming(_)) || !transfer.is_served() {
+                continue;
+            }
+            let source = transfer.request.source;
+            let before = transfer.stream_id(*id);
+            peer.cancelling.insert(before, source);
+            Message::Cancel.send(cx, session, before);
+            transfer.attempt = transfer.attempt.wrapping_add(1);
+            let can_checksum = peer.sources.get(&source).is_some_and(|it| !it.is_cuda);
+            let again = transfer.stream_id(*id);
+            let stream = begin_stream(cx, again, &transfer.request, can_checksum);
+            transfer.restart(stream);
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use super::outgoing_stream::OutgoingStream;
 use super::region::Pieces;
 use super::remote_source::RemoteSource;
 use super::source::{ChecksumJob, SourceRequest};
-use super::transfer::{State, Transfer, TransferError, TransferRequest};
+use super::transfer::{State, Transfer, TransferError, TransferRequest, split_stream_id};
 use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -72,7 +72,8 @@ pub(super) struct PeerTransfers {
     /// Those whose turn has not come, and those that have begun and are not over, both in order.
     pub(super) waiting: VecDeque<u64>,
     pub(super) running: Vec<u64>,
-    /// Failed transfers of which it may still send something, with their sources.
+    /// Streams of failed transfers, and those that were begun again, of which it may still send something; with their
+    /// sources.
     pub(super) cancelling: HashMap<u64, u64>,
     /// Of reads over UCX.
     pub(super) bytes_in_flight: u64,
@@ -153,11 +154,11 @@ impl TransferEngine {
             return;
         };
         let (session, source) = (transfer.request.session, transfer.request.source);
-        let is_served = transfer.is_served();
+        let (is_served, stream) = (transfer.is_served(), transfer.stream_id(id));
         transfer.fail(error.clone());
         if is_served && let Some(peer) = self.peers.get_mut(&session) {
-            peer.cancelling.insert(id, source);
-            Message::Cancel.send(cx, session, id);
+            peer.cancelling.insert(stream, source);
+            Message::Cancel.send(cx, session, stream);
         }
         self.settle(cx, id);
     }
@@ -318,10 +319,11 @@ impl TransferEngine {
                 self.receive_source_checksums(cx, session, id, first, &checksums)?;
             }
             Message::Data { .. } | Message::Refused(_) | Message::Checksums { .. } => {
-                if !(1..=self.last_id).contains(&id) {
+                let (transfer, attempt) = split_stream_id(id);
+                if !(1..=self.last_id).contains(&transfer) {
                     return Ok(Handled::UnknownTransfer);
                 }
-                self.receive(cx, session, id, message, data)?;
+                self.receive(cx, session, (transfer, attempt), message, data)?;
             }
         }
         Ok(Handled::Done)

@@ -58,10 +58,22 @@ mod tests {
         let mut gaps = Gaps::new(8);
         let mut take = |offset, len| {
             let cursor = gaps.take(&runs, offset, len)?;
-            Some((cursor.bytes_behind(), cursor.piece(&runs, 8)?.to, gaps.first()))
+            Some((
+                cursor.bytes_behind(),
+                cursor.piece(&runs, 8)?.to,
+                gaps.first(),
+            ))
         };
         assert_eq!(take(4, 2), Some((4, 21, Some(0))));
-        for (offset, len) in [(4, 1), (3, 2), (5, 3), (0, 0), (7, 2), (8, 1), (u64::MAX, 2)] {
+        for (offset, len) in [
+            (4, 1),
+            (3, 2),
+            (5, 3),
+            (0, 0),
+            (7, 2),
+            (8, 1),
+            (u64::MAX, 2),
+        ] {
             assert_eq!(take(offset, len), None, "{offset} {len}");
         }
         assert_eq!(take(0, 2), Some((0, 7, Some(2))));
@@ -99,7 +111,11 @@ mod tests {
 
     #[test]
     fn a_peer_does_not_make_more_gaps_than_there_may_be() {
-        let runs = [Run { to: 0, from: 0, len: 1 << 20 }];
+        let runs = [Run {
+            to: 0,
+            from: 0,
+            len: 1 << 20,
+        }];
         let mut gaps = Gaps::new(1 << 20);
         let num_taken = (0..1 << 19).take_while(|at| gaps.take(&runs, 2 * at + 1, 1).is_some());
         assert!(num_taken.count() < GAPS_CAP);

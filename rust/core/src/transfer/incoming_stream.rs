@@ -89,7 +89,10 @@ impl StreamDestination {
                 .hashed
                 .piece(&self.pieces.runs, end - self.hashed.bytes_behind())
         {
-            let bytes = self.memory.buffer().bytes(run.to as usize, run.len as usize);
+            let bytes = self
+                .memory
+                .buffer()
+                .bytes(run.to as usize, run.len as usize);
             if let Some(bytes) = bytes {
                 running.add(bytes);
             }
@@ -150,7 +153,10 @@ impl StreamSink for StreamDestination {
             && let Some(run) = cursor.piece(runs, left)
         {
             if self.checksums.compare()
-                && let Some(bytes) = self.memory.buffer().bytes(run.to as usize, run.len as usize)
+                && let Some(bytes) = self
+                    .memory
+                    .buffer()
+                    .bytes(run.to as usize, run.len as usize)
             {
                 part.checksum.add(bytes);
             }

@@ -47,6 +47,11 @@ impl OutgoingStream {
         }
     }
 
+    /// Its length.
+    pub(super) fn num_bytes(&self) -> u64 {
+        self.pieces.num_bytes
+    }
+
     /// The destination has placed so many bytes.
     pub(super) fn grant(&mut self, credit_bytes: u64) {
         self.credit_bytes = self.credit_bytes.saturating_add(credit_bytes).min(WINDOW);

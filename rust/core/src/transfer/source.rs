@@ -101,7 +101,13 @@ impl TransferEngine {
         let (session, transfer) = (request.session, request.transfer);
         let begun = source.and_then(|(memory, layout)| self.begin(request, memory, &layout));
         match begun {
-            Ok(()) => self.continue_stream(cx, session, transfer, 0),
+            Ok(()) => {
+                let peer = self.peers.get(&session);
+                if let Some(stream) = peer.and_then(|peer| peer.streams.get(&transfer)) {
+                    cx.open_bulk(session, stream.num_bytes());
+                }
+                self.continue_stream(cx, session, transfer, 0);
+            }
             Err(error) => {
                 Message::Refused(error.to_string()).send(cx, session, transfer);
             }

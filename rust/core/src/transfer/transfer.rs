@@ -35,6 +35,15 @@ const CALL_PIECES: usize = 256;
 const CALL_BYTES: u64 = 4 << 20;
 /// The same where it is compared with checksums right after: what a core's own cache still has then.
 pub(super) const CHECKSUMMED_BYTES: u64 = 1 << 20;
+/// Ids of transfers are below; above is, in messages, how often the stream has begun again.
+const ATTEMPT_SHIFT: u32 = 56;
+
+/// The id of a transfer and the attempt that a message names.
+pub(super) fn split_stream_id(id: u64) -> (u64, u8) {
+    let attempt = id >> ATTEMPT_SHIFT;
+    (id ^ attempt << ATTEMPT_SHIFT, attempt as u8)
+}
+
 /// What a service wants to have here.
 #[derive(Debug, Clone)]
 pub(crate) struct TransferRequest {
@@ -117,6 +126,8 @@ pub(super) struct Transfer {
     pub(super) posted: PostedReads,
     /// Whether it has begun again as a stream: checksums for its reads may still come.
     pub(super) is_restarted: bool,
+    /// How often its stream has begun again.
+    pub(super) attempt: u8,
     /// Whether it is in the queue of work.
     pub(super) is_scheduled: bool,
     pub(super) began: Option<Instant>,
@@ -129,9 +140,15 @@ impl Transfer {
             state: State::Held,
             posted: PostedReads::default(),
             is_restarted: false,
+            attempt: 0,
             is_scheduled: false,
             began: None,
         }
+    }
+
+    /// Its id in messages.
+    pub(super) fn stream_id(&self, id: u64) -> u64 {
+        id | u64::from(self.attempt) << ATTEMPT_SHIFT
     }
 
     pub(super) fn has_begun(&self) -> bool {

@@ -107,7 +107,9 @@ fn a_frame_that_is_none_ends_its_own_session_alone() {
         ),
         // Others.
         (whole(&[]), "frame None"),
-        (whole(&[38, 0, 0]), "frame Some(38)"),
+        (whole(&[38, 0, 0]), "message ends early"),
+        (whole(&[38, 0, 0, 0, 0, 0]), "1 bytes follow"),
+        (whole(&[39, 0, 0]), "frame Some(39)"),
         (whole(&[1]), "frame Some(1)"),
     ];
     for (sent, named) in cases {
@@ -287,7 +289,7 @@ fn a_peer_that_leaves_within_a_part_is_lost_and_others_go_on() {
 type FrameOf<'a> = dyn Fn(u64) -> Vec<u8> + 'a;
 
 #[test]
-fn a_part_that_does_not_continue_its_stream_ends_the_session() {
+fn a_part_that_its_stream_does_not_expect_ends_the_session() {
     let Some(search) = common::ucx() else { return };
     let block = BLOCK as u64;
     let part =
@@ -301,9 +303,9 @@ fn a_part_that_does_not_continue_its_stream_ends_the_session() {
         (&part(0, 0), "0 bytes at 0"),
         (&part(0, BLOCK + 1), "4097 bytes at 0"),
         (&part(0, 8 << 20), "8388608 bytes at 0"),
-        (&part(1, BLOCK - 1), "0 expected next"),
-        (&part(block, 1), "0 expected next"),
-        (&part(u64::MAX, 1), "0 expected next"),
+        (&part(block - 1, 2), "2 bytes at 4095 of 4096"),
+        (&part(block, 1), "1 bytes at 4096"),
+        (&part(u64::MAX, 1), "1 bytes at 18446744073709551615"),
         (&headerless, "message ends early"),
         (&longer, "1 bytes follow"),
         (&endless, "flag 2"),

@@ -105,13 +105,13 @@ pub fn is_name(name: &str, transport: &Transport) -> bool {
     }
 }
 
-/// Runs a test's body over UCX's own choice (CMA on one machine), then over TCP alone, which takes a process with
-/// another environment.
+/// Runs a test's body over UCX's own choice (CMA on one machine), then over TCP alone with several connections, which takes
+/// a process with another environment.
 pub fn on_both_paths(body: impl FnOnce(&Search)) {
     let Some(search) = ucx() else { return };
     body(&search);
     if std::env::var_os(INSIDE).is_none() {
-        run_alone(&[("KVPIPE_DATA_PATH", "tcp")]);
+        run_alone(&[("KVPIPE_DATA_PATH", "tcp"), ("KVPIPE_STREAMS", "3")]);
     }
 }
 

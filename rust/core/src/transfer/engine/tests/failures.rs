@@ -154,3 +154,35 @@ fn transfers_whose_device_is_lost_begin_again_as_streams_and_the_session_goes_on
     let later = it.begin(it.request(2));
     assert_eq!(it.requests(), [(later, Wanted::ChecksummedBytes)]);
 }
+
+/// What was on it may be lost, and nobody knows which of the rest has come.
+#[test]
+fn streams_begin_again_when_a_connection_of_their_session_is_lost_and_late_parts_are_dropped() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let [done, id] = [0, 1].map(|owner| it.begin(it.request(owner)));
+    it.data(done).unwrap();
+    it.assert_moved(0);
+    it.sent();
+    let part = Message::Data {
+        offset: 0,
+        checksum: checksum::of(b"wrong"),
+    };
+    it.receive(id, &part, b"wrong").unwrap();
+    let mut before = id;
+    for attempt in 1..4 {
+        it.engine.streams_lost(&mut it.cx, SESSION);
+        let again = id | attempt << 56;
+        let sent = it.sent();
+        assert_eq!(sent[0], (before, Message::Cancel, Vec::new()));
+        assert!(matches!(sent[1..], [(named, Message::Read { .. }, _)] if named == again));
+        it.data(before).unwrap();
+        assert!(it.engine.next_completion().is_none());
+        it.receive(before, &Message::Cancelled, &[]).unwrap();
+        before = again;
+    }
+    it.data(before).unwrap();
+    it.assert_moved(1);
+    assert!(it.engine.peers[&SESSION].cancelling.is_empty());
+    it.engine.streams_lost(&mut it.cx, SESSION);
+    assert_eq!(it.sent(), []);
+}
