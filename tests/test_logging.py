@@ -2,9 +2,11 @@
 
 import logging
 import resource
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +74,17 @@ def test_a_warning_of_a_native_thread_is_logged_although_nobody_calls_kvpipe(cap
     record = caplog.records[0]
     assert (record.name, record.levelno, record.threadName) == ("kvpipe.core.trace", logging.WARNING, "kvpipe-log")
     assert record.getMessage().startswith("trace.ended error=File too large")
+
+
+def test_a_signal_does_not_end_the_thread_that_logs(caplog, full_file):
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        signal.pthread_kill(_log._forwarder.ident, signal.SIGUSR1)
+        time.sleep(0.1)  # the signal may come before or within its wait
+        _kvpipe.Trace(str(full_file), "test").instant("any", HANDOFF)
+        wait_until(lambda: caplog.records)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_an_event_is_queued_while_a_thread_of_python_keeps_the_gil(full_file):

@@ -48,7 +48,7 @@ class _Forwarder(threading.Thread):
 
     def run(self) -> None:
         while not self._is_ending:
-            os.eventfd_read(self._descriptor)
+            os.read(self._descriptor, 8)  # as `eventfd_read`, which a signal interrupts
             forward()
 
     def end(self) -> None:
