@@ -73,7 +73,8 @@ impl Config {
         config.pin("MM_ERROR_HANDLING", "y");
         // Reads of one progress call. With UCX's default of 8, polling its sockets in between takes 0.15 us of each read.
         config.set("CMA_TX_QUOTA", "32");
-        config.set("KEEPALIVE_INTERVAL", "1s");
+        // Whoever uses UCX knows of a dead peer otherwise, and closes its endpoint. UCX's own timer would wake an idle process.
+        config.set("KEEPALIVE_INTERVAL", "inf");
         config
             .set("MAX_RMA_RAILS", "2")
             .set("MAX_HCA_PER_GPU", "auto");
@@ -213,7 +214,7 @@ mod tests {
         assert_eq!(value(&config, (1, 22), &env, "KEEPALIVE_INTERVAL"), None);
         assert_eq!(
             value(&config, (1, 22), &[], "KEEPALIVE_INTERVAL"),
-            Some("1s")
+            Some("inf")
         );
     }
 
