@@ -1,10 +1,10 @@
-"""A prefill engine on another host, for tests/hosts/engines.py: vLLM's scheduler and a worker role, without a model."""
+"""Prefill engines on another host, for tests/hosts/engines.py: vLLM's scheduler and a worker role, without a model."""
 
 import os
+import select
 import socket
 import struct
 import sys
-import threading
 from pathlib import Path
 
 # stdout is for the test.
@@ -29,9 +29,18 @@ def listening() -> list[str]:
     return sorted(f"{socket.inet_ntoa(struct.pack('=I', int(host, 16)))}:{int(port, 16)}" for host, port in ports)
 
 
-def main(listen: str, advertise: str, agent_ports: str) -> None:
-    """Tells its control port and where it listens, then computes one prompt for the handoff that it is told."""
-    addresses = {"listen": listen, "advertise": advertise, "agent_ports": agent_ports}
+def main(agent_ports: str) -> None:
+    """Runs one engine for each line of stdin, which has its `listen` and `advertise`: importing vLLM takes longest."""
+    while line := sys.stdin.readline():
+        listen, advertise = line.split()
+        run(listen=listen, advertise=advertise, agent_ports=agent_ports)
+
+
+def run(**addresses: str) -> None:
+    """Tells its control port and where it listens, then computes one prompt for the handoff that it is told.
+
+    Ends with the next line.
+    """
     worker, source = role(**addresses), caches()
     for layer in source.values():
         layer[:] = 7
@@ -41,9 +50,7 @@ def main(listen: str, advertise: str, agent_ports: str) -> None:
     say(engine.role.address)
     say(" ".join(listening()))
     request = engine.add(prompt(LENGTH), max_tokens=1, params=produce(sys.stdin.readline().strip()))
-    ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    while not ended.wait(0.005):
+    while not select.select([sys.stdin], [], [], 0.005)[0]:
         output = engine.scheduler.schedule()
         metadata = output.kv_connector_metadata
         worker.end_handoffs(metadata)

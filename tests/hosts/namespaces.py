@@ -52,7 +52,7 @@ class Host:
 
     def run(self, *command):
         """What a command prints there."""
-        return _run(*self.enter, *command)
+        return run_here(*self.enter, *command)
 
     @contextlib.contextmanager
     def small_windows(self, num_bytes):
@@ -87,22 +87,25 @@ class Host:
     def __exit__(self, *_):
         self.close()
 
-    def cable(self):
-        """One more connection between here and there."""
-        return Cable(self, self._pid)
+    def cable(self, near=None):
+        """One more connection between here, or another host, and there."""
+        return Cable(self, near)
+
+    @property
+    def network(self):
+        """As arguments of `ip link add`, for a device there."""
+        return ("netns", str(self._pid))
 
 
 class Cable:
-    """A network of two: `near` and `far` are the addresses of its ends. It goes with its host."""
+    """A network of two: `near` and `far` are the addresses of its ends. It goes with its hosts."""
 
-    def __init__(self, host, pid):
-        # Of the range for benchmarks between networks, which nobody routes (RFC 2544).
-        subnet = random.SystemRandom().randrange(1 << 15) * 4
-        network = f"198.{18 + (subnet >> 16)}.{subnet >> 8 & 255}"
-        self.near, self.far = (f"{network}.{(subnet & 255) + end}" for end in (1, 2))
+    def __init__(self, host, near=None):
+        self.near, self.far = two_addresses()
         self.name = name = f"kv{os.getpid()}x{next(_numbers)}"
-        self._ends = [(_run, f"{name}a", self.near), (host.run, f"{name}b", self.far)]
-        _run("ip", "link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", str(pid))
+        self._ends = [(near.run if near else run_here, f"{name}a", self.near), (host.run, f"{name}b", self.far)]
+        there = ("type", "veth", "peer", "name", f"{name}b", *host.network)
+        run_here("ip", "link", "add", f"{name}a", *(near.network if near else ()), *there)
         for run, device, address in self._ends:
             run("ip", "address", "add", f"{address}/30", "dev", device)
         self.join()
@@ -123,7 +126,15 @@ class Cable:
             run("tc", "qdisc", "replace", "dev", device, "root", *discipline)
 
 
-def _run(*command):
+def two_addresses():
+    """The addresses of a network of two: of the range for benchmarks, which nobody routes (RFC 2544)."""
+    subnet = random.SystemRandom().randrange(1 << 15) * 4
+    network = f"198.{18 + (subnet >> 16)}.{subnet >> 8 & 255}"
+    return [f"{network}.{(subnet & 255) + end}" for end in (1, 2)]
+
+
+def run_here(*command):
+    """What a command prints."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         message = f"{' '.join(command)}: {done.stderr.strip()}"

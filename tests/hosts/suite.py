@@ -14,6 +14,7 @@ import pytest
 from kvpipe import Agent, LookupBuffer, PeerLostError, Pipe, TransferTimeoutError
 from tests.faults.rounds import Holdings
 from tests.hosts.namespaces import Host, why_no_hosts
+from tests.hosts.translation import Translation
 from tests.peers import LARGE, MIB, Child, pattern, wait_until
 
 pytestmark = [pytest.mark.ucx, pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())]
@@ -96,9 +97,13 @@ def test_tensors_of_all_sizes_go_there_and_back(cable, start):
 
 def test_blocks_are_read_and_written_and_notified(cable, start, agent):
     child = start("drain_notifications", NUM_BLOCKS, BLOCK_BYTES, there(cable))
+    read_write_and_notify(agent, child, child.read())
+
+
+def read_write_and_notify(agent, child, address):
     memory = pattern(NUM_BLOCKS, BLOCK_BYTES)
     region = agent.register(memory, "own", BLOCK_BYTES)
-    peer = agent.connect(child.read())
+    peer = agent.connect(address)
     ids = np.arange(NUM_BLOCKS)
     peer.write_blocks(region, ids, "kv", ids[::-1], notify=b"3").wait(20)
     first = memory[NUM_BLOCKS - 1 - 3, 0]
@@ -108,6 +113,18 @@ def test_blocks_are_read_and_written_and_notified(cable, start, agent):
     assert np.array_equal(memory, pattern(NUM_BLOCKS, BLOCK_BYTES))
     peer.notify(b"5")
     assert child.read().startswith("5 ")
+
+
+def test_blocks_are_read_and_written_and_notified_through_an_address_that_no_interface_has(host, start, agent):
+    try:
+        translation = Translation(host)
+    except OSError as error:
+        pytest.skip(f"no translation: {error}")
+    with translation:
+        child = start("drain_notifications", NUM_BLOCKS, BLOCK_BYTES, f"{translation.target}:0")
+        bound, _, port = child.read().rpartition(":")
+        assert translation.address not in {bound, *listeners(host)}
+        read_write_and_notify(agent, child, f"{translation.address}:{port}")
 
 
 def test_entries_go_through_a_lookup_buffer(cable, start):

@@ -12,7 +12,7 @@ use super::notices::Notice;
 use super::offers::Write;
 use super::peer::Peer;
 use super::peers::PeerState;
-use super::plan::{Region, region_gone};
+use super::plan::Region;
 use super::reads::{ActiveRead, BlockTransfer, BlocksRead, Caller, ReadOwner};
 use super::regions::{Closing, LocalRegion};
 use crate::error::{Error, Result};
@@ -146,13 +146,14 @@ impl AgentCore {
         self.regions_down(session);
     }
 
-    /// A message; true when it described the peer's regions.
+    /// A message; true when it described the peer's regions. What is read under a grant is served while it `holds`.
     pub(crate) fn message(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         (kind, mut header): (u8, Reader<'_>),
         data: &Payload,
+        holds: impl Fn(u64) -> bool,
     ) -> Result<bool> {
         match kind {
             REGIONS => {
@@ -166,7 +167,7 @@ impl AgentCore {
                 Ok(false)
             }
             _ => {
-                self.handle_message(cx, session, (kind, header), data)?;
+                self.handle_message(cx, session, (kind, header), data, holds)?;
                 Ok(false)
             }
         }
@@ -178,12 +179,12 @@ impl AgentCore {
         session: SessionKey,
         (kind, header): (u8, Reader<'_>),
         data: &Payload,
+        holds: impl Fn(u64) -> bool,
     ) -> Result<()> {
         if Message::is_kind(kind) {
             let handled = self.engine.message(cx, session, (kind, header), data)?;
             if let Handled::Request(request) = handled {
-                let source = self.exposed_to(session, request.source);
-                let source = source.ok_or_else(region_gone);
+                let source = self.exposed_to(session, request.source, holds);
                 self.engine.serve(cx, &request, source);
             }
             return Ok(());

@@ -36,6 +36,7 @@ pub(crate) use agent_core::AgentCore;
 pub(crate) use messages::reason;
 pub(crate) use plan::region_gone;
 pub(crate) use reads::{BlockTransfer, BlocksRead, ReadOwner};
+pub(crate) use regions::grant;
 
 use inbox::Inbox;
 use peer::Counters;

@@ -8,8 +8,9 @@ use super::messages::AgentMessage;
 use super::notices::Notice;
 use super::peer::{Counters, Peer};
 use super::plan::{peer_gone, region_gone};
+use super::regions::grant;
 use crate::error::{Error, Result};
-use crate::ids::{RegionId, SessionKey};
+use crate::ids::{Epoch, RegionId, SessionKey};
 use crate::session::ReactorContext;
 use crate::transfer::region::{Layout, Pieces};
 use crate::transfer::{Checksums, Completion, TransferRequest};
@@ -87,6 +88,8 @@ pub(crate) enum ReadOwner {
         is_retry: bool,
         /// Whether the service has checksums of its own. Without them the pieces of a stream have some.
         has_checksums: bool,
+        /// The peer's grant of the blocks.
+        epoch: Epoch,
     },
 }
 
@@ -153,6 +156,10 @@ impl AgentCore {
             owner: token,
             session,
             source: transfer.remote_region.into(),
+            grant: match owner {
+                ReadOwner::Service { epoch, .. } => grant(epoch),
+                _ => 0,
+            },
             memory,
             pieces: Arc::clone(&transfer.pieces),
             checksums: match owner {

@@ -10,10 +10,10 @@ use kvpipe_ucx::MemoryKind;
 use super::agent_core::AgentCore;
 use super::messages::{REGIONS_CAP, RELEASED, write_regions};
 use super::peer::Regions;
-use super::plan::{Region, closed_region};
+use super::plan::{Region, closed_region, region_gone};
 use super::reads::BlockTransfer;
 use crate::error::{Error, Result};
-use crate::ids::{RegionId, SessionKey};
+use crate::ids::{Epoch, RegionId, SessionKey};
 use crate::net::codec::Writer;
 use crate::reactor::PendingReads;
 use crate::session::ReactorContext;
@@ -22,6 +22,17 @@ use crate::transfer::region::{Layout, RemoteRegion};
 use crate::transfer::remote_source::RemoteSource;
 use crate::transport::Memory;
 use crate::work::Completer;
+
+/// The grant of an epoch, which READ names beside the region. It is never 0, which names none: users read without.
+pub(crate) fn grant(epoch: Epoch) -> u64 {
+    (epoch % u64::from(u32::MAX) + 1) << RegionId::BITS
+}
+
+/// The region and the grant that READ names.
+fn split_source(source: u64) -> (RegionId, u64) {
+    let region = source as RegionId;
+    (region, source - u64::from(region))
+}
 
 /// Memory of the host.
 const HOST: &str = "cpu";
@@ -212,16 +223,31 @@ impl AgentCore {
     }
 
     /// What a peer may read of: a region, or one that was closed and that it has not let go.
+    ///
+    /// # Errors
+    /// There is none, or the grant does not hold.
     pub(super) fn exposed_to(
         &self,
         session: SessionKey,
         source: u64,
-    ) -> Option<(Arc<Memory>, Layout)> {
-        let id = RegionId::try_from(source).ok()?;
+        holds: impl Fn(u64) -> bool,
+    ) -> Result<(Arc<Memory>, Layout)> {
+        let (id, grant) = split_source(source);
+        if grant != 0 && !holds(grant) {
+            let text = "the handoff of the blocks has ended";
+            return Err(Error::Config(text.to_owned()));
+        }
         let is_it = |closing: &&Closing| closing.id == id && closing.waiting_for.contains(&session);
         let closing = || Some(&self.closing.iter().find(is_it)?.region);
-        let region = self.regions.get(&id).or_else(closing)?;
-        Some((Arc::clone(&region.memory), region.layout.clone()))
+        let region = self.regions.get(&id).or_else(closing);
+        let region = region.ok_or_else(region_gone)?;
+        Ok((Arc::clone(&region.memory), region.layout.clone()))
+    }
+
+    /// Streams nothing more under a grant.
+    pub(crate) fn revoke(&mut self, cx: &mut ReactorContext, grant: u64) {
+        self.engine
+            .withdraw_sources(cx, |source| split_source(source).1 == grant);
     }
 
     /// A peer reads nothing of a closed region any more.

@@ -8,6 +8,7 @@ use super::producer::send_all;
 use super::ready::ReadyRange;
 use super::service::HandoffService;
 use super::{ReadyBlock, checksum as checksum_of};
+use crate::agent::grant;
 use crate::ids::{HandoffId, RegionId};
 use crate::integrity::Integrity;
 use crate::session::ReactorContext;
@@ -101,7 +102,9 @@ impl HandoffService {
     pub(super) fn end(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
         self.trace.instant(Track::Reactor, "ended", &handoff, &[]);
         self.ready.forget(&handoff);
+        let epoch = self.producer.epoch(&handoff);
         send_all(cx, self.producer.end_handoff(handoff, reason));
+        self.agent.revoke(cx, grant(epoch));
     }
 }
 

@@ -23,7 +23,7 @@ impl HandoffService {
     ) {
         let transfer = self.plan_batch(session, &batch);
         let (token, is_retry) = (cx.token(), batch.is_retry);
-        let has_checksums = batch.has_checksums();
+        let (has_checksums, epoch) = (batch.has_checksums(), batch.epoch);
         if let Some(active) = self.loads.get_mut(&handoff) {
             active.batches.insert(token, batch);
             self.batches.insert(token, handoff);
@@ -32,6 +32,7 @@ impl HandoffService {
             token,
             is_retry,
             has_checksums,
+            epoch,
         };
         self.agent.read(cx, session, transfer, owner);
     }

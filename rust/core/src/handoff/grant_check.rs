@@ -5,8 +5,11 @@ mod tests;
 
 use std::time::Duration;
 
+use super::agent::HandoffShared;
 use super::messages::HandoffMessage;
+use super::producer::Producer;
 use super::service::HandoffService;
+use crate::agent::grant;
 use crate::error::FailureCause;
 use crate::ids::{Epoch, HandoffId, SessionKey};
 use crate::session::ReactorContext;
@@ -64,6 +67,12 @@ impl HandoffService {
         let reason = "the producer ended the handoff before its blocks were validated";
         self.fail_load(cx, handoff, FailureCause::Ended, reason);
     }
+}
+
+/// Whether blocks may be read under a grant, which READ names.
+pub(super) fn grant_holds(producer: &Producer, shared: &HandoffShared, named: u64) -> bool {
+    let mut granted = producer.granted();
+    granted.any(|(handoff, epoch)| grant(epoch) == named && !shared.has_ended(handoff))
 }
 
 /// The producer.

@@ -140,6 +140,12 @@ impl Producer {
         ready.is_some_and(|ready| ready.epoch == epoch)
     }
 
+    /// The handoffs whose blocks may be read now, and since when.
+    pub(super) fn granted(&self) -> impl Iterator<Item = (&HandoffId, Epoch)> {
+        let ready = self.ready.iter();
+        ready.map(|(handoff, ready)| (handoff, ready.epoch))
+    }
+
     /// Adds ready blocks to a handoff, in its [`epoch`](Self::epoch). The first ones begin a new one.
     pub(super) fn mark_ready(
         &mut self,
@@ -206,19 +212,19 @@ impl Producer {
         ends.collect()
     }
 
-    /// Receives a consumer's acknowledgement. The first one of a handoff with ready blocks ends it, and returns true.
-    pub(super) fn acknowledge(&mut self, session: SessionKey, handoff: HandoffId) -> bool {
-        let Some(ready) = self.ready.get(&handoff) else {
-            return false;
-        };
+    /// Receives a consumer's acknowledgement. The first one of a handoff with ready blocks ends it, and returns what other
+    /// consumers are told.
+    pub(super) fn acknowledge(
+        &mut self,
+        session: SessionKey,
+        handoff: HandoffId,
+    ) -> Option<Vec<Outgoing>> {
+        let ready = self.ready.get(&handoff)?;
         let mut selections = ready.selections.iter();
-        let has_selected = selections.any(|selection| selection.session == session);
-        if has_selected {
-            self.remove_ready(&handoff);
-            self.ended
-                .insert(handoff, "its consumer acknowledged it".to_owned());
-        }
-        has_selected
+        selections.find(|selection| selection.session == session)?;
+        let messages = self.end_handoff(handoff, "its consumer acknowledged it");
+        let others = messages.into_iter();
+        Some(others.filter(|it| it.session != session).collect())
     }
 
     /// Removes a handoff, and returns the sessions that have selected its blocks.

@@ -9,11 +9,12 @@ use kvpipe_ucx::Status;
 
 use super::active_loads::ActiveLoads;
 use super::agent::{Event, HandoffShared};
+use super::grant_check::grant_holds;
 use super::load_request::LoadRequest;
 use super::messages::HandoffMessage;
 use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, send_all};
 use super::ready::{ReadyBlocks, ReadyQueue};
-use crate::agent::{AgentCommand, AgentCore};
+use crate::agent::{AgentCommand, AgentCore, grant};
 use crate::error::{Error, FailureCause, Result};
 use crate::ids::{HandoffId, RegionId, SessionKey};
 use crate::integrity::Integrity;
@@ -189,7 +190,10 @@ impl HandoffService {
                 }
             }
             HandoffMessage::Ack => {
-                if self.producer.acknowledge(session, handoff) {
+                let epoch = self.producer.epoch(&handoff);
+                if let Some(messages) = self.producer.acknowledge(session, handoff) {
+                    send_all(cx, messages);
+                    self.agent.revoke(cx, grant(epoch));
                     self.trace
                         .instant(Track::Reactor, "acknowledged", &handoff, &[]);
                     self.shared.events.push(Event::Acknowledged { handoff });
@@ -255,8 +259,12 @@ impl Service for HandoffService {
         if HandoffMessage::is_kind(kind) {
             let (handoff, message) = HandoffMessage::decode(kind, header, &data)?;
             self.handoff_message(cx, session, handoff, message);
-        } else if self.agent.message(cx, session, (kind, header), &data)? {
-            self.regions_described(cx, session);
+        } else {
+            let (producer, shared, message) = (&self.producer, &self.shared, (kind, header));
+            let holds = |grant| grant_holds(producer, shared, grant);
+            if self.agent.message(cx, session, message, &data, holds)? {
+                self.regions_described(cx, session);
+            }
         }
         self.drain(cx);
         Ok(())

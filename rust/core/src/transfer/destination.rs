@@ -160,7 +160,7 @@ fn begin_stream(
 /// Sends what a destination wants of its source.
 fn send_read(cx: &mut ReactorContext, transfer: u64, request: &TransferRequest, wanted: Wanted) {
     let message = Message::Read {
-        source: request.source,
+        source: request.source | request.grant,
         wanted,
         ids: Cow::Borrowed(&request.pieces.from_ids),
     };

@@ -195,6 +195,7 @@ impl BufferDescription {
             owner: source,
             session,
             source,
+            grant: 0,
             memory,
             pieces: Arc::new(Pieces::whole(self.len as u64, UNIT)),
             checksums: self.checksums(),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::engine::TransferEngine;
+use super::engine::{PeerTransfers, TransferEngine};
 use super::exposed::{ExposedBuffer, UNIT};
 use super::message::{CHECKSUMS_CAP, Message, Wanted};
 use super::outgoing_stream::OutgoingStream;
@@ -66,6 +66,19 @@ impl ChecksumJob {
 
     fn is_over(&self) -> bool {
         self.hasher.hashed_bytes() == self.pieces.num_bytes
+    }
+}
+
+impl PeerTransfers {
+    fn withdraw(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        is_over: impl Fn(u64) -> bool,
+    ) {
+        cx.abort_stream(session, |tag| is_over(tag.source));
+        self.checksum_jobs.retain(|job| !is_over(job.source));
+        self.streams.retain(|_, stream| !is_over(stream.source));
     }
 }
 
@@ -171,10 +184,19 @@ impl TransferEngine {
         session: SessionKey,
         source: u64,
     ) {
-        cx.abort_stream(session, |tag| tag.source == source);
         if let Some(peer) = self.peers.get_mut(&session) {
-            peer.checksum_jobs.retain(|job| job.source != source);
-            peer.streams.retain(|_, stream| stream.source != source);
+            peer.withdraw(cx, session, |it| it == source);
+        }
+    }
+
+    /// Nothing more of some sources is sent to any peer.
+    pub(crate) fn withdraw_sources(
+        &mut self,
+        cx: &mut ReactorContext,
+        is_over: impl Fn(u64) -> bool,
+    ) {
+        for (session, peer) in &mut self.peers {
+            peer.withdraw(cx, *session, &is_over);
         }
     }
 

@@ -52,6 +52,8 @@ pub(crate) struct TransferRequest {
     pub(crate) session: SessionKey,
     /// The peer's source.
     pub(crate) source: u64,
+    /// Bits that READ adds to the source, of which the peer's service makes something. None if 0.
+    pub(crate) grant: u64,
     /// The destination.
     pub(crate) memory: Arc<Memory>,
     pub(crate) pieces: Arc<Pieces>,

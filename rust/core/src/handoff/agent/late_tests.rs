@@ -9,6 +9,8 @@ use crate::agent::{Options, Peer};
 use crate::error::Error;
 use crate::handoff::ReadyRange;
 use crate::reactor::manual::{Round, without_threads};
+use crate::session::wire;
+use crate::transfer::message::DATA;
 use crate::transport::MemoryPath;
 use crate::work::{Waited, Work};
 
@@ -297,4 +299,81 @@ fn of_two_streamed_loads_one_is_cancelled_and_the_other_neither_notices_nor_retr
         (0, BLOCK)
     );
     assert!(pair.near.is_filled(1, 7));
+}
+
+/// Bytes of another request, which has the blocks of a handoff that has ended.
+const REUSED: u8 = 9;
+
+/// Whether a block here has a byte that was there after the handoff had ended.
+fn has_reused(side: &Side, block: u32) -> bool {
+    let at = u64::from(block) * BLOCK;
+    let bytes = side.memory.bytes(at as usize, BLOCK as usize).unwrap();
+    bytes.to_vec().contains(&REUSED)
+}
+
+/// A block of the producer has other bytes.
+fn reuse(pair: &Pair, block: u32) {
+    let at = (u64::from(block) * BLOCK) as usize;
+    assert!(pair.far.memory.write(at, &vec![REUSED; BLOCK as usize]));
+}
+
+/// Runs both until so many loads have ended; their events.
+fn ended(pair: &Pair, num_loads: usize) -> Vec<Event> {
+    let mut ended = Vec::new();
+    let begun = Instant::now();
+    while ended.len() < num_loads {
+        pair.near.agent.round();
+        pair.far.agent.round();
+        let events = pair.near.agent.drain().into_iter();
+        ended.extend(events.filter(|event| !matches!(event, Event::Log(_))));
+        assert!(begun.elapsed() < Duration::from_secs(60));
+    }
+    ended
+}
+
+#[test]
+fn nothing_of_a_block_is_streamed_after_its_handoff_has_ended_and_another_handoff_goes_on() {
+    let pair = Pair::new(MemoryPath::Stream);
+    load(&pair, 1, 0);
+    load(&pair, 2, 1);
+    let has_begun = |block: u32| {
+        let at = (u64::from(block) * BLOCK) as usize;
+        pair.near.memory.bytes(at, 1).unwrap().to_vec() == [7]
+    };
+    pair.until(|| has_begun(0) && has_begun(1));
+    pair.far.agent.end([1; 16], "preempted").unwrap();
+    pair.far.agent.round(); // processes the end
+    reuse(&pair, 0);
+    let ended = ended(&pair, 2);
+    let [Event::LoadFailed(_, failure), Event::LoadCompleted(report)] = &ended[..] else {
+        panic!("{ended:?}")
+    };
+    assert_eq!(
+        (&failure.reason[..], &failure.missing[..]),
+        ("preempted", &[0][..])
+    );
+    assert!(!has_reused(&pair.near, 0));
+    assert_eq!(
+        (report.counts.num_retried, pair.near.is_filled(1, 7)),
+        (0, true)
+    );
+    assert_eq!(pair.peer.lost(), None);
+}
+
+#[test]
+fn nothing_of_a_block_is_streamed_to_a_consumer_that_asks_when_its_handoff_has_ended() {
+    let pair = Pair::new(MemoryPath::Stream);
+    load(&pair, 1, 0);
+    while pair.near.agent.stats().in_flight == 0 {
+        pair.far.agent.round();
+        pair.near.agent.round(); // asks last
+    }
+    // Behind the end it would not be placed.
+    wire::tap(|header, payload| assert!(header[0] != DATA || !payload.contains(&REUSED)));
+    pair.far.agent.end([1; 16], "preempted").unwrap();
+    reuse(&pair, 0);
+    let ended = ended(&pair, 1);
+    assert!(matches!(&ended[..], [Event::LoadFailed(..)]), "{ended:?}");
+    assert_eq!(pair.peer.lost(), None);
+    wire::tap(|_, _| {});
 }

@@ -157,11 +157,22 @@ fn selections_of_unknown_handoffs_do_not_shut_out_another_consumer() {
 fn an_acknowledgement_counts_once_and_only_from_a_consumer_that_selected() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.mark_ready(ID, &[block(0)]);
-    assert!(!producer.acknowledge(20, ID));
+    assert_eq!(producer.acknowledge(20, ID), None);
     producer.select(selection(20, 0, 1, now));
-    assert!(producer.acknowledge(20, ID));
-    assert!(!producer.acknowledge(20, ID));
+    assert_eq!(producer.acknowledge(20, ID), Some(Vec::new()));
+    assert_eq!(producer.acknowledge(20, ID), None);
     assert_eq!(producer.num_leased(), 0);
+}
+
+#[test]
+fn an_acknowledgement_ends_the_handoff_for_the_other_consumers() {
+    let (mut producer, now) = (Producer::default(), Instant::now());
+    producer.mark_ready(ID, &[block(0)]);
+    for session in [20, 21] {
+        producer.select(selection(session, 0, 1, now));
+    }
+    let messages = producer.acknowledge(20, ID).unwrap();
+    assert_eq!(refused(&messages), Some(21), "{messages:?}");
 }
 
 #[test]
@@ -235,12 +246,14 @@ fn a_grant_holds_in_its_epoch_until_it_is_ended_or_acknowledged() {
         assert!(producer.is_granted(&ID, epoch));
         assert!(!producer.is_granted(&ID, epoch + 1));
         assert!(!producer.is_granted(&[8; 16], epoch));
+        assert_eq!(producer.granted().collect::<Vec<_>>(), [(&ID, epoch)]);
         if is_acknowledged {
-            assert!(producer.acknowledge(20, ID));
+            assert!(producer.acknowledge(20, ID).is_some());
         } else {
             producer.end_handoff(ID, "preempted");
         }
         assert!(!producer.is_granted(&ID, epoch));
+        assert_eq!(producer.granted().next(), None);
         producer.mark_ready(ID, &[block(0)]);
         assert!(!producer.is_granted(&ID, epoch), "it never comes back");
     }
@@ -260,6 +273,6 @@ fn a_lost_session_gets_no_more_announcements_and_the_others_do() {
     let messages = producer.mark_ready(ID, &[block(1)]);
     let sessions: Vec<_> = messages.iter().map(|one| one.session).collect();
     assert_eq!(sessions, [21]);
-    assert!(producer.acknowledge(21, ID));
+    assert!(producer.acknowledge(21, ID).is_some());
     assert_eq!(producer.selected.len(), 0);
 }

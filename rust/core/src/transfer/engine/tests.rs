@@ -94,6 +94,7 @@ impl Fixture {
             owner,
             session: SESSION,
             source: SOURCE,
+            grant: 0,
             memory: self.cx.register(memory).unwrap(),
             pieces: Arc::new(pieces.unwrap()),
             checksums: Checksums::All,

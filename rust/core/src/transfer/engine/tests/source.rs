@@ -1,10 +1,15 @@
 //! What a peer has asked for.
 
 use super::*;
+use crate::transfer::outgoing_stream::WINDOW;
 
 fn read(wanted: Wanted) -> Message<'static> {
+    read_of(9, wanted)
+}
+
+fn read_of(source: u64, wanted: Wanted) -> Message<'static> {
     Message::Read {
-        source: 9,
+        source,
         wanted,
         ids: vec![2, 0].into(),
     }
@@ -19,19 +24,21 @@ fn request(it: &mut Fixture, transfer: u64, message: &Message<'_>) -> SourceRequ
 }
 
 /// Serves a stream that is longer than the window, of which nothing has been placed.
-fn serve_long_stream(it: &mut Fixture, transfer: u64) {
-    let request = request(it, transfer, &read(Wanted::Bytes));
+fn serve_long_stream(it: &mut Fixture, transfer: u64, source: u64) -> Buffer {
+    let request = request(it, transfer, &read_of(source, Wanted::Bytes));
     let len = 8 << 20;
-    let memory = it.cx.register(Buffer::zeroed(3 * len)).unwrap();
+    let buffer = Buffer::zeroed(3 * len);
+    let memory = it.cx.register(buffer.clone()).unwrap();
     let (len, total) = (len as u64, 3 * len as u64);
     let layout = Layout::new(total, len, len).unwrap();
     it.engine.serve(&mut it.cx, &request, Ok((memory, layout)));
+    buffer
 }
 
 #[test]
 fn a_source_sends_nothing_more_of_what_is_cancelled_and_says_so() {
     let mut it = Fixture::new(MemoryPath::Stream);
-    serve_long_stream(&mut it, 1);
+    serve_long_stream(&mut it, 1, 9);
     assert!(!it.sent().is_empty());
     it.receive(1, &Message::Cancel, &[]).unwrap();
     it.receive(1, &Message::Credit(4 << 20), &[]).unwrap();
@@ -46,6 +53,29 @@ fn a_source_sends_nothing_more_of_what_is_cancelled_and_says_so() {
     // All of it had been sent when CANCEL came.
     it.receive(3, &Message::Cancel, &[]).unwrap();
     assert_eq!(it.sent(), [(3, Message::Cancelled, Vec::new())]);
+}
+
+#[test]
+fn nothing_more_of_a_withdrawn_source_is_sent_and_another_one_goes_on() {
+    const CREDIT: u64 = 1 << 20;
+    const REUSED: u8 = 9;
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let memory = serve_long_stream(&mut it, 1, 9);
+    serve_long_stream(&mut it, 2, 10);
+    it.engine.withdraw_sources(&mut it.cx, |source| source == 9);
+    assert!(memory.write(0, &vec![REUSED; memory.len()]));
+    for transfer in [1, 2] {
+        it.receive(transfer, &Message::Credit(CREDIT), &[]).unwrap();
+    }
+    let mut num_bytes = 0;
+    while num_bytes < WINDOW + CREDIT {
+        for (transfer, _, payload) in it.sent() {
+            assert!(!payload.contains(&REUSED));
+            if transfer == 2 {
+                num_bytes += payload.len() as u64;
+            }
+        }
+    }
 }
 
 #[test]
