@@ -1,13 +1,18 @@
 """Several connections for the streams of one session (`KVPIPE_STREAMS`)."""
 
+import contextlib
+import itertools
+import mmap
 import os
 import socket
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvpipe import Agent, ConfigError, Pipe
+from kvpipe import Agent, ConfigError, PeerLostError, Pipe
 from tests.peers import LARGE, LOOPBACK, MIB, pattern, wait_until
 
 NUM_STREAMS = 3
@@ -42,6 +47,89 @@ def cut(local_port):
             with socket.socket(fileno=os.dup(int(entry.name))) as found:
                 if found.family == socket.AF_INET and found.getsockname()[1] == local_port:
                     found.shutdown(socket.SHUT_RDWR)
+
+
+def frame(connection):
+    """The next frame."""
+    head = connection.recv(4, socket.MSG_WAITALL)
+    return head + connection.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)
+
+
+def pump(source, destination):
+    with contextlib.suppress(OSError):
+        while received := source.recv(1 << 20):
+            destination.sendall(received)
+    for end in (source, destination):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+class Middle:
+    """Stands between both sides: the session's own connection gets through, `further` has each further one."""
+
+    def __init__(self, address, further):
+        self._target, self._further = int(address.rpartition(":")[2]), further
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._threads, self._sockets = [], [self._listener]
+        self._begin(self._accept)
+
+    def _begin(self, call, *arguments):
+        self._threads.append(threading.Thread(target=call, args=arguments))
+        self._threads[-1].start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            for number in itertools.count():
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._sockets += [near, far]
+                ways = [(pump, near, far), (pump, far, near)] if number == 0 else [(self._further, near, far)]
+                for way in ways:
+                    self._begin(*way)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for end in self._sockets:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for end in self._sockets:
+            end.close()
+
+
+def ends_before_it_has_joined(near, far):
+    """JOIN and REPLY get through; READY is lost, and with it what follows."""
+    far.sendall(frame(near))
+    near.sendall(frame(far))
+    frame(near)
+    time.sleep(0.3)
+    for end in (near, far):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def loses_what_follows(near, far):
+    """It joins. What the near side sends then is acknowledged by the network, and lost."""
+    far.sendall(frame(near))
+    near.sendall(frame(far))
+    far.sendall(frame(near))
+    back = threading.Thread(target=pump, args=(far, near))
+    back.start()
+    with contextlib.suppress(OSError):
+        while near.recv(1 << 20):
+            pass
+    back.join()
+
+
+def send_through(further, start):
+    """Pipes tensors, which must arrive."""
+    with Middle(start("receive_in_order").read(), further) as middle, Pipe.connect(middle.address) as sender:
+        for number in range(3):
+            sender.send_tensor(np.full(LARGE, number, np.uint8), timeout=60)
 
 
 class Reader:
@@ -98,6 +186,31 @@ def test_the_side_that_dials_opens_them_where_it_is_the_source_too(start):
         for number in range(4):
             sender.send_tensor(np.full(LARGE, number, np.uint8), timeout=60)
         assert len(connections_to(address)) == 1 + NUM_STREAMS
+
+
+def test_a_connection_that_ends_before_it_has_joined_costs_no_tensor(start):
+    send_through(ends_before_it_has_joined, start)
+
+
+@pytest.mark.slow
+def test_a_connection_on_which_nothing_gets_through_is_given_up_after_the_silence_limit(start):
+    send_through(loses_what_follows, start)
+
+
+def test_memory_that_cannot_be_sent_ends_the_session_and_leaves_nobody_waiting(start, tmp_path, monkeypatch):
+    """The file behind it was truncated. Connections that have failed to send are closed, the session's own at last."""
+    monkeypatch.setenv("KVPIPE_ENCRYPTION", "off")  # to seal it would be a fault of this process
+    address = start("receive_in_order").read()
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(LARGE)
+        gone = np.frombuffer(mmap.mmap(file.fileno(), LARGE), np.uint8)
+        file.truncate(0)
+        sender = Pipe.connect(address, integrity="none")
+        sender.send_tensor(np.full(LARGE, 0, np.uint8), timeout=60)
+        with pytest.raises(PeerLostError):
+            sender.send_tensor(gone, timeout=60)
+        with pytest.raises(PeerLostError):
+            sender.close()
 
 
 @pytest.mark.parametrize("setting", ["0", "17", "four"])

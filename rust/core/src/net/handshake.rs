@@ -184,10 +184,8 @@ impl Handshake {
             return Err(Error::protocol("nothing has asked to join a session"));
         }
         let refused = || {
-            refuse(Error::Authentication(format!(
-                "{} does not hold the secret of the session that it asks to join",
-                self.peer
-            )))
+            let text = "there is no such session, or its secret is another one";
+            refuse(Error::Connect(text.to_owned()))
         };
         let Some((secret, is_sealed)) = session else {
             return Ok(refused());

@@ -5,7 +5,7 @@
 //! reached. Each proves a secret of the session, has keys of its own, and joins the session. Where one is lost, its parts may
 //! be lost: both sides close it, and destinations ask for their streams again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,8 @@ use crate::reactor::Token;
 
 /// The setting of users.
 const VARIABLE: &str = "KVPIPE_STREAMS";
+/// Most numbers of ended connections that are remembered.
+const ENDED_CAP: usize = 64;
 /// Most connections for the streams of a session.
 const STREAMS_CAP: usize = 16;
 /// Their number between hosts without a setting. Clouds give one connection 5 to 10 Gbit/s.
@@ -75,13 +77,16 @@ impl Streams {
     }
 }
 
-/// A further connection that is being made.
+/// A further connection that this side makes. Nothing is sent on it before the peer's first HEARTBEAT: until then the peer may
+/// not know that it has joined, and whoever loses it would not tell.
 #[derive(Debug)]
 struct Joining {
     number: u32,
     deadline: Instant,
-    /// Once TCP is connected.
-    dialled: Option<(Handshake, Link)>,
+    /// None once READY has been sent.
+    handshake: Option<Handshake>,
+    /// None before TCP is connected.
+    link: Option<Link>,
 }
 
 /// A further connection.
@@ -89,6 +94,7 @@ struct Joining {
 struct Joined {
     number: u32,
     link: Link,
+    last_rx: Instant,
 }
 
 /// The further connections of a session.
@@ -101,6 +107,8 @@ pub(super) struct Bulk {
     joining: BTreeMap<Token, Joining>,
     joined: BTreeMap<Token, Joined>,
     next_number: u32,
+    /// The latest numbers of those that this side has ended: the peer may have lost them too.
+    ended: BTreeSet<u32>,
     /// When the next ones may be dialled.
     redial_at: Option<Instant>,
 }
@@ -113,19 +121,33 @@ impl Bulk {
 
     /// The one with the fewest bytes that its socket has not taken.
     pub(super) fn least_unsent(&mut self) -> Option<&mut Link> {
-        self.links().min_by_key(|link| link.connection.num_unsent())
+        let usable = self.links().filter(|link| !link.connection.is_broken());
+        usable.min_by_key(|link| link.connection.num_unsent())
     }
 
-    /// When the first one that is being made is late.
-    pub(super) fn next_deadline(&self) -> Option<Instant> {
-        self.joining.values().map(|joining| joining.deadline).min()
+    /// Tells the peer on each that this side is alive. Whether the peer is, what it sends says.
+    pub(super) fn send_heartbeats(&mut self) {
+        for link in self.links() {
+            send_heartbeat(link);
+        }
     }
 
-    /// One that is being made and is late.
-    pub(super) fn first_late(&self, now: Instant) -> Option<Token> {
+    /// When the first one is late: being made, or silent for so long.
+    pub(super) fn next_deadline(&self, silence: Duration) -> Option<Instant> {
+        let joining = self.joining.values().map(|joining| joining.deadline);
+        let joined = self.joined.values().map(|joined| joined.last_rx + silence);
+        joining.chain(joined).min()
+    }
+
+    /// One that is late, and why.
+    pub(super) fn first_late(&self, now: Instant, silence: Duration) -> Option<(Token, String)> {
         let mut joining = self.joining.iter();
         let late = joining.find(|(_, joining)| joining.deadline <= now);
-        late.map(|(token, _)| *token)
+        let late = late.map(|(token, _)| (*token, "it did not join in time".to_owned()));
+        let mut joined = self.joined.iter();
+        let is_silent = |joined: &Joined| joined.last_rx + silence <= now;
+        let silent = joined.find(|(_, joined)| is_silent(joined));
+        late.or_else(|| Some((*silent?.0, format!("silent for {silence:?}"))))
     }
 
     /// This side dials them.
@@ -160,11 +182,18 @@ impl Bulk {
         self.joining.keys().chain(self.joined.keys()).copied()
     }
 
-    /// The one of this number that has joined.
+    /// The one of this number.
     pub(super) fn of_number(&self, number: u32) -> Option<Token> {
-        let mut joined = self.joined.iter();
-        let found = joined.find(|(_, joined)| joined.number == number);
+        let joining = self.joining.iter().map(|(token, it)| (token, it.number));
+        let joined = self.joined.iter().map(|(token, it)| (token, it.number));
+        let mut numbers = joining.chain(joined);
+        let found = numbers.find(|(_, other)| *other == number);
         found.map(|(token, _)| *token)
+    }
+
+    /// True if this side has ended the one of this number after it had joined.
+    pub(super) fn has_ended(&self, number: u32) -> bool {
+        self.ended.contains(&number)
     }
 
     /// The name of the session to join.
@@ -177,7 +206,8 @@ impl Bulk {
         let joining = Joining {
             number: self.next_number,
             deadline,
-            dialled: None,
+            handshake: None,
+            link: None,
         };
         self.next_number += 1;
         self.joining.insert(token, joining);
@@ -201,21 +231,38 @@ impl Bulk {
         let (handshake, join) = Handshake::joining(secret, joining.number, is_sealed, peer)?;
         let mut link = Link::new(connection);
         link.send(&join).map_err(Error::Connect)?;
-        joining.dialled = Some((handshake, link));
+        (joining.handshake, joining.link) = (Some(handshake), Some(link));
         Ok(())
     }
 
     /// One has joined that the peer has dialled.
-    pub(super) fn add(&mut self, token: Token, number: u32, link: Link) {
-        self.joined.insert(token, Joined { number, link });
+    pub(super) fn add(&mut self, token: Token, number: u32, mut link: Link, now: Instant) {
+        send_heartbeat(&mut link);
+        let last_rx = now;
+        let joined = Joined {
+            number,
+            link,
+            last_rx,
+        };
+        self.joined.insert(token, joined);
     }
 
     /// Forgets one; its number if it had joined.
     pub(super) fn remove(&mut self, token: Token, now: Instant) -> Option<u32> {
         self.redial_at = Some(now + REDIAL_PAUSE);
         self.joining.remove(&token);
-        self.joined.remove(&token).map(|joined| joined.number)
+        let number = self.joined.remove(&token)?.number;
+        self.ended.insert(number);
+        if self.ended.len() > ENDED_CAP {
+            self.ended.pop_first();
+        }
+        Some(number)
     }
+}
+
+fn send_heartbeat(link: &mut Link) {
+    // One that is broken is noticed when it is read.
+    let _ = link.send(&SessionFrame::Heartbeat.encode());
 }
 
 /// What has come on a further connection.
@@ -245,9 +292,9 @@ impl From<Error> for BulkEnd {
 impl Bulk {
     fn link(&mut self, token: Token) -> Option<&mut Link> {
         let joining = self.joining.get_mut(&token);
-        let dialled = joining.and_then(|joining| joining.dialled.as_mut());
+        let dialled = joining.and_then(|joining| joining.link.as_mut());
         let joined = self.joined.get_mut(&token).map(|joined| &mut joined.link);
-        dialled.map(|(_, link)| link).or(joined)
+        dialled.or(joined)
     }
 
     /// Sends what waits on a connection, and reads what has come.
@@ -256,13 +303,17 @@ impl Bulk {
         token: Token,
         sinks: (SessionKey, &StreamSinks),
         ours: &Identity,
+        now: Instant,
     ) -> Received {
         let mut received = Received::default();
         if let Some(link) = self.link(token) {
             link.flush();
         }
         loop {
-            if let Err(end) = self.handle_received(token, sinks, ours, &mut received.parts) {
+            let handled = self
+                .finish_joining(token, ours, now)
+                .and_then(|()| self.handle_joined(token, sinks, &mut received.parts));
+            if let Err(end) = handled {
                 received.end = Some(end);
                 return received;
             }
@@ -276,6 +327,9 @@ impl Bulk {
                 Ok(0) => received.end = Some(BulkEnd::Lost("connection closed".to_owned())),
                 Ok(len) => {
                     received.num_bytes += len;
+                    if let Some(joined) = self.joined.get_mut(&token) {
+                        joined.last_rx = now;
+                    }
                     continue;
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
@@ -286,14 +340,12 @@ impl Bulk {
         }
     }
 
-    fn handle_received(
+    fn handle_joined(
         &mut self,
         token: Token,
         (key, sinks): (SessionKey, &StreamSinks),
-        ours: &Identity,
         parts: &mut Vec<ReceivedPart>,
     ) -> std::result::Result<(), BulkEnd> {
-        self.finish_joining(token, ours)?;
         let Some(Joined { link, .. }) = self.joined.get_mut(&token) else {
             return Ok(());
         };
@@ -304,63 +356,89 @@ impl Bulk {
                 parts.push(part);
                 continue;
             }
-            let Some(frame) = link.inbox.next_frame(FRAME_CAP)? else {
-                return Ok(());
-            };
-            let frame = match &mut link.records {
-                Some(records) => records.opener.open(frame)?,
-                None => frame,
-            };
-            let SessionFrame::Stream {
-                header,
-                payload,
-                is_aborted,
-            } = SessionFrame::decode(frame)?
-            else {
-                let text = "a frame that is no part of a stream, on a connection for streams";
-                return Err(Error::protocol(text).into());
-            };
-            place(sinks, key, header, payload)?;
-            parts.push(ReceivedPart {
-                header: header.to_vec(),
-                num_bytes: payload.len(),
-                is_aborted,
-            });
+            match next_frame(link)? {
+                None => return Ok(()),
+                Some(SessionFrame::Heartbeat) => {}
+                Some(SessionFrame::Stream {
+                    header,
+                    payload,
+                    is_aborted,
+                }) => {
+                    place(sinks, key, header, payload)?;
+                    parts.push(ReceivedPart {
+                        header: header.to_vec(),
+                        num_bytes: payload.len(),
+                        is_aborted,
+                    });
+                }
+                Some(_) => {
+                    let text = "a frame that is no part of a stream, on a connection for streams";
+                    return Err(Error::protocol(text).into());
+                }
+            }
         }
     }
 
-    /// Goes on with the handshake of a connection that this side has dialled.
+    /// Goes on with a connection that this side makes, until the peer's first HEARTBEAT has come.
     fn finish_joining(
         &mut self,
         token: Token,
         ours: &Identity,
+        now: Instant,
     ) -> std::result::Result<(), BulkEnd> {
         let Some(joining) = self.joining.get_mut(&token) else {
             return Ok(());
         };
-        let Some((handshake, link)) = &mut joining.dialled else {
+        let Some(link) = &mut joining.link else {
             return Ok(());
         };
-        let lost = |error: Error| BulkEnd::Lost(error.to_string());
-        let Some(frame) = link.inbox.next_frame(HANDSHAKE_FRAME_CAP).map_err(lost)? else {
-            return Ok(());
-        };
-        let step = handshake.frame(frame, ours, |_| Ok(())).map_err(lost)?;
-        let Step::Joined(Some(ready)) = step else {
-            return Err(BulkEnd::Lost("it was refused".to_owned()));
-        };
-        link.send(&ready).map_err(BulkEnd::Lost)?;
+        if let Some(mut handshake) = joining.handshake.take() {
+            let lost = |error: Error| BulkEnd::Lost(error.to_string());
+            let Some(frame) = link.inbox.next_frame(HANDSHAKE_FRAME_CAP).map_err(lost)? else {
+                joining.handshake = Some(handshake);
+                return Ok(());
+            };
+            let step = handshake.frame(frame, ours, |_| Ok(())).map_err(lost)?;
+            let Step::Joined(Some(ready)) = step else {
+                return Err(BulkEnd::Lost("it was refused".to_owned()));
+            };
+            link.send(&ready).map_err(BulkEnd::Lost)?;
+            link.records = handshake.into_records();
+        }
+        match next_frame(link)? {
+            None => return Ok(()),
+            Some(SessionFrame::Heartbeat) => {}
+            Some(_) => return Err(Error::protocol("a first frame that is no heartbeat").into()),
+        }
         if let Some(Joining {
             number,
-            dialled: Some((handshake, mut link)),
+            link: Some(link),
             ..
         }) = self.joining.remove(&token)
         {
-            link.records = handshake.into_records();
-            self.joined.insert(token, Joined { number, link });
+            let last_rx = now;
+            let joined = Joined {
+                number,
+                link,
+                last_rx,
+            };
+            self.joined.insert(token, joined);
         }
         Ok(())
     }
+}
+
+/// The next frame that has come whole.
+fn next_frame(link: &mut Link) -> Result<Option<SessionFrame<'_>>> {
+    let Link { inbox, records, .. } = link;
+    let Some(frame) = inbox.next_frame(FRAME_CAP)? else {
+        return Ok(None);
+    };
+    let frame = match records {
+        Some(records) => records.opener.open(frame)?,
+        None => frame,
+    };
+    SessionFrame::decode(frame).map(Some)
 }
 
 #[cfg(test)]

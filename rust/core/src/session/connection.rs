@@ -78,6 +78,11 @@ impl Connection {
         self.outbox.len()
     }
 
+    /// True if a write has failed.
+    pub(super) fn is_broken(&self) -> bool {
+        self.is_broken
+    }
+
     /// The address of the peer that the connection has reached.
     pub(super) fn peer(&self) -> Option<String> {
         self.stream.peer_addr().ok().map(|peer| peer.to_string())
@@ -125,6 +130,8 @@ impl Connection {
         if !self.outbox.is_empty() && self.outbox.send(self.stream.as_fd(), sealer).is_err() {
             self.outbox.clear();
             self.is_broken = true;
+            // It may work still: the memory to send from was gone. The poller reports the end, here and at the peer.
+            let _ = self.stream.shutdown(Shutdown::Both);
         }
         let interest = if self.outbox.is_empty() {
             EventFlags::IN

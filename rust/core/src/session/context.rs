@@ -55,6 +55,8 @@ pub(crate) struct ReactorContext {
     pub(super) sinks: StreamSinks,
     /// The sessions of further connections, by the tokens of these.
     pub(super) bulk: HashMap<Token, SessionKey>,
+    /// Sessions that have lost a further connection, which their service does not know yet.
+    pub(super) lost_streams: VecDeque<SessionKey>,
     /// The sessions that further connections may join.
     pub(super) joinable: HashMap<SessionId, SessionKey>,
     pending_reads: PendingReads,
@@ -91,6 +93,7 @@ impl ReactorContext {
             data,
             sinks: StreamSinks::default(),
             bulk: HashMap::new(),
+            lost_streams: VecDeque::new(),
             joinable: HashMap::new(),
             pending_reads,
             next_session: FIRST_SESSION,
@@ -350,6 +353,7 @@ impl ReactorContext {
             ("stream sinks", self.sinks.len()),
             ("further connections", self.bulk.len()),
             ("joinable sessions", self.joinable.len()),
+            ("lost streams", self.lost_streams.len()),
         ];
         if let Some(data) = &self.data {
             sizes.extend(data.sizes());

@@ -82,22 +82,50 @@ impl ReactorContext {
         session.bulk.ask_to_join(token, connection, is_sealed, peer)
     }
 
-    /// Closes a further connection. True if it had joined: parts on it may be lost. The peer closes it too, once it is told.
-    fn lose_bulk(&mut self, token: Token, reason: &str, is_peer_told: bool) -> bool {
+    /// Closes a further connection; the peer closes it too, once it is told. Parts on one that had joined may be lost:
+    /// destinations ask for their streams again.
+    fn lose_bulk(&mut self, token: Token, reason: &str, is_peer_told: bool) {
         let now = self.now;
         let Some(key) = self.bulk.remove(&token) else {
-            return false;
+            return;
         };
         let Some(session) = self.sessions.get_mut(&key) else {
-            return false;
+            return;
         };
         let number = session.bulk.remove(token, now);
         let (peer, left) = (&session.peer, session.bulk.num_joined());
         tracing::info!("session.stream_lost peer={peer} left={left} {reason}");
-        if let Some(number) = number.filter(|_| is_peer_told) {
+        let Some(number) = number else {
+            return;
+        };
+        self.note_lost_streams(key);
+        if is_peer_told {
             self.send_frame(key, &SessionFrame::StreamLost(number));
         }
-        number.is_some()
+    }
+
+    fn note_lost_streams(&mut self, key: SessionKey) {
+        if !self.lost_streams.contains(&key) {
+            self.lost_streams.push_back(key);
+        }
+    }
+
+    /// The peer has closed the further connection of this number, on which it may have sent parts. Where this side has
+    /// closed it too, its destinations know.
+    pub(super) fn receive_stream_lost(&mut self, key: SessionKey, number: u32) {
+        let Some(session) = self.sessions.get(&key) else {
+            return;
+        };
+        let (token, is_known) = (
+            session.bulk.of_number(number),
+            session.bulk.has_ended(number),
+        );
+        if let Some(token) = token {
+            self.lose_bulk(token, "the peer has lost it", false);
+        }
+        if !is_known {
+            self.note_lost_streams(key);
+        }
     }
 
     /// A session has ended, and with it its further connections.
@@ -122,7 +150,7 @@ impl<S: Service> Sessions<S> {
             return;
         }
         let (ours, sinks) = (&self.cx.config.identity, &self.cx.sinks);
-        let received = session.bulk.receive(token, (key, sinks), ours);
+        let received = session.bulk.receive(token, (key, sinks), ours, now);
         if received.num_bytes > 0 {
             session.last_rx = now;
         }
@@ -133,7 +161,13 @@ impl<S: Service> Sessions<S> {
         }
         match received.end {
             None => {}
-            Some(BulkEnd::Lost(reason)) => self.end_bulk(token, &reason, true),
+            Some(BulkEnd::Lost(reason)) => {
+                // A peer that leaves in order says so on the session's own connection.
+                self.receive(key);
+                if !self.cx.has_failed(key) {
+                    self.cx.lose_bulk(token, &reason, true);
+                }
+            }
             Some(BulkEnd::Failed(error)) => {
                 let session = self.cx.sessions.get(&key);
                 if let Some(error) = session.map(|session| session.name(error)) {
@@ -143,30 +177,13 @@ impl<S: Service> Sessions<S> {
         }
     }
 
-    /// Closes a further connection; destinations ask for their streams again.
-    fn end_bulk(&mut self, token: Token, reason: &str, is_peer_told: bool) {
-        let session = self.cx.bulk.get(&token).copied();
-        let had_joined = self.cx.lose_bulk(token, reason, is_peer_told);
-        if let Some(key) = session.filter(|_| had_joined) {
-            self.service.streams_lost(&mut self.cx, key);
-        }
-    }
-
-    /// The peer has closed the further connection of this number.
-    pub(super) fn receive_stream_lost(&mut self, key: SessionKey, number: u32) {
-        let session = self.cx.sessions.get(&key);
-        if let Some(token) = session.and_then(|session| session.bulk.of_number(number)) {
-            self.end_bulk(token, "the peer has lost it", false);
-        }
-    }
-
-    /// Gives up further connections that are not made in time.
+    /// Gives up further connections that are not made in time, or silent.
     pub(super) fn expire_bulk(&mut self, key: SessionKey) {
-        let now = self.cx.now();
+        let (now, silence) = (self.cx.now(), self.cx.config.timeouts.silence);
         while let Some(session) = self.cx.sessions.get(&key)
-            && let Some(token) = session.bulk.first_late(now)
+            && let Some((token, reason)) = session.bulk.first_late(now, silence)
         {
-            self.end_bulk(token, "it did not join in time", false);
+            self.cx.lose_bulk(token, &reason, true);
         }
     }
 
@@ -188,13 +205,16 @@ impl<S: Service> Sessions<S> {
 
     /// A connection has proved that it joins a session: it is one of that session from now on.
     pub(super) fn finish_join(&mut self, key: SessionKey) {
+        let now = self.cx.now();
         let Some(mut joining) = self.cx.remove(key) else {
             return;
         };
         if let (Some((owner, number)), Some(link)) = (joining.joins, joining.link.take())
             && let Some(session) = self.cx.sessions.get_mut(&owner)
+            && !session.bulk.is_full()
         {
-            session.bulk.add(key, number, link);
+            session.bulk.add(key, number, link, now);
+            self.cx.timers.set(owner, session.next_deadline());
             self.cx.bulk.insert(key, owner);
             // What came with the end of its handshake.
             self.receive_bulk(key, owner);

@@ -302,7 +302,8 @@ impl Session {
         match self.state {
             SessionState::Up => {
                 let due = alive_by.min(self.next_heartbeat);
-                self.bulk.next_deadline().map_or(due, |at| at.min(due))
+                let bulk = self.bulk.next_deadline(self.timeouts.silence);
+                bulk.map_or(due, |at| at.min(due))
             }
             SessionState::Establishing(_) => {
                 let devices_by = self.devices_by.unwrap_or(established_by);
@@ -338,6 +339,7 @@ impl Session {
         if now >= self.next_heartbeat {
             self.next_heartbeat = now + self.timeouts.heartbeat;
             self.send(&SessionFrame::Heartbeat)?;
+            self.bulk.send_heartbeats();
         }
         Ok(())
     }

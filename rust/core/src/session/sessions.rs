@@ -118,13 +118,19 @@ impl<S: Service> EventHandler for Sessions<S> {
     }
 
     fn has_failures(&self) -> bool {
-        !(self.cx.failed.is_empty() && self.cx.changed_paths.is_empty())
+        let cx = &self.cx;
+        !(cx.failed.is_empty() && cx.changed_paths.is_empty() && cx.lost_streams.is_empty())
     }
 
     fn report_failures(&mut self) {
         while let Some(key) = self.cx.changed_paths.pop_front() {
             if self.cx.is_up(key) {
                 self.service.data_path_changed(&mut self.cx, key);
+            }
+        }
+        while let Some(key) = self.cx.lost_streams.pop_front() {
+            if self.cx.is_up(key) {
+                self.service.streams_lost(&mut self.cx, key);
             }
         }
         while let Some(key) = self.cx.failed.pop_front() {
@@ -243,7 +249,7 @@ impl<S: Service> Sessions<S> {
             }
             SessionEvent::AskedToJoin(request) => self.answer_join(key, &request)?,
             SessionEvent::Joined => self.finish_join(key),
-            SessionEvent::StreamLost(number) => self.receive_stream_lost(key, number),
+            SessionEvent::StreamLost(number) => self.cx.receive_stream_lost(key, number),
             SessionEvent::Part(part) => {
                 self.check_up(key)?;
                 if part.header.first() != Some(&PART_KIND) {
@@ -272,9 +278,14 @@ impl<S: Service> Sessions<S> {
         self.cx.timers.set(key, session.next_deadline());
         if let SessionState::Establishing(peer) = &session.state {
             let address = peer.ucx_address.clone();
+            let host = &self.cx.config.identity.host;
+            let is_on_host = !host.is_empty() && peer.host == *host;
             if self.cx.data.is_none() {
-                self.report_up(key);
-            } else if !self.cx.open_endpoint(key, &address) {
+                return self.report_up(key);
+            }
+            // Before the peer can dial one: it is up once it knows the data path of this side.
+            self.cx.allow_bulk(key, is_on_host);
+            if !self.cx.open_endpoint(key, &address) {
                 self.probe(key);
             }
         }
@@ -291,11 +302,6 @@ impl<S: Service> Sessions<S> {
             return;
         };
         if let Some(peer) = session.finish() {
-            if self.cx.data.is_some() {
-                let host = &self.cx.config.identity.host;
-                let is_on_host = !host.is_empty() && peer.host == *host;
-                self.cx.allow_bulk(key, is_on_host);
-            }
             self.service.session_up(&mut self.cx, key, &peer);
         }
     }

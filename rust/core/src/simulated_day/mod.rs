@@ -67,7 +67,7 @@ const LEFT: [(&str, usize); 21] = [
 ];
 
 /// What no count between two rounds has found anything in: a round empties it, or more bytes are needed to fill it.
-const EMPTY_BETWEEN_ROUNDS: [&str; 20] = [
+const EMPTY_BETWEEN_ROUNDS: [&str; 21] = [
     "actions of the store's state",
     "agent logs",
     "arrived entries",
@@ -81,6 +81,7 @@ const EMPTY_BETWEEN_ROUNDS: [&str; 20] = [
     "further connections",
     "handoffs ended by callers",
     "late transfers",
+    "lost streams",
     "lookup commands",
     "peers to note",
     "releasing regions",

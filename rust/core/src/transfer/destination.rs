@@ -126,6 +126,7 @@ impl PeerTransfers {
         Ok(State::Reading(Reading {
             path,
             base: source.base,
+            can_checksum: !source.is_cuda,
             cursor: Cursor::default(),
             verifier,
             has_asked,
@@ -290,7 +291,11 @@ impl TransferEngine {
             let Some(transfer) = self.transfers.get_mut(id) else {
                 continue;
             };
-            if !matches!(transfer.state, State::Streaming(_)) || !transfer.is_served() {
+            let State::Streaming(stream) = &transfer.state else {
+                continue;
+            };
+            let can_checksum = stream.is_verified();
+            if !transfer.is_served() {
                 continue;
             }
             let source = transfer.request.source;
@@ -298,7 +303,6 @@ impl TransferEngine {
             peer.cancelling.insert(before, source);
             Message::Cancel.send(cx, session, before);
             transfer.attempt = transfer.attempt.wrapping_add(1);
-            let can_checksum = peer.sources.get(&source).is_some_and(|it| !it.is_cuda);
             let again = transfer.stream_id(*id);
             let stream = begin_stream(cx, again, &transfer.request, can_checksum);
             transfer.restart(stream);
@@ -332,8 +336,8 @@ impl TransferEngine {
                 continue;
             };
             if transfer.is_to_restart(has_devices) {
-                let source = peer.sources.get(&transfer.request.source);
-                let can_checksum = source.is_some_and(|source| !source.is_cuda);
+                // Its source may have been closed meanwhile.
+                let can_checksum = transfer.can_checksum();
                 let stream = begin_stream(cx, *id, &transfer.request, can_checksum);
                 transfer.restart(stream);
             }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::outgoing_stream::WINDOW;
 use super::region::{Cursor, Run};
 
 /// Gaps of one sequence. As many parts come at once as fit into a window, so that more gaps are an error of the peer.
@@ -24,11 +25,13 @@ impl Gaps {
     }
 
     /// Takes `len` bytes at `offset` out; the position of the first. None if one of them is taken already, there are none,
-    /// or too many gaps.
+    /// or no source would send them now.
     pub(super) fn take(&mut self, runs: &[Run], offset: u64, len: u64) -> Option<Cursor> {
         let (&start, &(end, before)) = self.0.range(..=offset).next_back()?;
         let part_end = offset.checked_add(len).filter(|at| *at <= end)?;
-        if len == 0 || self.0.len() >= GAPS_CAP {
+        // A source sends in order, and no further than its credit goes.
+        let is_too_far = offset - start > WINDOW;
+        if len == 0 || is_too_far || self.0.len() >= GAPS_CAP {
             return None;
         }
         let mut begin = before;
@@ -107,6 +110,20 @@ mod tests {
             }
             prop_assert_eq!(gaps.first(), None);
         }
+    }
+
+    #[test]
+    fn a_part_that_is_further_ahead_than_a_window_is_refused() {
+        let len = 4 * WINDOW;
+        let runs = [Run {
+            to: 0,
+            from: 0,
+            len,
+        }];
+        let mut gaps = Gaps::new(len);
+        assert!(gaps.take(&runs, WINDOW + 1, 1).is_none());
+        assert!(gaps.take(&runs, WINDOW, 1).is_some());
+        assert!(gaps.take(&runs, len - 1, 1).is_none());
     }
 
     #[test]

@@ -99,6 +99,8 @@ pub(super) struct Reading {
     pub(super) path: ReadPath,
     /// Address of the source.
     pub(super) base: u64,
+    /// The source can hash the parts of a stream.
+    pub(super) can_checksum: bool,
     /// What has been asked for.
     pub(super) cursor: Cursor,
     /// Hashes what comes, if anything does.
@@ -420,6 +422,11 @@ impl Transfer {
         let needs_devices = !matches!(reading.path, ReadPath::ProcessVm(_));
         let is_lost = reading.has_lost_reads || (!has_devices && self.bytes_left() > 0);
         needs_devices && is_lost && self.posted.is_empty()
+    }
+
+    /// True if it reads, of a source that can hash the parts of a stream.
+    pub(super) fn can_checksum(&self) -> bool {
+        matches!(&self.state, State::Reading(reading) if reading.can_checksum)
     }
 
     /// Begins again as a stream: what was read before is written once more. No read of UCX is in flight.

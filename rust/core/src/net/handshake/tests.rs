@@ -741,7 +741,7 @@ fn a_connection_does_not_join_another_session_nor_under_another_number_nor_by_a_
     let [_, of_another] = joining(7).0;
     for unknown in [None, Some((&of_another, true))] {
         let step = server.join(unknown, &request);
-        let Ok(Step::Refuse(_, Error::Authentication(_))) = step else {
+        let Ok(Step::Refuse(_, Error::Connect(_))) = step else {
             panic!("{step:?}")
         };
     }
