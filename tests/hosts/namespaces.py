@@ -125,6 +125,11 @@ class Cable:
         for run, device, _ in self._ends:
             run("tc", "qdisc", "replace", "dev", device, "root", *discipline)
 
+    def shape(self, kind, *arguments):
+        """Adds a qdisc, class or filter of `tc` to what the far end sends."""
+        run, device, _ = self._ends[1]
+        run("tc", kind, "add", "dev", device, *arguments)
+
 
 def two_addresses():
     """The addresses of a network of two: of the range for benchmarks, which nobody routes (RFC 2544)."""
