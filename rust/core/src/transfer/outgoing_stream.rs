@@ -145,23 +145,36 @@ impl OutgoingStream {
 
     /// Where the bytes of the next part lie, and its checksum; none without credit.
     fn next_part(&mut self) -> Option<(Vec<Range>, u64)> {
-        let (mut ranges, mut checksum) = (Vec::new(), RunningChecksum::default());
+        let mut ranges = Vec::new();
         let mut room = PART.min(self.credit_bytes);
         while ranges.len() < RANGES_CAP
             && room > 0
             && let Some(run) = self.cursor.piece(&self.pieces.runs, room)
         {
-            let (offset, len) = (run.from as usize, run.len as usize);
-            if self.is_checksummed
-                && let Some(bytes) = self.memory.buffer().bytes(offset, len)
-            {
-                checksum.add(bytes);
-            }
-            ranges.push((offset, len));
+            ranges.push((run.from as usize, run.len as usize));
             self.cursor.advance(&self.pieces.runs, run.len);
             room -= run.len;
         }
-        (!ranges.is_empty()).then(|| (ranges, self.compared(checksum)))
+        let checksum = self.hash(&ranges);
+        (!ranges.is_empty()).then_some((ranges, checksum))
+    }
+
+    /// The checksum of these bytes, if they have one. The next block is fetched from memory meanwhile: with small ones the
+    /// processor would wait for each.
+    fn hash(&self, ranges: &[Range]) -> u64 {
+        let mut checksum = RunningChecksum::default();
+        if self.is_checksummed {
+            let bytes = |range: &Range| self.memory.buffer().bytes(range.0, range.1);
+            for (at, range) in ranges.iter().enumerate() {
+                if let Some(next) = ranges.get(at + 1).and_then(bytes) {
+                    next.prefetch();
+                }
+                if let Some(bytes) = bytes(range) {
+                    checksum.add(bytes);
+                }
+            }
+        }
+        self.compared(checksum)
     }
 
     fn compared(&self, checksum: RunningChecksum) -> u64 {
