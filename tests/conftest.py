@@ -71,6 +71,7 @@ def no_settings_of_the_user():
             "UCX_TLS",
             "KVPIPE_DATA_PATH",
             "KVPIPE_ENCRYPTION",
+            "KVPIPE_STREAMS",
         ):
             patch.delenv(name, raising=False)
         yield
