@@ -26,6 +26,15 @@ impl EndpointId {
     }
 }
 
+/// What an endpoint has done so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EndpointProgress {
+    /// Operations that have not ended, without copies by a GPU.
+    pub in_flight: usize,
+    /// Those that have, since it was made.
+    pub ended: u64,
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Open,
@@ -50,7 +59,9 @@ pub(crate) struct Endpoint {
     /// seen over TCP, in a third of 40 tries): `ucp_ep_discard_lanes` finds an endpoint of the transport that is freed already.
     is_settled: Cell<bool>,
     ops: Cell<usize>,
-    /// Of these, copies out of memory that the endpoint has mapped.
+    /// Those that have ended, since it was made.
+    ended: Cell<u64>,
+    /// Of those in flight, copies out of memory that the endpoint has mapped.
     copies: Cell<usize>,
     keys: RefCell<Vec<Weak<Key>>>,
 }
@@ -116,6 +127,7 @@ impl State {
 
     pub(crate) fn op_ends(&self, endpoint: &Rc<Endpoint>) {
         subtract(&endpoint.ops, 1);
+        endpoint.ended.set(endpoint.ended.get() + 1);
         if endpoint.phase.get() != Phase::Leaving {
             subtract(&self.outstanding, 1);
         }
@@ -224,12 +236,23 @@ impl Worker {
             phase: Cell::new(Phase::Open),
             is_settled: Cell::new(false),
             ops: Cell::new(0),
+            ended: Cell::new(0),
             copies: Cell::new(0),
             keys: RefCell::default(),
         });
         let id = endpoint.id;
         self.inner.state.endpoints.borrow_mut().insert(id, endpoint);
         Ok(id)
+    }
+
+    /// How far the operations of an endpoint are. None if it is gone.
+    pub fn progress_of(&self, endpoint: EndpointId) -> Option<EndpointProgress> {
+        let endpoints = self.inner.state.endpoints.borrow();
+        let endpoint = endpoints.get(&endpoint)?;
+        Some(EndpointProgress {
+            in_flight: endpoint.ops.get() - endpoint.copies.get(),
+            ended: endpoint.ended.get(),
+        })
     }
 
     fn endpoint_params(&self, address: &[u8]) -> sys::ucp_ep_params_t {

@@ -59,7 +59,7 @@ pub use cuda::{
     CudaError, CudaEvent, device_of, flush_remote_writes, has_cuda_devices, is_exportable,
 };
 pub use device_copy::DeviceCopy;
-pub use endpoint::EndpointId;
+pub use endpoint::{EndpointId, EndpointProgress};
 pub use event::Event;
 pub use lane::{Lane, LanesError};
 pub use library::{Library, LoadError, Search, has_rdma_devices};

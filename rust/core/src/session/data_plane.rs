@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Status};
 
@@ -24,6 +25,8 @@ pub(super) struct SessionEndpoint {
     pub(super) paths: DataPaths,
     /// Lanes that may reach CUDA memory.
     pub(super) lanes: Vec<Lane>,
+    /// While operations are in flight: how many had ended at the last look, and since when no other has.
+    standstill: Option<(u64, Instant)>,
 }
 
 /// What the sessions of a reactor share of its data plane.
@@ -101,6 +104,28 @@ impl ReactorContext {
         let peer = self.peer(key);
         tracing::info!("session.no_devices peer={peer} UCX does not reach it: {status}");
         false
+    }
+
+    /// True if operations of a session's endpoint are in flight, and none has ended for as long as a peer may be silent. A
+    /// device that waits for its link may never give up, as may one whose peer has closed its end.
+    pub(super) fn stands_still(&mut self, key: SessionKey) -> bool {
+        let (now, silence) = (self.now, self.timeouts().silence);
+        let Some((data, endpoint)) = self.data_of(key) else {
+            return false;
+        };
+        let worker = data.worker.as_ref();
+        let progress = endpoint.id.and_then(|id| worker?.progress_of(id));
+        let Some(progress) = progress.filter(|progress| progress.in_flight > 0) else {
+            endpoint.standstill = None;
+            return false;
+        };
+        match endpoint.standstill {
+            Some((ended, since)) if ended == progress.ended => now >= since + silence,
+            _ => {
+                endpoint.standstill = Some((progress.ended, now));
+                false
+            }
+        }
     }
 
     /// Handles no message of a session any more.

@@ -289,7 +289,16 @@ impl ReactorContext {
         let Some(endpoint) = self.endpoint_mut(key) else {
             return Err(Error::protocol("the data path of a session without one"));
         };
-        endpoint.paths.theirs = Some(data_path);
+        let is_stream = matches!(data_path, DataPath::Stream(_));
+        let before = endpoint.paths.theirs.replace(data_path);
+        if let Some(DataPath::RemoteRead(transport)) = before
+            && is_stream
+            && transport != CMA
+        {
+            // The two ends of a connection between devices fail together, but the device of this one may never notice.
+            let reason = format!("the peer's reads over {transport} have failed");
+            self.lose_devices(key, &reason);
+        }
         self.note_changed_path(key);
         Ok(())
     }

@@ -21,6 +21,12 @@ const DEVICES_LATE: Status = Status {
     call: "connecting",
 };
 
+/// The status of devices whose reads do not end.
+const READS_LATE: Status = Status {
+    code: -20,
+    call: "reading",
+};
+
 /// Longest wait of a reactor that stops for its last messages to leave.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -111,6 +117,8 @@ impl<S: Service> EventHandler for Sessions<S> {
             self.expire_bulk(key);
             if gives_devices_up && self.cx.data_path(key).is_none() {
                 self.fail_endpoint(key, DEVICES_LATE);
+            } else if self.cx.stands_still(key) {
+                self.fail_endpoint(key, READS_LATE);
             }
         }
         self.resume_where_free();

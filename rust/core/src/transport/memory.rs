@@ -7,13 +7,13 @@
 
 mod regions;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use kvpipe_ucx::{Buffer, EndpointId, Event, Lane, MemoryKind, Piece, Status};
+use kvpipe_ucx::{Buffer, EndpointId, EndpointProgress, Event, Lane, MemoryKind, Piece, Status};
 
 use super::{FOREIGN, Memory, MemoryPath, RemoteKey, UcxResult};
 use crate::error::{Error, Result};
@@ -116,6 +116,8 @@ pub(crate) struct MemoryWorker {
     data_path: MemoryPath,
     /// The workers at the other sides; none once they have ended.
     endpoints: RefCell<BTreeMap<EndpointId, Option<u32>>>,
+    /// Reads of all endpoints that have ended.
+    ended: Cell<u64>,
     gets: RefCell<Vec<PendingGet>>,
     events: RefCell<VecDeque<Event>>,
 }
@@ -135,6 +137,7 @@ impl MemoryWorker {
             port,
             data_path,
             endpoints: RefCell::default(),
+            ended: Cell::new(0),
             gets: RefCell::default(),
             events: RefCell::default(),
         })
@@ -203,6 +206,15 @@ impl MemoryWorker {
         let result = Ok(());
         self.report(Event::Done { token, result });
         Ok(())
+    }
+
+    pub(super) fn progress_of(&self, endpoint: EndpointId) -> Option<EndpointProgress> {
+        self.endpoints.borrow().get(&endpoint)?;
+        let gets = self.gets.borrow();
+        Some(EndpointProgress {
+            in_flight: gets.iter().filter(|get| get.endpoint == endpoint).count(),
+            ended: self.ended.get(),
+        })
     }
 
     pub(super) fn get(&self, endpoint: EndpointId, get: super::Get<'_>) -> UcxResult<()> {
@@ -276,6 +288,7 @@ impl MemoryWorker {
         let get = self.gets.borrow_mut().pop();
         if let Some(get) = get {
             let (token, result) = (get.token, get.run());
+            self.ended.set(self.ended.get() + 1);
             self.report(Event::Done { token, result });
             num_done += 1;
         }

@@ -17,8 +17,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use kvpipe_ucx::{
-    Buffer, Domains, EndpointId, Event, Lane, LanesError, MemoryKind, Piece, Reaper, Search,
-    Status, has_cuda_devices,
+    Buffer, Domains, EndpointId, EndpointProgress, Event, Lane, LanesError, MemoryKind, Piece,
+    Reaper, Search, Status, has_cuda_devices,
 };
 
 use crate::error::{Error, Result};
@@ -273,6 +273,14 @@ impl Worker {
         match self {
             Self::Ucx(worker) => worker.flush(endpoint, token),
             Self::Twin(worker) => worker.flush(endpoint, token),
+        }
+    }
+
+    /// How far the operations of an endpoint are. None if it is gone.
+    pub(crate) fn progress_of(&self, endpoint: EndpointId) -> Option<EndpointProgress> {
+        match self {
+            Self::Ucx(worker) => worker.progress_of(endpoint),
+            Self::Twin(worker) => worker.progress_of(endpoint),
         }
     }
 

@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use kvpipe_ucx::Event;
 
 use super::super::session::SessionState;
@@ -246,6 +248,74 @@ fn a_data_path_that_changes_is_reported_once_the_session_is_up() {
     it.cx.switch_to_stream(SESSION, "a test");
     assert_eq!(it.cx.data_path(SESSION), Some(stream()));
     assert_eq!(it.cx.changed_paths, [SESSION]);
+}
+
+/// A session that is up, both of whose sides read, and the memory that the peer exposes.
+fn reading() -> Fixture {
+    let mut it = Fixture::new();
+    it.begin();
+    it.run();
+    let read = DataPath::RemoteRead(MEMORY.to_owned());
+    it.cx.receive_data_path(SESSION, read).unwrap();
+    assert!(it.cx.sessions.get_mut(&SESSION).unwrap().finish().is_some());
+    it
+}
+
+/// Posts a read of the canary, which ends when the worker is run.
+fn post_read(it: &mut Fixture) {
+    let (into, canary) = (
+        it.cx.register(Buffer::zeroed(Canary::LEN)).unwrap(),
+        it.canary().clone(),
+    );
+    let key = it
+        .cx
+        .unpack_rkey(SESSION, &canary.rkey, MemoryKind::Host)
+        .unwrap();
+    let get = Get {
+        local: &into,
+        offset: 0,
+        len: Canary::LEN,
+        remote: canary.address,
+        key: &key,
+        token: 1,
+    };
+    assert!(it.cx.get(SESSION, get));
+}
+
+#[test]
+fn a_side_whose_peer_can_read_no_more_ends_its_own_reads() {
+    let mut it = reading();
+    post_read(&mut it);
+    it.cx.receive_data_path(SESSION, stream()).unwrap();
+    assert!(!it.cx.has_devices(SESSION));
+    let ended = it.cx.next_ended_read();
+    assert!(matches!(ended, Some((1, Err(_)))), "{ended:?}");
+    assert_eq!(it.cx.data_path(SESSION), Some(stream()));
+    assert!(!it.cx.has_failed(SESSION));
+}
+
+#[test]
+fn reads_stand_still_once_none_has_ended_for_as_long_as_a_peer_may_be_silent() {
+    let mut it = reading();
+    let begun = it.cx.now;
+    let silence = it.cx.timeouts().silence;
+    let stands_still = |it: &mut Fixture, after| {
+        it.cx.now = begun + after;
+        it.cx.stands_still(SESSION)
+    };
+    assert!(!stands_still(&mut it, silence), "none is in flight");
+    post_read(&mut it);
+    assert!(!stands_still(&mut it, 2 * silence), "since then");
+    post_read(&mut it);
+    assert!(it.cx.next_ended_read().is_some());
+    assert!(!stands_still(&mut it, 3 * silence), "one has ended");
+    assert!(!stands_still(
+        &mut it,
+        4 * silence - Duration::from_nanos(1)
+    ));
+    assert!(stands_still(&mut it, 4 * silence));
+    assert!(it.cx.next_ended_read().is_some());
+    assert!(!stands_still(&mut it, 5 * silence), "all have ended");
 }
 
 #[test]
