@@ -47,7 +47,36 @@ def expose_blocks(num_blocks, block_bytes):
         wait_for_the_end()
 
 
-PROGRAMS = {program.__name__: program for program in (echo, expose_blocks, receive_for_ever, send_for_ever)}
+def exchange_blocks(address, num_blocks, block_bytes):
+    """Reads half of a peer's blocks and writes the others, at once, again and again; says each time what carried it.
+
+    All of it is on one session: a lost one is an error.
+    """
+    theirs = pattern(int(num_blocks), int(block_bytes))
+    ours, arrived, ids = theirs + 1, np.zeros_like(theirs), range(int(num_blocks))
+    read, written = ids[::2], ids[1::2]
+    with Agent(LISTEN) as agent:
+        peer = agent.connect(address, timeout=60)
+        source, destination = (
+            agent.register(memory, name, int(block_bytes)) for memory, name in ((ours, "ours"), (arrived, "arrived"))
+        )
+        while True:
+            arrived[:] = 0
+            works = (
+                peer.read_blocks(destination, read, "kv", read),
+                peer.write_blocks(source, written, "kv", written),
+            )
+            for work in works:
+                work.wait(60)
+            peer.read_blocks(destination, written, "kv", written).wait(60)
+            assert np.array_equal(arrived[read], theirs[read])
+            assert np.array_equal(arrived[written], ours[written])
+            say(peer.transport)
+
+
+PROGRAMS = {
+    program.__name__: program for program in (echo, exchange_blocks, expose_blocks, receive_for_ever, send_for_ever)
+}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](*sys.argv[2:])

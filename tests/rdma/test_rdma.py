@@ -3,8 +3,10 @@
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,8 +40,8 @@ def over_verbs():
 def start():
     children = []
 
-    def begin(program, *arguments):
-        children.append(Child(program, *arguments, module="tests.rdma.peer"))
+    def begin(program, *arguments, host=None):
+        children.append(Child(program, *arguments, module="tests.rdma.peer", host=host))
         return children[-1]
 
     yield begin
@@ -207,3 +209,49 @@ def test_a_peer_that_was_lost_is_replaced_by_another(agent, source, start, block
     peer = agent.connect(start("expose_blocks", NUM_BLOCKS, BLOCK_BYTES).read(), timeout=TIMEOUT_S)
     assert peer.read_blocks(region, [3], "kv", [4]).wait(TIMEOUT_S) == BLOCK_BYTES
     assert np.array_equal(blocks[3], pattern(NUM_BLOCKS, BLOCK_BYTES)[4])
+
+
+@contextlib.contextmanager
+def link_down():
+    """Takes the network away from the RDMA device. The kernel still delivers what it sends to itself over TCP."""
+    subprocess.run(["ip", "link", "set", "rdma0", "down"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["ip", "link", "set", "rdma0", "up"], check=True)
+
+
+def test_blocks_under_way_when_the_rdma_link_goes_down_arrive_as_streams_of_the_same_session(start, monkeypatch):
+    # UCX (1.13, 1.23) aborts the process when its ud queue pair fails, as that of rxe does when it sends without a link. So
+    # ud only connects rc here, and shared memory carries UCX's own messages.
+    monkeypatch.setenv("UCX_TLS", "rc_verbs,ud_verbs:aux,posix,self")
+    monkeypatch.setenv("UCX_MM_ERROR_HANDLING", "y")
+    source = start("expose_blocks", NUM_BLOCKS, 64 << 10)
+    destination = start("exchange_blocks", source.read(), NUM_BLOCKS, 64 << 10)
+    assert destination.read() == "rc_verbs"
+    with link_down():
+        while (transport := destination.read()) == "rc_verbs":
+            pass
+        assert {transport, destination.read(), destination.read()} == {"tcp"}
+
+
+# What starts a process without the right to read any other: Yama would not count for root.
+RESTRICTED = SimpleNamespace(enter=["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"])
+
+
+def may_read(pid):
+    """Whether the kernel lets a restricted process read this one, which is no child of it."""
+    opened = subprocess.run([*RESTRICTED.enter, "head", "--bytes=0", f"/proc/{pid}/mem"], check=False)
+    return opened.returncode == 0
+
+
+def test_siblings_read_each_other_where_yama_lets_only_ancestors_read(start, monkeypatch):
+    assert Path("/proc/sys/kernel/yama/ptrace_scope").read_text() == "1\n"
+    monkeypatch.setenv("KVPIPE_DATA_PATH", "auto")
+    source = start("expose_blocks", NUM_BLOCKS, BLOCK_BYTES, host=RESTRICTED)
+    destination = start("exchange_blocks", source.read(), NUM_BLOCKS, BLOCK_BYTES, host=RESTRICTED)
+    assert destination.read() == "cma"
+    with subprocess.Popen([*RESTRICTED.enter, "sleep", "60"]) as other:
+        wait_until(lambda: Path(f"/proc/{other.pid}/comm").read_text() == "sleep\n")
+        assert not may_read(other.pid), "Yama is not in force"
+        other.kill()
