@@ -2,6 +2,9 @@
 
 First, blocks over a link that gives each TCP connection 1 Gbit/s, by the number of streams. Then the round trip of a
 notification of 8 B while blocks fill the same session: over loopback, and over a link of 1 Gbit/s.
+
+With `--round-trip MS`, blocks over loopback that has such a round trip, and no more. That delays all of loopback, and
+needs a kernel with netem; one has it in `tests/rdma/run .venv/bin/python -m bench.bench_streams --round-trip 20`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import argparse
 import contextlib
 import os
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -83,17 +87,21 @@ def limit_flows(cable: Cable) -> None:
         cable.shape("filter", "parent", "1:", "protocol", "ip", "u32", "match", "ip", *port, "flowid", flow_class)
 
 
-def compare_streams(host: Host, rounds: int) -> None:
+def delay_loopback(one_way_ms: float) -> None:
+    """Keeps all that goes over loopback for so long, until the machine ends."""
+    netem = "netem", "delay", f"{one_way_ms}ms", "limit", "100000"
+    subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", *netem], check=True)  # noqa: S603, S607 - the machine's own
+
+
+def compare_streams(there: str, here: str, host: Host | None, rounds: int) -> None:
     """Reads all blocks with each number of streams, in turn."""
-    cable = host.cable()
-    limit_flows(cable)
-    child = Child("serve", f"{cable.far}:0", module="bench.bench_streams", host=host)
+    child = Child("serve", f"{there}:0", module="bench.bench_streams", host=host)
     address = child.read()
     with contextlib.ExitStack() as stack:
         peers = {}
         for streams in (1, 2, 4, 8):
             os.environ["KVPIPE_STREAMS"] = str(streams)
-            agent = stack.enter_context(Agent(f"{cable.near}:0"))
+            agent = stack.enter_context(Agent(f"{here}:0"))
             region = agent.register(np.zeros((NUM_BLOCKS, MIB), np.uint8), "here", MIB)
             peers[streams] = agent.connect(address), region
         measured = [{streams: rate_of(*peer) for streams, peer in peers.items()} for _ in range(rounds + 1)][1:]
@@ -131,10 +139,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--round-trip", type=float, metavar="MS")
     arguments = parser.parse_args()
     os.environ |= {"KVPIPE_TOKEN": "a token that both sides have", "KVPIPE_DATA_PATH": "tcp"}
+    if arguments.round_trip:
+        delay_loopback(arguments.round_trip / 2)
+        os.environ.setdefault("KVPIPE_ENCRYPTION", "on")
+        compare_streams("127.0.0.1", "127.0.0.1", None, arguments.rounds)
+        return
     with Host() as host:
-        compare_streams(host, arguments.rounds)
+        cable = host.cable()
+        limit_flows(cable)
+        compare_streams(cable.far, cable.near, host, arguments.rounds)
         cable = host.cable()
         cable.disturb(*LINK)
         for encryption, streams in (("off", "1"), ("on", "1"), ("on", "4")):
