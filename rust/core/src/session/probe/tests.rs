@@ -1,5 +1,3 @@
-use std::time::Duration;
-
 use kvpipe_ucx::Event;
 
 use super::super::session::SessionState;
@@ -309,10 +307,7 @@ fn reads_stand_still_once_none_has_ended_for_as_long_as_a_peer_may_be_silent() {
     post_read(&mut it);
     assert!(it.cx.next_ended_read().is_some());
     assert!(!stands_still(&mut it, 3 * silence), "one has ended");
-    assert!(!stands_still(
-        &mut it,
-        4 * silence - Duration::from_nanos(1)
-    ));
+    assert!(!stands_still(&mut it, silence * 39 / 10));
     assert!(stands_still(&mut it, 4 * silence));
     assert!(it.cx.next_ended_read().is_some());
     assert!(!stands_still(&mut it, 5 * silence), "all have ended");
