@@ -10,8 +10,9 @@ use super::{Deadline, MESSAGES_IN_FLIGHT};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::session::{Payload, ReactorContext};
+use crate::session::Payload;
 use crate::tensor::{Meta, Received};
+use crate::transfer::Cx;
 use crate::transfer::exposed::BufferDescription;
 use crate::work::Completer;
 
@@ -73,7 +74,7 @@ impl Receiver {
     /// A message of the sender, besides those of transfers.
     pub(super) fn sender_message(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         (kind, mut header): (u8, Reader<'_>),
         data: Payload,
@@ -108,7 +109,7 @@ impl Receiver {
         }
         self.next_sequence += 1;
         if let Content::Offer(buffer) = &content {
-            self.engine.add_source(session, sequence, buffer.source());
+            cx.transfers.add_source(session, sequence, buffer.source());
         }
         self.incoming.push_back(IncomingTensor {
             sequence,
@@ -119,9 +120,9 @@ impl Receiver {
     }
 
     /// Matches queued tensors with pending receives, in order, until one of the two queues is empty.
-    pub(super) fn match_receives(&mut self, cx: &mut ReactorContext) {
+    pub(super) fn match_receives(&mut self, cx: &mut Cx<'_>) {
         while let Some(next) = self.incoming.front()
-            && self.can_begin(next)
+            && self.can_begin(cx.transfers, next)
             && let Some(receive) = self.receives.pop_front()
         {
             self.count_waiting();
@@ -135,7 +136,7 @@ impl Receiver {
             let (sequence, meta) = (tensor.sequence, tensor.meta);
             match tensor.content {
                 Content::Eager { message, len } => {
-                    self.record_received(cx, sequence, len);
+                    self.record_received(cx.links, sequence, len);
                     let placed = place(message, len, receive.out);
                     let received = placed.map(|buffer| Arc::new(Received { meta, buffer }));
                     receive.completer.complete(received);
@@ -143,9 +144,9 @@ impl Receiver {
                 Content::Offer(buffer) => self.begin_large(cx, sequence, meta, buffer, receive),
                 Content::Corrupt { was_offered } => {
                     if was_offered {
-                        self.reply(cx, sequence, &ReceiverMessage::Corrupt);
+                        self.reply(cx.links, sequence, &ReceiverMessage::Corrupt);
                     } else {
-                        self.record_received(cx, sequence, 0);
+                        self.record_received(cx.links, sequence, 0);
                     }
                     let text = format!(
                         "tensor {sequence} differs from its checksum; it is lost, the pipe is usable"

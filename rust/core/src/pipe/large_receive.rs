@@ -13,6 +13,7 @@ use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::tensor::{Meta, Received};
 use crate::transfer::exposed::BufferDescription;
+use crate::transfer::{Completion, Cx, TransferEngine};
 use crate::transport::{Memory, Pool, check_len};
 use crate::work::Completer;
 
@@ -85,9 +86,9 @@ impl Receiver {
     /// Whether the next tensor can be matched. A large one begins when little is left of those before it, so that the
     /// wire is not idle between two. Where reads of a late one may still write, none begins: the next receive may be into
     /// the same memory.
-    pub(super) fn can_begin(&self, next: &IncomingTensor) -> bool {
+    pub(super) fn can_begin(&self, transfers: &TransferEngine, next: &IncomingTensor) -> bool {
         let left = self.large_receives.iter();
-        let left: u64 = left.map(|each| self.engine.bytes_left(each.transfer)).sum();
+        let left: u64 = left.map(|each| transfers.bytes_left(each.transfer)).sum();
         let is_large = matches!(next.content, Content::Offer(_));
         self.large_receives.is_empty()
             || (is_large
@@ -98,7 +99,7 @@ impl Receiver {
 
     pub(super) fn begin_large(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         sequence: u64,
         meta: Meta,
         buffer: BufferDescription,
@@ -108,14 +109,15 @@ impl Receiver {
         if receive.out.is_none()
             && let Err(error) = check_len(buffer.len)
         {
-            self.engine.remove_source(cx, session, sequence, &error);
+            cx.transfers
+                .remove_source(cx.links, session, sequence, &error);
             let reason = error.to_string().into();
-            self.reply(cx, sequence, &ReceiverMessage::Refused { reason });
+            self.reply(cx.links, sequence, &ReceiverMessage::Refused { reason });
             return receive.completer.complete(Err(error));
         }
         let memory = match &receive.out {
-            Some((_, out)) => cx.register(out.clone()),
-            None => self.pool.take(buffer.len, |fresh| cx.register(fresh)),
+            Some((_, out)) => cx.links.register(out.clone()),
+            None => (cx.pool).take(buffer.len, |fresh| cx.links.register(fresh)),
         };
         let memory = match memory {
             Ok(memory) => memory,
@@ -129,7 +131,7 @@ impl Receiver {
                 return receive.completer.complete(Err(not_consumed(error)));
             }
         };
-        let transfer = self.engine.add(buffer.transfer(session, sequence, memory));
+        let transfer = cx.transfers.add(buffer.transfer(session, sequence, memory));
         self.large_receives.push_back(LargeReceive {
             sequence,
             meta,
@@ -137,12 +139,12 @@ impl Receiver {
             transfer,
             is_pooled: receive.out.is_none(),
             is_validated: buffer.is_validated(),
-            grace: (receive.deadline.done_by).map(|at| GracePeriod::new(cx.now(), at)),
+            grace: (receive.deadline.done_by).map(|at| GracePeriod::new(cx.links.now(), at)),
             completer: receive.completer,
             is_withdrawn: false,
             progress: Progress::Transferring,
         });
-        self.engine.enqueue(cx, transfer);
+        cx.transfers.enqueue(cx.links, transfer);
     }
 
     fn large_receive(&mut self, sequence: u64) -> Option<&mut LargeReceive> {
@@ -150,55 +152,45 @@ impl Receiver {
         self.large_receives.iter_mut().find(is_match)
     }
 
-    /// Records the outcomes of transfers that have ended; false if there are none.
-    fn drain_completions(&mut self, cx: &mut ReactorContext) -> bool {
-        let mut has_ended = false;
-        while let Some(completion) = self.engine.next_completion() {
-            has_ended = true;
-            let (sequence, session) = (completion.owner, completion.session);
-            let closed = Error::Closed("the transfer has ended".to_owned());
-            self.engine.remove_source(cx, session, sequence, &closed);
-            let Some(large) = self.large_receive(sequence) else {
-                continue;
-            };
-            let len = large.len;
-            let outcome = completion.outcome.map_err(|error| {
-                error.into_error(|corruption| {
-                    let at = corruption.at;
-                    format!(
-                        "what came differs from its checksum at byte {at} of {len}; nothing was delivered, send it again"
-                    )
-                })
-            });
-            // The sender exposes nothing usable any more.
-            if let Err(error @ (Error::Protocol(_) | Error::PeerLost { .. })) = &outcome {
-                cx.fail(session, error.clone());
-            }
-            if outcome.is_ok() && large.is_validated {
-                large.progress = Progress::Validating(completion.memory);
-                self.reply(cx, sequence, &ReceiverMessage::Validate);
-            } else {
-                large.progress = Progress::Ended(outcome.map(|()| completion.memory));
-            }
+    /// Records the outcome of a transfer that has ended.
+    pub(super) fn record_transferred(&mut self, cx: &mut Cx<'_>, completion: Completion) {
+        let (sequence, session) = (completion.owner, completion.session);
+        let closed = Error::Closed("the transfer has ended".to_owned());
+        cx.transfers
+            .remove_source(cx.links, session, sequence, &closed);
+        let Some(large) = self.large_receive(sequence) else {
+            return;
+        };
+        let len = large.len;
+        let outcome = completion.outcome.map_err(|error| {
+            error.into_error(|corruption| {
+                let at = corruption.at;
+                format!(
+                    "what came differs from its checksum at byte {at} of {len}; nothing was delivered, send it again"
+                )
+            })
+        });
+        // The sender exposes nothing usable any more.
+        if let Err(error @ (Error::Protocol(_) | Error::PeerLost { .. })) = &outcome {
+            cx.links.fail(session, error.clone());
         }
-        has_ended
+        if outcome.is_ok() && large.is_validated {
+            large.progress = Progress::Validating(completion.memory);
+            self.reply(cx.links, sequence, &ReceiverMessage::Validate);
+        } else {
+            large.progress = Progress::Ended(outcome.map(|()| completion.memory));
+        }
     }
 
     /// Completes receives and begins others, as far as transfers and tensors allow. Receives complete in order: none waits
     /// for one whose caller knows that it is late. Withdrawn ones complete out of order: their sender waits.
-    pub(super) fn advance(&mut self, cx: &mut ReactorContext) {
-        self.drain_completions(cx);
-        loop {
-            while let Some(at) = self.next_completed()
-                && let Some(large) = self.large_receives.remove(at)
-            {
-                self.complete_large(cx, large);
-            }
-            self.match_receives(cx);
-            if !self.drain_completions(cx) {
-                return;
-            }
+    pub(super) fn advance(&mut self, cx: &mut Cx<'_>) {
+        while let Some(at) = self.next_completed()
+            && let Some(large) = self.large_receives.remove(at)
+        {
+            self.complete_large(cx, large);
         }
+        self.match_receives(cx);
     }
 
     fn next_completed(&self) -> Option<usize> {
@@ -209,30 +201,30 @@ impl Receiver {
         })
     }
 
-    fn complete_large(&mut self, cx: &mut ReactorContext, large: LargeReceive) {
+    fn complete_large(&mut self, cx: &mut Cx<'_>, large: LargeReceive) {
         let Progress::Ended(outcome) = large.progress else {
             return;
         };
         self.count_waiting();
         let (sequence, len) = (large.sequence, large.len);
         if large.is_withdrawn {
-            self.reply(cx, sequence, &ReceiverMessage::Withdrawn);
+            self.reply(cx.links, sequence, &ReceiverMessage::Withdrawn);
         }
         let received = outcome.map(|memory| {
-            self.record_received(cx, sequence, len);
+            self.record_received(cx.links, sequence, len);
             let lend = |pool: &Pool| pool.lend(memory, len);
-            let buffer = large.is_pooled.then(|| lend(&self.pool)).flatten();
+            let buffer = large.is_pooled.then(|| lend(cx.pool)).flatten();
             Arc::new(Received {
                 meta: large.meta,
                 buffer,
             })
         });
         match &received {
-            Err(Error::Corrupt(_)) => self.reply(cx, sequence, &ReceiverMessage::Corrupt),
+            Err(Error::Corrupt(_)) => self.reply(cx.links, sequence, &ReceiverMessage::Corrupt),
             // What the source cannot send, it would wait for.
             Err(Error::Config(reason)) if !large.is_withdrawn => {
                 let reason = reason.clone().into();
-                self.reply(cx, sequence, &ReceiverMessage::Refused { reason });
+                self.reply(cx.links, sequence, &ReceiverMessage::Refused { reason });
             }
             _ => {}
         }
@@ -240,24 +232,24 @@ impl Receiver {
     }
 
     /// Fails a large tensor. It completes when no read of it is in flight.
-    fn fail_large(&mut self, cx: &mut ReactorContext, sequence: u64, error: &Error) {
+    fn fail_large(&mut self, cx: &mut Cx<'_>, sequence: u64, error: &Error) {
         if let Some(large) = self.large_receive(sequence) {
             large.fail(error);
             let transfer = large.transfer;
-            self.engine.fail(cx, transfer, error);
+            cx.transfers.fail(cx.links, transfer, error);
         }
     }
 
     /// Withdraws large tensors that are late: each fails as soon as no read of it is in flight. Where that lasts for the
     /// grace period, the receive fails unsettled.
-    pub(super) fn expire_large(&mut self, cx: &mut ReactorContext) {
+    pub(super) fn expire_large(&mut self, cx: &mut Cx<'_>) {
         let Some(session) = self.session else { return };
         let (mut late, mut is_any_overdue) = (Vec::new(), false);
         for large in &mut self.large_receives {
             let Some(grace) = &mut large.grace else {
                 continue;
             };
-            let stage = grace.look(cx, &[session]);
+            let stage = grace.look(cx.links, &[session]);
             if stage != AnswerStage::InTime && !large.is_withdrawn {
                 large.is_withdrawn = true;
                 late.push((large.sequence, large.len));
@@ -326,7 +318,7 @@ impl Receiver {
     }
 
     /// The sender withdraws a tensor.
-    pub(super) fn withdraw(&mut self, cx: &mut ReactorContext, session: SessionKey, sequence: u64) {
+    pub(super) fn withdraw(&mut self, cx: &mut Cx<'_>, session: SessionKey, sequence: u64) {
         if let Some(large) = self.large_receive(sequence) {
             // The answer is sent when no read is under way: then the sender may reuse its memory.
             large.is_withdrawn = true;
@@ -336,8 +328,9 @@ impl Receiver {
         if let Some(at) = self.incoming.iter().position(is_it) {
             self.incoming.remove(at);
             let closed = Error::Closed("the tensor was withdrawn".to_owned());
-            self.engine.remove_source(cx, session, sequence, &closed);
-            self.reply(cx, sequence, &ReceiverMessage::Withdrawn);
+            cx.transfers
+                .remove_source(cx.links, session, sequence, &closed);
+            self.reply(cx.links, sequence, &ReceiverMessage::Withdrawn);
         }
     }
 }

@@ -27,6 +27,7 @@ use crate::reactor::Reactor;
 use crate::session::{ReactorConfig, ReactorContext, SessionTimeouts, Streams};
 use crate::sync::lock;
 use crate::tensor::{Meta, Received};
+use crate::transfer::host::spawn;
 use crate::transport::Transport;
 use crate::work::{Then, Work};
 use incoming::PendingReceive;
@@ -159,7 +160,7 @@ impl Pipe {
         let shared = SharedInfo::connecting(String::new());
         let in_reactor = shared.clone();
         let config = config(Some(address), token, transport, busy_poll)?;
-        let reactor = crate::session::spawn(config, || Receiver::new(in_reactor))?;
+        let reactor = spawn(config, || Receiver::new(in_reactor))?;
         let end = End::Receiver(reactor);
         Ok(Self { end, shared })
     }
@@ -180,7 +181,7 @@ impl Pipe {
         let mut config = config(None, token.into(), transport, busy_poll)?;
         config.timeouts = SessionTimeouts::connecting(timeout);
         let in_reactor = shared.clone();
-        let reactor = crate::session::spawn(config, move || Sender::new(in_reactor, integrity))?;
+        let reactor = spawn(config, move || Sender::new(in_reactor, integrity))?;
         let (connected, completer) = reactor.work();
         reactor.send(SenderCommand::Connect { address, completer })?;
         let end = End::Sender(reactor);

@@ -4,8 +4,6 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::Status;
-
 use super::incoming::{Content, IncomingTensor, PendingReceive};
 use super::large_receive::LargeReceive;
 use super::messages::{END, ReceiverMessage};
@@ -15,10 +13,12 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{Payload, ReactorContext, Service};
+use crate::session::{Payload, ReactorContext};
 use crate::tensor::Received;
-use crate::transfer::{Handled, Message, TransferEngine};
-use crate::transport::Pool;
+use crate::transfer::region::Layout;
+use crate::transfer::source::SourceRequest;
+use crate::transfer::{Completion, Cx, TransferService};
+use crate::transport::Memory;
 use crate::work::Work;
 
 /// Longest delay of the acknowledgement of a small tensor.
@@ -45,8 +45,6 @@ pub(super) struct Receiver {
     /// Received tensors that are not acknowledged yet, and the time when they are at the latest.
     unacknowledged: Vec<u64>,
     ack_at: Option<Instant>,
-    pub(super) pool: Pool,
-    pub(super) engine: TransferEngine,
     /// Whether the sender has ended the pipe in order.
     has_ended: bool,
     pub(super) failure: Option<Error>,
@@ -64,8 +62,6 @@ impl Receiver {
             large_receives: VecDeque::new(),
             unacknowledged: Vec::new(),
             ack_at: None,
-            pool: Pool::default(),
-            engine: TransferEngine::new(TRANSFERS_IN_FLIGHT),
             has_ended: false,
             failure: None,
         }
@@ -73,36 +69,41 @@ impl Receiver {
 
     /// Counts and acknowledges a received tensor. Acknowledgements of small ones are batched: their sends have completed,
     /// and each message would wake the sender.
-    pub(super) fn record_received(&mut self, cx: &mut ReactorContext, sequence: u64, len: usize) {
+    pub(super) fn record_received(
+        &mut self,
+        links: &mut ReactorContext,
+        sequence: u64,
+        len: usize,
+    ) {
         self.unacknowledged.push(sequence);
         if len > EAGER_CAP || self.unacknowledged.len() >= MESSAGES_IN_FLIGHT / 4 {
-            self.send_acks(cx);
+            self.send_acks(links);
         } else {
-            self.ack_at.get_or_insert(cx.now() + MAX_ACK_DELAY);
+            self.ack_at.get_or_insert(links.now() + MAX_ACK_DELAY);
         }
         let mut info = self.shared.get();
         info.num_tensors += 1;
         info.num_bytes += len as u64;
     }
 
-    fn send_acks(&mut self, cx: &mut ReactorContext) {
+    fn send_acks(&mut self, links: &mut ReactorContext) {
         self.ack_at = None;
         let received = std::mem::take(&mut self.unacknowledged);
         if let Some((first, others)) = received.split_first() {
             let others = others.into();
-            self.reply(cx, *first, &ReceiverMessage::Ack { others });
+            self.reply(links, *first, &ReceiverMessage::Ack { others });
         }
     }
 
     /// Sends a message about one tensor.
     pub(super) fn reply(
         &self,
-        cx: &mut ReactorContext,
+        links: &mut ReactorContext,
         sequence: u64,
         reply: &ReceiverMessage<'_>,
     ) {
         if let Some(session) = self.session {
-            reply.send(cx, session, sequence);
+            reply.send(links, session, sequence);
         }
     }
 
@@ -121,8 +122,8 @@ impl Receiver {
         self.shared.get().in_flight = self.receives.len() + self.large_receives.len();
     }
 
-    fn expire(&mut self, cx: &mut ReactorContext) {
-        let now = cx.now();
+    fn expire(&mut self, cx: &mut Cx<'_>) {
+        let now = cx.links.now();
         if self.deadlines.take_if_past(now) {
             let late =
                 |receive: &PendingReceive| receive.deadline.meet_by.is_some_and(|at| at <= now);
@@ -142,10 +143,11 @@ impl Receiver {
     }
 }
 
-impl Service for Receiver {
+impl TransferService for Receiver {
     type Command = ReceiverCommand;
+    const TRANSFERS_IN_FLIGHT: usize = TRANSFERS_IN_FLIGHT;
 
-    fn command(&mut self, cx: &mut ReactorContext, command: ReceiverCommand) {
+    fn command(&mut self, cx: &mut Cx<'_>, command: ReceiverCommand) {
         match command {
             ReceiverCommand::Receive(receive) => {
                 self.deadlines.add(receive.deadline.meet_by);
@@ -170,17 +172,16 @@ impl Service for Receiver {
         self.session.take_if(|sender| *sender == session);
     }
 
-    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
-        self.engine.session_up(session);
-        self.shared.open(cx, session);
+    fn session_up(&mut self, cx: &mut Cx<'_>, session: SessionKey, _peer: &Identity) {
+        self.shared.open(cx.links, session);
         self.data_path_changed(cx, session);
     }
 
-    fn data_path_changed(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        self.shared.set_transport(cx.shown_transport(session));
+    fn data_path_changed(&mut self, cx: &mut Cx<'_>, session: SessionKey) {
+        self.shared.set_transport(cx.links.shown_transport(session));
     }
 
-    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
+    fn session_down(&mut self, cx: &mut Cx<'_>, _session: SessionKey, error: Error) {
         let error = if self.has_ended {
             Error::EndOfPipe
         } else {
@@ -194,110 +195,73 @@ impl Service for Receiver {
             large.fail(&error);
             large.grace = None;
         }
-        self.engine.session_down(cx, session, &error);
         self.shared.get().state = "closed";
-        self.advance(cx);
-    }
-
-    fn streams_lost(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        self.engine.streams_lost(cx, session);
         self.advance(cx);
     }
 
     fn message(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
-        header: &[u8],
+        (kind, header): (u8, Reader<'_>),
         data: Payload,
     ) -> Result<()> {
-        let mut reader = Reader::new(header);
-        let kind = reader.u8()?;
         if kind == END {
             self.has_ended = true;
-            return reader.end();
+            return header.end();
         }
-        if Message::is_kind(kind) {
-            match self.engine.message(cx, session, (kind, reader), &data)? {
-                Handled::Done => {}
-                Handled::Request(_) => {
-                    return Err(Error::protocol("a read of what a receiver does not expose"));
-                }
-                Handled::UnknownTransfer => {
-                    return Err(Error::protocol("data of a tensor that was not requested"));
-                }
-            }
-        } else {
-            self.sender_message(cx, session, (kind, reader), data)?;
-        }
+        self.sender_message(cx, session, (kind, header), data)?;
         self.advance(cx);
         Ok(())
     }
 
-    fn done(
-        &mut self,
-        cx: &mut ReactorContext,
-        token: u64,
-        result: std::result::Result<(), Status>,
-    ) {
-        // Without a session too: a receive whose session has ended completes when its last read has ended.
-        self.engine.read_ended(cx, token, result);
+    fn source(&mut self, _request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
+        Err(Error::protocol("a read of what a receiver does not expose"))
+    }
+
+    fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion) {
+        self.record_transferred(cx, completion);
         self.advance(cx);
     }
 
-    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
-        if self.engine.run_slice(cx) {
-            self.advance(cx);
-        }
-        self.engine.has_work()
-    }
-
-    fn has_work(&self) -> bool {
-        self.engine.has_work()
-    }
-
-    fn closing(&mut self, cx: &mut ReactorContext) {
-        self.send_acks(cx);
-    }
-
-    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        if self.ack_at.is_some_and(|at| at <= cx.now()) {
-            self.send_acks(cx);
+    fn timer(&mut self, cx: &mut Cx<'_>) -> Option<Instant> {
+        if self.ack_at.is_some_and(|at| at <= cx.links.now()) {
+            self.send_acks(cx.links);
         }
         self.expire(cx);
-        self.next_expiry(cx)
+        self.next_expiry(cx.links)
             .into_iter()
             .chain(self.deadlines.at())
             .chain(self.ack_at)
-            .chain(self.pool.expire(cx.now()))
             .min()
     }
 
-    fn stop(&mut self, cx: &mut ReactorContext) {
-        let closed = || cx.closed("the pipe is closed");
-        self.engine.stop(&closed());
+    fn closing(&mut self, cx: &mut Cx<'_>) {
+        self.send_acks(cx.links);
+    }
+
+    fn stop(&mut self, cx: &mut Cx<'_>) {
+        let closed = cx.links.closed("the pipe is closed");
+        cx.transfers.stop(&closed);
         let receives = std::mem::take(&mut self.receives);
         let large_receives = std::mem::take(&mut self.large_receives);
         self.count_waiting();
         for receive in receives {
-            receive.completer.complete(Err(closed()));
+            receive.completer.complete(Err(closed.clone()));
         }
         for large in large_receives {
-            large.completer.complete(Err(closed()));
+            large.completer.complete(Err(closed.clone()));
         }
     }
 
     #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
-        let mut sizes = vec![
+        vec![
             ("incoming tensors", self.incoming.len()),
             ("receives", self.receives.len()),
             ("large receives", self.large_receives.len()),
             ("unacknowledged tensors", self.unacknowledged.len()),
-            ("pooled memory", self.pool.len()),
-        ];
-        sizes.extend(self.engine.sizes());
-        sizes
+        ]
     }
 }
 

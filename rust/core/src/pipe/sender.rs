@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::iter::once;
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::messages::{END, ReceiverMessage, SenderMessage};
@@ -14,10 +15,13 @@ use crate::ids::SessionKey;
 use crate::integrity::Integrity;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{Payload, grace::GracePeriod};
-use crate::session::{ReactorContext, Service};
+use crate::session::grace::GracePeriod;
+use crate::session::{Payload, ReactorContext};
 use crate::transfer::exposed::ExposedBuffer;
-use crate::transfer::{Handled, Message, TransferEngine};
+use crate::transfer::region::Layout;
+use crate::transfer::source::SourceRequest;
+use crate::transfer::{Completion, Cx, TransferService};
+use crate::transport::Memory;
 use crate::work::Completer;
 
 #[derive(Debug)]
@@ -47,7 +51,6 @@ pub(super) struct Sender {
     /// In the order of their sequence numbers.
     posted: VecDeque<PostedSend>,
     next_sequence: u64,
-    engine: TransferEngine,
     closing: Vec<ClosingCaller>,
     failure: Option<Error>,
     /// Whether tensors were not acknowledged when the session failed.
@@ -65,21 +68,20 @@ impl Sender {
             deadlines: Earliest::default(),
             posted: VecDeque::new(),
             next_sequence: 0,
-            engine: TransferEngine::new(TRANSFERS_IN_FLIGHT),
             closing: Vec::new(),
             failure: None,
             has_lost: false,
         }
     }
 
-    fn post(&mut self, cx: &mut ReactorContext) {
-        let Some(session) = self.session.filter(|session| cx.is_up(*session)) else {
+    fn post(&mut self, cx: &mut Cx<'_>) {
+        let Some(session) = self.session.filter(|session| cx.links.is_up(*session)) else {
             return;
         };
         while self.posted.len() < MESSAGES_IN_FLIGHT
             && let Some(send) = self.queue.pop_front()
         {
-            let (message, exposed) = match self.tensor_message(cx, session, &send) {
+            let (message, exposed) = match self.tensor_message(cx.links, session, &send) {
                 Ok(message) => message,
                 Err(error) => {
                     send.completer.complete(Err(error));
@@ -87,20 +89,20 @@ impl Sender {
                 }
             };
             let is_checksummed = self.integrity != Integrity::None;
-            if !message.send(cx, session, self.next_sequence, is_checksummed) {
+            if !message.send(cx.links, session, self.next_sequence, is_checksummed) {
                 // The session is lost; its end fails everything that is queued.
                 self.queue.push_front(send);
                 return;
             }
             self.add_posted(cx, session, send, exposed);
         }
-        self.finish_closing(cx);
+        self.finish_closing(cx.links);
     }
 
     /// The message of a tensor, and the memory that the receiver may read if it is large.
     fn tensor_message<'a>(
         &self,
-        cx: &ReactorContext,
+        links: &ReactorContext,
         session: SessionKey,
         send: &'a QueuedSend,
     ) -> Result<(SenderMessage<'a>, Option<ExposedBuffer>)> {
@@ -112,13 +114,13 @@ impl Sender {
         }
         let buffer = send.buffer.clone();
         self.integrity.check(buffer.kind())?;
-        let (exposed, buffer) = ExposedBuffer::new(cx, session, buffer, self.integrity)?;
+        let (exposed, buffer) = ExposedBuffer::new(links, session, buffer, self.integrity)?;
         Ok((SenderMessage::Offer { meta, buffer }, Some(exposed)))
     }
 
     fn add_posted(
         &mut self,
-        cx: &ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         send: QueuedSend,
         exposed: Option<ExposedBuffer>,
@@ -131,11 +133,11 @@ impl Sender {
             self.posted.push_back(PostedSend { sequence, large });
             return send.completer.complete(Ok(()));
         };
-        self.engine.expose(session, sequence, &exposed);
+        cx.transfers.expose(session, sequence, &exposed);
         let large = Some(LargeSend {
             exposed,
             completer: send.completer,
-            grace: send.meet_by.map(|at| GracePeriod::new(cx.now(), at)),
+            grace: send.meet_by.map(|at| GracePeriod::new(cx.links.now(), at)),
             is_withdrawn: false,
         });
         self.posted.push_back(PostedSend { sequence, large });
@@ -144,12 +146,12 @@ impl Sender {
     /// Ends a posted tensor, which the receiver does not read any more; false if it is not posted.
     fn end_posted(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         sequence: u64,
         outcome: Result<()>,
     ) -> bool {
-        self.engine.withdraw_source(cx, session, sequence);
+        cx.transfers.withdraw_source(cx.links, session, sequence);
         let is_it = |posted: &PostedSend| posted.sequence == sequence;
         let at = self.posted.iter().position(is_it);
         let Some(posted) = at.and_then(|at| self.posted.remove(at)) else {
@@ -164,41 +166,14 @@ impl Sender {
         true
     }
 
-    fn transfer_message(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        message: (u8, Reader<'_>),
-        data: &Payload,
-    ) -> Result<()> {
-        match self.engine.message(cx, session, message, data)? {
-            Handled::Done => {}
-            Handled::Request(request) => {
-                let sequence = request.source;
-                let posted = self.posted.iter().find(|it| it.is_offered_as(sequence));
-                let source = match posted.and_then(|posted| posted.large.as_ref()) {
-                    Some(large) => large.exposed.requested(&request),
-                    None => Err(Error::Config(format!(
-                        "tensor {sequence} is not offered any more"
-                    ))),
-                };
-                self.engine.serve(cx, &request, source);
-            }
-            Handled::UnknownTransfer => {
-                return Err(Error::protocol("bytes for the sender of a pipe"));
-            }
-        }
-        Ok(())
-    }
-
     /// Ends the pipe when it is closing and everything has been acknowledged.
-    fn finish_closing(&mut self, cx: &mut ReactorContext) {
+    fn finish_closing(&mut self, links: &mut ReactorContext) {
         if self.closing.is_empty() || !self.queue.is_empty() || !self.posted.is_empty() {
             return;
         }
         if let Some(session) = self.session {
-            cx.send(session, &[END]);
-            cx.close(session, "the sender closed the pipe");
+            links.send(session, &[END]);
+            links.close(session, "the sender closed the pipe");
         }
         for caller in self.closing.drain(..) {
             caller.completer.complete(Ok(()));
@@ -241,14 +216,15 @@ impl Sender {
     }
 }
 
-impl Service for Sender {
+impl TransferService for Sender {
     type Command = SenderCommand;
+    const TRANSFERS_IN_FLIGHT: usize = TRANSFERS_IN_FLIGHT;
 
-    fn command(&mut self, cx: &mut ReactorContext, command: SenderCommand) {
+    fn command(&mut self, cx: &mut Cx<'_>, command: SenderCommand) {
         match command {
             SenderCommand::Connect { address, completer } => {
                 self.connecting = Some(completer);
-                self.session = Some(cx.connect(&address));
+                self.session = Some(cx.links.connect(&address));
             }
             SenderCommand::Send(send) => {
                 if let Some(error) = &self.failure {
@@ -276,9 +252,8 @@ impl Service for Sender {
         self.shared.get().in_flight = self.num_in_flight();
     }
 
-    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
-        self.engine.session_up(session);
-        self.shared.open(cx, session);
+    fn session_up(&mut self, cx: &mut Cx<'_>, session: SessionKey, _peer: &Identity) {
+        self.shared.open(cx.links, session);
         self.data_path_changed(cx, session);
         if let Some(completer) = self.connecting.take() {
             completer.complete(Ok(()));
@@ -286,30 +261,24 @@ impl Service for Sender {
         self.post(cx);
     }
 
-    fn data_path_changed(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        let data_path = cx.peer_data_path(session);
+    fn data_path_changed(&mut self, cx: &mut Cx<'_>, session: SessionKey) {
+        let data_path = cx.links.peer_data_path(session);
         let transport = data_path.map(|data_path| data_path.transport().to_owned());
         self.shared.set_transport(transport);
     }
 
-    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
-        self.engine.session_down(cx, session, &error);
+    fn session_down(&mut self, _cx: &mut Cx<'_>, _session: SessionKey, error: Error) {
         self.fail(&error);
     }
 
     fn message(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
-        header: &[u8],
+        (kind, mut header): (u8, Reader<'_>),
         data: Payload,
     ) -> Result<()> {
-        let mut reader = Reader::new(header);
-        let kind = reader.u8()?;
-        if Message::is_kind(kind) {
-            return self.transfer_message(cx, session, (kind, reader), &data);
-        }
-        let sequence = reader.u64()?;
+        let sequence = header.u64()?;
         match ReceiverMessage::decode(kind, &data)? {
             ReceiverMessage::Ack { others } => {
                 for acknowledged in once(sequence).chain(others.iter().copied()) {
@@ -332,7 +301,7 @@ impl Service for Sender {
                 } else {
                     SenderMessage::Invalid
                 };
-                answer.send(cx, session, sequence, false);
+                answer.send(cx.links, session, sequence, false);
             }
             ReceiverMessage::Corrupt => {
                 let text = "the tensor came with another checksum than it had here; it was changed while it was sent, or on its way; the pipe is usable";
@@ -348,22 +317,28 @@ impl Service for Sender {
         Ok(())
     }
 
-    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
-        self.engine.run_slice(cx);
-        self.engine.has_work()
+    fn source(&mut self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
+        let sequence = request.source;
+        let posted = self.posted.iter().find(|it| it.is_offered_as(sequence));
+        match posted.and_then(|posted| posted.large.as_ref()) {
+            Some(large) => large.exposed.requested(request),
+            None => Err(Error::Config(format!(
+                "tensor {sequence} is not offered any more"
+            ))),
+        }
     }
 
-    fn has_work(&self) -> bool {
-        self.engine.has_work()
-    }
+    /// A sender begins no transfer.
+    fn transferred(&mut self, _cx: &mut Cx<'_>, _completion: Completion) {}
 
-    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let (session, now) = (self.session?, cx.now());
+    fn timer(&mut self, cx: &mut Cx<'_>) -> Option<Instant> {
+        let (session, now) = (self.session?, cx.links.now());
         self.expire_queued(now);
         for posted in &mut self.posted {
-            if posted.expire(cx, session) {
+            if posted.expire(cx.links, session) {
                 // What is sent after WITHDRAW would be dropped, and its caller may change the memory.
-                self.engine.withdraw_source(cx, session, posted.sequence);
+                cx.transfers
+                    .withdraw_source(cx.links, session, posted.sequence);
             }
         }
         let is_late = |caller: &ClosingCaller| caller.deadline.is_some_and(|at| at <= now);
@@ -371,28 +346,26 @@ impl Service for Sender {
             let left = self.num_in_flight();
             let text = format!("{left} tensors had not been received in time; the pipe is closed");
             // The receiver may be reading: only the end of the session stops it.
-            cx.fail(session, Error::Timeout(text));
+            cx.links.fail(session, Error::Timeout(text));
         }
-        let posted = (self.posted.iter()).filter_map(|it| it.next(cx, session));
+        let posted = (self.posted.iter()).filter_map(|it| it.next(cx.links, session));
         let closing = self.closing.iter().filter_map(|caller| caller.deadline);
         posted.chain(closing).chain(self.deadlines.at()).min()
     }
 
-    fn stop(&mut self, _cx: &mut ReactorContext) {
+    fn stop(&mut self, cx: &mut Cx<'_>) {
         let closed = Error::Closed("the pipe is closed".to_owned());
-        self.engine.stop(&closed);
+        cx.transfers.stop(&closed);
         self.fail(&closed);
     }
 
     #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
-        let mut sizes = vec![
+        vec![
             ("queued sends", self.queue.len()),
             ("posted sends", self.posted.len()),
             ("closing callers", self.closing.len()),
-        ];
-        sizes.extend(self.engine.sizes());
-        sizes
+        ]
     }
 }
 

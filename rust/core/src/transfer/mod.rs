@@ -24,6 +24,7 @@ pub(crate) mod engine;
 pub(crate) mod exchange;
 pub(crate) mod exposed;
 mod gaps;
+pub(crate) mod host;
 mod incoming_stream;
 pub(crate) mod message;
 mod outgoing_stream;
@@ -37,6 +38,7 @@ mod verifier;
 
 pub(crate) use engine::{Completion, Handled, TransferEngine};
 pub(crate) use exchange::BufferExchange;
+pub(crate) use host::{Cx, TransferService};
 pub(crate) use message::Message;
 pub(crate) use transfer::TransferRequest;
 pub(crate) use verifier::Checksums;

@@ -5,18 +5,32 @@ use super::super::large_receive::{LargeReceive, Progress};
 use super::*;
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
+use crate::session::Service;
 use crate::session::grace::GracePeriod;
 use crate::tensor::Meta;
+use crate::transfer::host::Host;
 use crate::work::work;
 
 const SESSION: SessionKey = 20;
 const SECOND: Duration = Duration::from_secs(1);
 
+fn receiver() -> Host<Receiver> {
+    Host::new(Receiver::new(SharedInfo::connecting(String::new())))
+}
+
+fn advance(cx: &mut ReactorContext, receiver: &mut Host<Receiver>) {
+    receiver.call(cx, Receiver::advance);
+}
+
+fn withdraw(cx: &mut ReactorContext, receiver: &mut Host<Receiver>, sequence: u64) {
+    receiver.call(cx, |receiver, cx| receiver.withdraw(cx, SESSION, sequence));
+}
+
 /// How a receive ends that is under way when the pipe ends.
 fn ended_with(cx: &mut ReactorContext) -> String {
     let (work, completer) = work();
-    let mut receiver = Receiver::new(SharedInfo::connecting(String::new()));
-    receiver.receives.push_back(PendingReceive {
+    let mut receiver = receiver();
+    receiver.service.receives.push_back(PendingReceive {
         out: None,
         deadline: Deadline::default(),
         completer,
@@ -51,33 +65,30 @@ fn a_receive_says_nothing_of_its_memory_when_all_reads_have_ended() {
 
 #[test]
 fn a_pipe_that_has_ended_has_no_receives_in_flight() {
-    let (mut cx, mut receiver) = (
-        ReactorContext::manual(None),
-        Receiver::new(SharedInfo::connecting(String::new())),
-    );
+    let (mut cx, mut receiver) = (ReactorContext::manual(None), receiver());
     let (_received, completer) = work();
-    receiver.receives.push_back(PendingReceive {
+    receiver.service.receives.push_back(PendingReceive {
         out: None,
         deadline: Deadline::default(),
         completer,
     });
-    receiver.count_waiting();
-    assert_eq!(receiver.shared.get().in_flight, 1);
+    receiver.service.count_waiting();
+    assert_eq!(receiver.service.shared.get().in_flight, 1);
     receiver.stop(&mut cx);
-    assert_eq!(receiver.shared.get().in_flight, 0);
+    assert_eq!(receiver.service.shared.get().in_flight, 0);
 }
 
 /// Two large tensors that are being received: of the first nothing is here, the second is complete and waits for it.
-fn receiving(cx: &mut ReactorContext) -> (Receiver, [Work<Arc<Received>>; 2]) {
-    let mut receiver = Receiver::new(SharedInfo::connecting(String::new()));
-    receiver.session = Some(SESSION);
+fn receiving(cx: &mut ReactorContext) -> (Host<Receiver>, [Work<Arc<Received>>; 2]) {
+    let mut receiver = receiver();
+    receiver.service.session = Some(SESSION);
     let works = [1, 2].map(|sequence| {
         let (work, completer) = work();
         let mut large = LargeReceive::waiting(sequence, completer);
         if sequence == 2 {
             large.progress = Progress::Ended(Ok(cx.register(Buffer::zeroed(8)).unwrap()));
         }
-        receiver.large_receives.push_back(large);
+        receiver.service.large_receives.push_back(large);
         work
     });
     (receiver, works)
@@ -94,12 +105,12 @@ fn with_memory() -> ReactorContext {
 fn a_tensor_that_is_withdrawn_while_it_waits_is_not_delivered_although_it_is_complete() {
     let mut cx = with_memory();
     let (mut receiver, [first, second]) = receiving(&mut cx);
-    receiver.withdraw(&mut cx, SESSION, 2);
-    receiver.advance(&mut cx);
+    withdraw(&mut cx, &mut receiver, 2);
+    advance(&mut cx, &mut receiver);
     assert!(matches!(second.result(), Some(Err(Error::Timeout(_)))));
     assert!(!first.is_completed());
     assert_eq!(
-        receiver.shared.get().num_tensors,
+        receiver.service.shared.get().num_tensors,
         0,
         "nothing was acknowledged"
     );
@@ -109,12 +120,12 @@ fn a_tensor_that_is_withdrawn_while_it_waits_is_not_delivered_although_it_is_com
 fn a_complete_tensor_does_not_wait_for_one_whose_caller_knows_that_it_is_late() {
     let mut cx = with_memory();
     let (mut receiver, [late, complete]) = receiving(&mut cx);
-    receiver.advance(&mut cx);
+    advance(&mut cx, &mut receiver);
     assert!(!complete.is_completed(), "tensors come in order");
     let error = Error::Timeout("late".to_owned());
-    let first = &receiver.large_receives[0].completer;
+    let first = &receiver.service.large_receives[0].completer;
     first.complete_unsettled(Err(error.clone()));
-    receiver.advance(&mut cx);
+    advance(&mut cx, &mut receiver);
     assert_eq!(late.result().unwrap().unwrap_err(), error);
     assert!(!late.is_settled());
     assert!(complete.result().unwrap().is_ok());
@@ -127,13 +138,14 @@ fn a_receive_that_is_overdue_behind_another_fails_at_once_and_the_complete_one_b
     let mut cx = with_memory();
     let (mut receiver, [first, complete]) = receiving(&mut cx);
     let known = Error::Timeout("late".to_owned());
-    let large = &receiver.large_receives[0].completer;
+    let large = &receiver.service.large_receives[0].completer;
     large.complete_unsettled(Err(known.clone()));
     let (overdue, completer) = work();
     let mut large = LargeReceive::waiting(3, completer);
     large.grace = Some(GracePeriod::of_responsive_peer(cx.now()));
-    receiver.large_receives.insert(1, large);
-    receiver.large_receives[2].grace = Some(GracePeriod::new(cx.now(), cx.now() + 60 * SECOND));
+    receiver.service.large_receives.insert(1, large);
+    receiver.service.large_receives[2].grace =
+        Some(GracePeriod::new(cx.now(), cx.now() + 60 * SECOND));
     cx.advance(SECOND);
     receiver.timer(&mut cx); // withdraws it
     assert!(!overdue.is_completed() && !complete.is_completed());
@@ -152,17 +164,17 @@ fn no_tensor_is_delivered_after_one_that_the_end_of_the_session_has_failed() {
     let lost = Error::lost("peer", "killed");
     receiver.session_down(&mut cx, SESSION, lost.clone());
     // As the engine has it complete, where there is a transfer.
-    receiver.large_receives[0].progress = Progress::Ended(Err(lost.clone()));
-    receiver.advance(&mut cx);
+    receiver.service.large_receives[0].progress = Progress::Ended(Err(lost.clone()));
+    advance(&mut cx, &mut receiver);
     assert_eq!(second.result().map(Result::err), Some(Some(lost)));
 }
 
 /// As [`receiving`]; the sender has been asked whether it still offers the second tensor.
-fn validating(cx: &mut ReactorContext) -> (Receiver, [Work<Arc<Received>>; 2]) {
+fn validating(cx: &mut ReactorContext) -> (Host<Receiver>, [Work<Arc<Received>>; 2]) {
     let (mut receiver, works) = receiving(cx);
     let memory = cx.register(Buffer::zeroed(8)).unwrap();
-    receiver.large_receives[1].progress = Progress::Validating(memory);
-    receiver.next_sequence = 3;
+    receiver.service.large_receives[1].progress = Progress::Validating(memory);
+    receiver.service.next_sequence = 3;
     (receiver, works)
 }
 
@@ -170,14 +182,14 @@ fn validating(cx: &mut ReactorContext) -> (Receiver, [Work<Arc<Received>>; 2]) {
 fn a_tensor_whose_offer_its_sender_does_not_confirm_is_not_delivered() {
     let mut cx = with_memory();
     let (mut receiver, [first, second]) = validating(&mut cx);
-    assert_eq!(receiver.validated(2, false), Ok(()));
-    receiver.advance(&mut cx);
+    assert_eq!(receiver.service.validated(2, false), Ok(()));
+    advance(&mut cx, &mut receiver);
     let Some(Err(Error::Timeout(text))) = second.result() else {
         panic!("the tensor was delivered");
     };
     assert!(text.contains("withdrew"), "{text}");
     assert!(!first.is_completed());
-    assert_eq!(receiver.shared.get().num_tensors, 0);
+    assert_eq!(receiver.service.shared.get().num_tensors, 0);
 }
 
 #[test]
@@ -186,8 +198,8 @@ fn a_tensor_whose_session_ends_before_its_sender_has_answered_is_not_delivered()
     let (mut receiver, [_, second]) = validating(&mut cx);
     let lost = Error::lost("peer", "killed");
     receiver.session_down(&mut cx, SESSION, lost.clone());
-    receiver.large_receives[0].progress = Progress::Ended(Err(lost.clone()));
-    receiver.advance(&mut cx);
+    receiver.service.large_receives[0].progress = Progress::Ended(Err(lost.clone()));
+    advance(&mut cx, &mut receiver);
     assert_eq!(second.result().map(Result::err), Some(Some(lost)));
 }
 
@@ -196,14 +208,18 @@ fn an_answer_that_was_not_asked_for_is_a_protocol_error_and_one_that_comes_late_
     let mut cx = with_memory();
     let (mut receiver, _works) = validating(&mut cx);
     for sequence in [1, 3] {
-        let refused = receiver.validated(sequence, true);
+        let refused = receiver.service.validated(sequence, true);
         assert!(matches!(refused, Err(Error::Protocol(_))), "{refused:?}");
     }
-    assert_eq!(receiver.validated(0, true), Ok(()), "it has completed");
-    receiver.withdraw(&mut cx, SESSION, 2);
-    assert_eq!(receiver.validated(2, true), Ok(()));
+    assert_eq!(
+        receiver.service.validated(0, true),
+        Ok(()),
+        "it has completed"
+    );
+    withdraw(&mut cx, &mut receiver, 2);
+    assert_eq!(receiver.service.validated(2, true), Ok(()));
     assert!(matches!(
-        receiver.large_receives[1].progress,
+        receiver.service.large_receives[1].progress,
         Progress::Ended(Err(_))
     ));
 }

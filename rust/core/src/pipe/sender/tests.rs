@@ -5,7 +5,9 @@ use kvpipe_ucx::Buffer;
 
 use super::*;
 use crate::net::codec::Writer;
+use crate::session::Service;
 use crate::session::wire;
+use crate::transfer::host::Host;
 use crate::transport::{MemoryPath, Transport};
 use crate::work::{Work, work};
 
@@ -20,7 +22,7 @@ const INVALID: u8 = 14;
 const READ: u8 = 32;
 
 /// A sender that has one tensor posted, with its deadline passing now.
-fn posted() -> (ReactorContext, Sender, Work<()>) {
+fn posted() -> (ReactorContext, Host<Sender>, Work<()>) {
     let transport = Transport::Memory(MemoryPath::RemoteRead);
     let opened = transport.open();
     let cx = ReactorContext::manual(Some(opened.unwrap()));
@@ -37,21 +39,22 @@ fn posted() -> (ReactorContext, Sender, Work<()>) {
     let sequence = SEQUENCE;
     sender.posted.push_back(PostedSend { sequence, large });
     sender.session = Some(SESSION);
-    sender.engine.session_up(SESSION);
-    (cx, sender, sent)
+    let mut host = Host::new(sender);
+    host.transfers.session_up(SESSION);
+    (cx, host, sent)
 }
 
 /// As [`posted`]: its caller knows that it is late, and its receiver has not answered WITHDRAW.
-fn unsettled() -> (ReactorContext, Sender, Work<()>) {
-    let (cx, mut sender, sent) = posted();
-    let large = sender.posted[0].large.as_mut().unwrap();
+fn unsettled() -> (ReactorContext, Host<Sender>, Work<()>) {
+    let (cx, mut host, sent) = posted();
+    let large = host.service.posted[0].large.as_mut().unwrap();
     (large.grace, large.is_withdrawn) = (None, true);
     let late = Err(Error::Timeout("late".to_owned()));
     large.completer.complete_unsettled(late);
-    (cx, sender, sent)
+    (cx, host, sent)
 }
 
-fn receive(cx: &mut ReactorContext, sender: &mut Sender, kind: u8) -> Result<()> {
+fn receive(cx: &mut ReactorContext, sender: &mut Host<Sender>, kind: u8) -> Result<()> {
     let header = Writer::default().u8(kind).u64(SEQUENCE).finish();
     let others = Writer::default().list::<u64>(&[], |w, _| w).finish();
     let payload = if kind == ACK { others } else { Vec::new() };
@@ -67,7 +70,7 @@ fn a_late_send_is_settled_by_any_answer_and_keeps_its_error() {
         assert!(sent.is_settled());
         let late = sent.result().unwrap();
         assert!(matches!(late, Err(Error::Timeout(_))), "{late:?}");
-        let info = sender.shared.get().clone();
+        let info = sender.service.shared.get().clone();
         assert_eq!((info.num_tensors, info.in_flight), (num_sent, 0));
     }
 }
@@ -98,8 +101,8 @@ fn only_a_tensor_that_is_posted_is_confirmed() {
     assert_eq!(*answers.borrow(), [VALID, INVALID, INVALID]);
 }
 
-fn num_streams(sender: &Sender) -> usize {
-    let sizes = sender.engine.sizes();
+fn num_streams(sender: &Host<Sender>) -> usize {
+    let sizes = sender.transfers.sizes();
     let streams = sizes.iter().find(|(name, _)| *name == "outgoing streams");
     streams.unwrap().1
 }
@@ -107,7 +110,7 @@ fn num_streams(sender: &Sender) -> usize {
 #[test]
 fn nothing_more_is_sent_of_a_tensor_that_is_withdrawn() {
     let (mut cx, mut sender, sent) = posted();
-    let read = |cx: &mut _, sender: &mut Sender, transfer| {
+    let read = |cx: &mut _, sender: &mut Host<Sender>, transfer| {
         let as_bytes = 0;
         let header = Writer::default().u8(READ).u64(transfer).u64(SEQUENCE);
         let header = header.u8(as_bytes).finish();

@@ -1,0 +1,259 @@
+//! Hosts a service that moves bytes on a reactor: owns its transfers and the memory that arrives, feeds them what happens on
+//! the reactor, and hands the service what has ended.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvpipe_ucx::Status;
+
+use super::region::Layout;
+use super::source::SourceRequest;
+use super::{Completion, Handled, Message, TransferEngine};
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::net::codec::Reader;
+use crate::net::identity::Identity;
+use crate::reactor::Reactor;
+use crate::session::{Payload, ReactorConfig, ReactorContext, Service};
+use crate::transport::{Memory, Pool};
+
+/// What a service that moves bytes works with during a call.
+pub(crate) struct Cx<'a> {
+    /// The sessions of the reactor.
+    pub(crate) links: &'a mut ReactorContext,
+    /// The transfers, in both directions.
+    pub(crate) transfers: &'a mut TransferEngine,
+    /// Memory for what arrives.
+    pub(crate) pool: &'a Pool,
+}
+
+/// A service that moves bytes: as [`Service`], and what a [`Host`] asks of it for its transfers. After each event the host
+/// hands it all transfers that have ended.
+pub(crate) trait TransferService {
+    /// What other threads ask of it.
+    type Command: Send + 'static;
+    /// Transfers from one peer under way at once; more wait, and a peer may ask for no more.
+    const TRANSFERS_IN_FLIGHT: usize;
+
+    /// As of [`Service`].
+    fn command(&mut self, cx: &mut Cx<'_>, command: Self::Command);
+    /// As of [`Service`].
+    fn accept(
+        &mut self,
+        _session: SessionKey,
+        _peer: &Identity,
+    ) -> std::result::Result<(), String> {
+        Ok(())
+    }
+    /// As of [`Service`].
+    fn dismissed(&mut self, _session: SessionKey) {}
+    /// As of [`Service`].
+    fn session_up(&mut self, cx: &mut Cx<'_>, session: SessionKey, peer: &Identity);
+    /// As of [`Service`]. The transfers of the session have failed.
+    fn session_down(&mut self, cx: &mut Cx<'_>, session: SessionKey, error: Error);
+    /// As of [`Service`].
+    fn data_path_changed(&mut self, _cx: &mut Cx<'_>, _session: SessionKey) {}
+    /// A message that is not of a transfer: its kind and the rest of its header.
+    fn message(
+        &mut self,
+        cx: &mut Cx<'_>,
+        session: SessionKey,
+        message: (u8, Reader<'_>),
+        data: Payload,
+    ) -> Result<()>;
+    /// The memory that a peer wants to have streamed or checksummed.
+    ///
+    /// # Errors
+    /// It is not exposed: the peer is refused, or its session ends if that is an error of the protocol.
+    fn source(&mut self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)>;
+    /// A transfer of this side has ended.
+    fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion);
+    /// Handles the deadlines that have passed, and returns the next one.
+    fn timer(&mut self, _cx: &mut Cx<'_>) -> Option<Instant> {
+        None
+    }
+    /// As of [`Service`].
+    fn closing(&mut self, _cx: &mut Cx<'_>) {}
+    /// As of [`Service`]. Stops the transfers, and ends its operations.
+    fn stop(&mut self, cx: &mut Cx<'_>);
+    /// The sizes of its maps and queues.
+    #[cfg(test)]
+    fn sizes(&self) -> crate::reactor::manual::Sizes;
+}
+
+/// A service, and the transfers that it is host of.
+pub(crate) struct Host<S> {
+    pub(crate) service: S,
+    pub(crate) transfers: TransferEngine,
+    pool: Pool,
+}
+
+/// Starts a reactor that runs the service.
+///
+/// # Errors
+/// As of [`session::spawn`](crate::session::spawn).
+pub(crate) fn spawn<S>(
+    config: ReactorConfig,
+    make: impl FnOnce() -> S + Send + 'static,
+) -> Result<Reactor<S::Command>>
+where
+    S: TransferService + 'static,
+{
+    crate::session::spawn(config, move || Host::new(make()))
+}
+
+impl<S: TransferService> Host<S> {
+    pub(crate) fn new(service: S) -> Self {
+        Self {
+            service,
+            transfers: TransferEngine::new(S::TRANSFERS_IN_FLIGHT),
+            pool: Pool::default(),
+        }
+    }
+
+    /// Calls the service, then hands it what has ended by that, until nothing more has.
+    pub(crate) fn call<R>(
+        &mut self,
+        links: &mut ReactorContext,
+        call: impl FnOnce(&mut S, &mut Cx<'_>) -> R,
+    ) -> R {
+        let cx = &mut Cx {
+            links,
+            transfers: &mut self.transfers,
+            pool: &self.pool,
+        };
+        let result = call(&mut self.service, cx);
+        while let Some(completion) = cx.transfers.next_completion() {
+            self.service.transferred(cx, completion);
+        }
+        result
+    }
+
+    fn transfer_message(
+        &mut self,
+        links: &mut ReactorContext,
+        session: SessionKey,
+        message: (u8, Reader<'_>),
+        data: &Payload,
+    ) -> Result<()> {
+        let request = match self.transfers.message(links, session, message, data)? {
+            Handled::Done => return Ok(()),
+            Handled::Request(request) => request,
+            Handled::UnknownTransfer => {
+                return Err(Error::protocol("bytes of a transfer that was not begun"));
+            }
+        };
+        let source = match self.service.source(&request) {
+            Err(error @ Error::Protocol(_)) => return Err(error),
+            source => source,
+        };
+        self.transfers.serve(links, &request, source);
+        Ok(())
+    }
+
+    /// Hands the service what has ended.
+    fn drain(&mut self, links: &mut ReactorContext) {
+        self.call(links, |_, _| ());
+    }
+}
+
+impl<S: TransferService> Service for Host<S> {
+    type Command = S::Command;
+
+    fn command(&mut self, links: &mut ReactorContext, command: S::Command) {
+        self.call(links, |service, cx| service.command(cx, command));
+    }
+
+    fn accept(&mut self, session: SessionKey, peer: &Identity) -> std::result::Result<(), String> {
+        self.service.accept(session, peer)
+    }
+
+    fn dismissed(&mut self, session: SessionKey) {
+        self.service.dismissed(session);
+    }
+
+    fn session_up(&mut self, links: &mut ReactorContext, session: SessionKey, peer: &Identity) {
+        self.transfers.session_up(session);
+        self.call(links, |service, cx| service.session_up(cx, session, peer));
+    }
+
+    fn session_down(&mut self, links: &mut ReactorContext, session: SessionKey, error: Error) {
+        self.transfers.session_down(links, session, &error);
+        self.call(links, |service, cx| {
+            service.session_down(cx, session, error);
+        });
+    }
+
+    fn data_path_changed(&mut self, links: &mut ReactorContext, session: SessionKey) {
+        self.call(links, |service, cx| service.data_path_changed(cx, session));
+    }
+
+    fn streams_lost(&mut self, links: &mut ReactorContext, session: SessionKey) {
+        self.transfers.streams_lost(links, session);
+        self.drain(links);
+    }
+
+    fn message(
+        &mut self,
+        links: &mut ReactorContext,
+        session: SessionKey,
+        header: &[u8],
+        data: Payload,
+    ) -> Result<()> {
+        let mut header = Reader::new(header);
+        let kind = header.u8()?;
+        if Message::is_kind(kind) {
+            self.transfer_message(links, session, (kind, header), &data)?;
+            drop(data);
+            self.drain(links);
+            return Ok(());
+        }
+        self.call(links, |service, cx| {
+            service.message(cx, session, (kind, header), data)
+        })
+    }
+
+    fn done(
+        &mut self,
+        links: &mut ReactorContext,
+        token: u64,
+        result: std::result::Result<(), Status>,
+    ) {
+        self.transfers.read_ended(links, token, result);
+        self.drain(links);
+    }
+
+    fn poll(&mut self, links: &mut ReactorContext) -> bool {
+        self.transfers.run_slice(links);
+        self.drain(links);
+        self.has_work()
+    }
+
+    fn has_work(&self) -> bool {
+        self.transfers.has_work()
+    }
+
+    fn timer(&mut self, links: &mut ReactorContext) -> Option<Instant> {
+        let service = self.call(links, TransferService::timer);
+        service
+            .into_iter()
+            .chain(self.pool.expire(links.now()))
+            .min()
+    }
+
+    fn closing(&mut self, links: &mut ReactorContext) {
+        self.call(links, TransferService::closing);
+    }
+
+    fn stop(&mut self, links: &mut ReactorContext) {
+        self.call(links, TransferService::stop);
+    }
+
+    #[cfg(test)]
+    fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let mut sizes = self.service.sizes();
+        sizes.push(("pooled memory", self.pool.len()));
+        sizes.extend(self.transfers.sizes());
+        sizes
+    }
+}
