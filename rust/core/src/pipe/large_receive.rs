@@ -184,7 +184,7 @@ impl Receiver {
 
     /// Completes receives and begins others, as far as transfers and tensors allow. Receives complete in order: none waits
     /// for one whose caller knows that it is late. Withdrawn ones complete out of order: their sender waits.
-    pub(super) fn advance(&mut self, cx: &mut Cx<'_>) {
+    pub(super) fn complete_and_match(&mut self, cx: &mut Cx<'_>) {
         while let Some(at) = self.next_completed()
             && let Some(large) = self.large_receives.remove(at)
         {
@@ -244,7 +244,7 @@ impl Receiver {
     /// grace period, the receive fails unsettled.
     pub(super) fn expire_large(&mut self, cx: &mut Cx<'_>) {
         let Some(session) = self.session else { return };
-        let (mut late, mut is_any_overdue) = (Vec::new(), false);
+        let mut late = Vec::new();
         for large in &mut self.large_receives {
             let Some(grace) = &mut large.grace else {
                 continue;
@@ -259,7 +259,6 @@ impl Receiver {
                 AnswerStage::InTime | AnswerStage::Late => {}
                 AnswerStage::Overdue => {
                     large.grace = None;
-                    is_any_overdue = true;
                     let late = Error::Timeout(format!(
                         "a tensor of {} bytes was not received in time; it is lost; reads that have begun may still write into out= until the work is settled; the pipe is usable, and the next receive waits for them",
                         large.len
@@ -268,16 +267,12 @@ impl Receiver {
                 }
             }
         }
-        if late.is_empty() && !is_any_overdue {
-            return;
-        }
         for (sequence, len) in late {
             let error = Error::Timeout(format!(
                 "a tensor of {len} bytes was not received in time; it is lost, the pipe is usable"
             ));
             self.fail_large(cx, sequence, &error);
         }
-        self.advance(cx);
     }
 
     /// When to look again at large tensors that may be late.

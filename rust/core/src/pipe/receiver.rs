@@ -122,24 +122,21 @@ impl Receiver {
         self.shared.get().in_flight = self.receives.len() + self.large_receives.len();
     }
 
-    fn expire(&mut self, cx: &mut Cx<'_>) {
-        let now = cx.links.now();
-        if self.deadlines.take_if_past(now) {
-            let late =
-                |receive: &PendingReceive| receive.deadline.meet_by.is_some_and(|at| at <= now);
-            let (expired, kept): (VecDeque<_>, VecDeque<_>) =
-                self.receives.drain(..).partition(late);
-            self.receives = kept;
-            self.count_waiting();
-            for receive in expired {
-                let error = Error::Timeout("no tensor came in time; the pipe is usable".to_owned());
-                receive.completer.complete(Err(error));
-            }
-            for receive in &self.receives {
-                self.deadlines.add(receive.deadline.meet_by);
-            }
+    fn expire_receives(&mut self, now: Instant) {
+        if !self.deadlines.take_if_past(now) {
+            return;
         }
-        self.expire_large(cx);
+        let late = |receive: &PendingReceive| receive.deadline.meet_by.is_some_and(|at| at <= now);
+        let (expired, kept): (VecDeque<_>, VecDeque<_>) = self.receives.drain(..).partition(late);
+        self.receives = kept;
+        self.count_waiting();
+        for receive in expired {
+            let error = Error::Timeout("no tensor came in time; the pipe is usable".to_owned());
+            receive.completer.complete(Err(error));
+        }
+        for receive in &self.receives {
+            self.deadlines.add(receive.deadline.meet_by);
+        }
     }
 }
 
@@ -147,12 +144,11 @@ impl TransferService for Receiver {
     type Command = ReceiverCommand;
     const TRANSFERS_IN_FLIGHT: usize = TRANSFERS_IN_FLIGHT;
 
-    fn command(&mut self, cx: &mut Cx<'_>, command: ReceiverCommand) {
+    fn command(&mut self, _cx: &mut Cx<'_>, command: ReceiverCommand) {
         match command {
             ReceiverCommand::Receive(receive) => {
                 self.deadlines.add(receive.deadline.meet_by);
                 self.receives.push_back(receive);
-                self.advance(cx);
             }
             ReceiverCommand::Withdraw(receive) => self.withdraw_receive(&receive),
         }
@@ -181,7 +177,7 @@ impl TransferService for Receiver {
         self.shared.set_transport(cx.links.shown_transport(session));
     }
 
-    fn session_down(&mut self, cx: &mut Cx<'_>, _session: SessionKey, error: Error) {
+    fn session_down(&mut self, _cx: &mut Cx<'_>, _session: SessionKey, error: Error) {
         let error = if self.has_ended {
             Error::EndOfPipe
         } else {
@@ -196,7 +192,6 @@ impl TransferService for Receiver {
             large.grace = None;
         }
         self.shared.get().state = "closed";
-        self.advance(cx);
     }
 
     fn message(
@@ -210,9 +205,7 @@ impl TransferService for Receiver {
             self.has_ended = true;
             return header.end();
         }
-        self.sender_message(cx, session, (kind, header), data)?;
-        self.advance(cx);
-        Ok(())
+        self.sender_message(cx, session, (kind, header), data)
     }
 
     fn source(&mut self, _request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
@@ -221,15 +214,22 @@ impl TransferService for Receiver {
 
     fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion) {
         self.record_transferred(cx, completion);
-        self.advance(cx);
     }
 
-    fn timer(&mut self, cx: &mut Cx<'_>) -> Option<Instant> {
+    fn advance(&mut self, cx: &mut Cx<'_>) {
+        self.complete_and_match(cx);
+    }
+
+    fn expire(&mut self, cx: &mut Cx<'_>) {
         if self.ack_at.is_some_and(|at| at <= cx.links.now()) {
             self.send_acks(cx.links);
         }
-        self.expire(cx);
-        self.next_expiry(cx.links)
+        self.expire_receives(cx.links.now());
+        self.expire_large(cx);
+    }
+
+    fn next_deadline(&mut self, links: &ReactorContext) -> Option<Instant> {
+        self.next_expiry(links)
             .into_iter()
             .chain(self.deadlines.at())
             .chain(self.ack_at)

@@ -331,8 +331,9 @@ impl TransferService for Sender {
     /// A sender begins no transfer.
     fn transferred(&mut self, _cx: &mut Cx<'_>, _completion: Completion) {}
 
-    fn timer(&mut self, cx: &mut Cx<'_>) -> Option<Instant> {
-        let (session, now) = (self.session?, cx.links.now());
+    fn expire(&mut self, cx: &mut Cx<'_>) {
+        let Some(session) = self.session else { return };
+        let now = cx.links.now();
         self.expire_queued(now);
         for posted in &mut self.posted {
             if posted.expire(cx.links, session) {
@@ -348,7 +349,12 @@ impl TransferService for Sender {
             // The receiver may be reading: only the end of the session stops it.
             cx.links.fail(session, Error::Timeout(text));
         }
-        let posted = (self.posted.iter()).filter_map(|it| it.next(cx.links, session));
+    }
+
+    fn next_deadline(&mut self, links: &ReactorContext) -> Option<Instant> {
+        let session = self.session?;
+        let posted = self.posted.iter();
+        let posted = posted.filter_map(|it| it.next(links, session));
         let closing = self.closing.iter().filter_map(|caller| caller.deadline);
         posted.chain(closing).chain(self.deadlines.at()).min()
     }

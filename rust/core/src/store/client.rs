@@ -10,8 +10,6 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::Status;
-
 use super::TRANSFERS_IN_FLIGHT;
 use super::messages::StoreMessage;
 use super::values::OpenedValue;
@@ -21,9 +19,13 @@ use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::grace::{AnswerStage, GracePeriod};
-use crate::session::{Payload, ReactorContext, Service};
+use crate::session::{Payload, ReactorContext};
 use crate::sync::lock;
-use crate::transfer::{BufferExchange, Message};
+use crate::transfer::exposed::ExposedBuffers;
+use crate::transfer::region::Layout;
+use crate::transfer::source::SourceRequest;
+use crate::transfer::{Completion, Cx, TransferService};
+use crate::transport::Memory;
 use crate::work::Completer;
 pub(super) use commands::{ClientCommand, ClientShared};
 pub(super) use pending::Pending;
@@ -49,7 +51,7 @@ pub(super) struct Client {
     reads: HashMap<u64, Reading>,
     /// Uploads whose bytes are to be hashed.
     hash_queue: VecDeque<u64>,
-    exchange: BufferExchange,
+    exposed: ExposedBuffers,
     shared: Arc<ClientShared>,
 }
 
@@ -67,7 +69,7 @@ impl Client {
             opened: HashMap::new(),
             reads: HashMap::new(),
             hash_queue: VecDeque::new(),
-            exchange: BufferExchange::new(TRANSFERS_IN_FLIGHT),
+            exposed: ExposedBuffers::default(),
             shared,
         }
     }
@@ -87,18 +89,18 @@ impl Client {
 
     fn ask(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         operation: u64,
         message: StoreMessage<'_>,
         (pending, timeout): (Pending, Option<Duration>),
     ) {
         match self.usable() {
             Ok(session) => {
-                message.send(cx, session, operation);
+                message.send(cx.links, session, operation);
                 self.pending.insert(operation, pending);
                 if let Some(timeout) = timeout {
-                    let grace = GracePeriod::new(cx.now(), cx.now() + timeout);
-                    self.next_looks.add(Some(grace.next(cx, &[session])));
+                    let grace = GracePeriod::new(cx.links.now(), cx.links.now() + timeout);
+                    self.next_looks.add(Some(grace.next(cx.links, &[session])));
                     self.graces.insert(operation, grace);
                 }
             }
@@ -107,15 +109,15 @@ impl Client {
     }
 
     /// Ends what an operation waits for or holds, here and at the server.
-    fn release(&mut self, cx: &mut ReactorContext, operation: u64, completer: Completer<()>) {
+    fn release(&mut self, cx: &mut Cx<'_>, operation: u64, completer: Completer<()>) {
         let waited = self.pending.remove(&operation);
         self.graces.remove(&operation);
         let is_upload = self.remove_upload(cx, operation);
         let is_open = self.opened.remove(&operation).is_some();
         if is_open && let Some(session) = self.session {
             let closed = Error::Closed("the value is closed".to_owned());
-            let engine = &mut self.exchange.engine;
-            engine.remove_source(cx, session, operation, &closed);
+            cx.transfers
+                .remove_source(cx.links, session, operation, &closed);
         }
         let holds = waited.is_some() || is_upload || is_open;
         if let Some(waited) = waited {
@@ -129,26 +131,21 @@ impl Client {
     }
 
     /// Has the server end what an operation holds there.
-    fn send_release(
-        &mut self,
-        cx: &mut ReactorContext,
-        target: u64,
-        completer: Option<Completer<()>>,
-    ) {
+    fn send_release(&mut self, cx: &mut Cx<'_>, target: u64, completer: Option<Completer<()>>) {
         let operation = self.shared.next_operation();
         let message = StoreMessage::Release { target };
         match (completer, self.usable()) {
             (Some(completer), _) => {
                 self.ask(cx, operation, message, (Pending::Done(completer), None));
             }
-            (None, Ok(session)) => message.send(cx, session, operation),
+            (None, Ok(session)) => message.send(cx.links, session, operation),
             (None, Err(_)) => {}
         }
     }
 
     fn receive(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         operation: u64,
         message: StoreMessage<'_>,
     ) -> Result<()> {
@@ -193,7 +190,7 @@ impl Client {
     }
 
     /// A reservation or a lease has ended by time.
-    fn ended(&mut self, cx: &mut ReactorContext, operation: u64) {
+    fn ended(&mut self, cx: &mut Cx<'_>, operation: u64) {
         if let Some(has_ended) = self.opened.get_mut(&operation) {
             *has_ended = true;
         } else {
@@ -201,25 +198,18 @@ impl Client {
         }
     }
 
-    /// Handles buffers that have been read.
-    fn advance(&mut self, cx: &mut ReactorContext) {
-        while let Some(completion) = self.exchange.engine.next_completion() {
-            self.arrived(cx, completion);
-        }
-    }
-
     /// Ends operations whose answer is overdue.
-    fn expire(&mut self, cx: &mut ReactorContext) {
+    fn end_overdue(&mut self, cx: &mut Cx<'_>) {
         let Some(session) = self.session else { return };
-        if !self.next_looks.take_if_past(cx.now()) {
+        if !self.next_looks.take_if_past(cx.links.now()) {
             return;
         }
         let mut overdue = Vec::new();
         for (&operation, grace) in &mut self.graces {
-            match grace.look(cx, &[session]) {
+            match grace.look(cx.links, &[session]) {
                 AnswerStage::Overdue => overdue.push(operation),
                 AnswerStage::InTime | AnswerStage::Late => {
-                    self.next_looks.add(Some(grace.next(cx, &[session])));
+                    self.next_looks.add(Some(grace.next(cx.links, &[session])));
                 }
             }
         }
@@ -250,14 +240,15 @@ impl Client {
     }
 }
 
-impl Service for Client {
+impl TransferService for Client {
     type Command = ClientCommand;
+    const TRANSFERS_IN_FLIGHT: usize = TRANSFERS_IN_FLIGHT;
 
-    fn command(&mut self, cx: &mut ReactorContext, command: ClientCommand) {
+    fn command(&mut self, cx: &mut Cx<'_>, command: ClientCommand) {
         match command {
             ClientCommand::Connect { address, completer } => {
                 self.connecting = Some(completer);
-                self.session = Some(cx.connect(&address));
+                self.session = Some(cx.links.connect(&address));
             }
             ClientCommand::Ask {
                 operation,
@@ -297,93 +288,79 @@ impl Service for Client {
         }
     }
 
-    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
-        self.exchange.session_up(session);
+    fn session_up(&mut self, cx: &mut Cx<'_>, session: SessionKey, _peer: &Identity) {
+        self.exposed.session_up(session);
         self.data_path_changed(cx, session);
         if let Some(completer) = self.connecting.take() {
             completer.complete(Ok(()));
         }
     }
 
-    fn data_path_changed(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        if let Some(data_path) = cx.data_path(session) {
+    fn data_path_changed(&mut self, cx: &mut Cx<'_>, session: SessionKey) {
+        if let Some(data_path) = cx.links.data_path(session) {
             let transport = &mut *lock(&self.shared.transport);
             data_path.transport().clone_into(transport);
         }
     }
 
-    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
-        self.exchange.session_down(cx, session, &error);
+    fn session_down(&mut self, _cx: &mut Cx<'_>, session: SessionKey, error: Error) {
+        self.exposed.session_down(session);
         self.failure.get_or_insert_with(|| error.clone());
         self.fail(&error);
-        self.advance(cx);
-    }
-
-    fn streams_lost(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        self.exchange.engine.streams_lost(cx, session);
-        self.advance(cx);
     }
 
     fn message(
         &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        header: &[u8],
+        cx: &mut Cx<'_>,
+        _session: SessionKey,
+        (kind, mut header): (u8, Reader<'_>),
         data: Payload,
     ) -> Result<()> {
-        let mut reader = Reader::new(header);
-        let kind = reader.u8()?;
-        if Message::is_kind(kind) {
-            self.exchange.message(cx, session, (kind, reader), &data)?;
-        } else {
-            let operation = reader.u64()?;
-            match StoreMessage::decode(kind, reader, &data) {
-                Ok(message) => self.receive(cx, operation, message)?,
-                // What the server holds for it is released.
-                Err(Error::Corrupt(text)) => {
-                    let refused = StoreMessage::Refused(Error::Corrupt(text));
-                    self.send_release(cx, operation, None);
-                    self.receive(cx, operation, refused)?;
-                }
-                Err(error) => return Err(error),
+        let operation = header.u64()?;
+        match StoreMessage::decode(kind, header, &data) {
+            Ok(message) => self.receive(cx, operation, message),
+            // What the server holds for it is released.
+            Err(Error::Corrupt(text)) => {
+                let refused = StoreMessage::Refused(Error::Corrupt(text));
+                self.send_release(cx, operation, None);
+                self.receive(cx, operation, refused)
             }
+            Err(error) => Err(error),
         }
-        drop(data);
-        self.advance(cx);
-        Ok(())
     }
 
-    fn done(
-        &mut self,
-        cx: &mut ReactorContext,
-        token: u64,
-        result: std::result::Result<(), Status>,
-    ) {
-        self.exchange.engine.read_ended(cx, token, result);
-        self.advance(cx);
+    fn source(&mut self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
+        self.exposed.requested(request)
     }
 
-    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
-        self.exchange.engine.run_slice(cx);
-        self.advance(cx);
-        if let Some(operation) = self.hash_queue.pop_front() {
-            self.hash_upload(cx, operation);
-        }
-        self.has_work()
+    fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion) {
+        self.arrived(cx, completion);
+    }
+
+    fn run_slice(&mut self, cx: &mut Cx<'_>) -> bool {
+        let Some(operation) = self.hash_queue.pop_front() else {
+            return false;
+        };
+        self.hash_upload(cx, operation);
+        true
     }
 
     fn has_work(&self) -> bool {
-        self.exchange.engine.has_work() || !self.hash_queue.is_empty()
+        !self.hash_queue.is_empty()
     }
 
-    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        self.expire(cx);
+    fn expire(&mut self, cx: &mut Cx<'_>) {
+        self.end_overdue(cx);
+    }
+
+    fn next_deadline(&mut self, _links: &ReactorContext) -> Option<Instant> {
         self.next_looks.at()
     }
 
-    fn stop(&mut self, cx: &mut ReactorContext) {
-        let closed = cx.closed("the store is closed");
-        self.exchange.stop(&closed);
+    fn stop(&mut self, cx: &mut Cx<'_>) {
+        let closed = cx.links.closed("the store is closed");
+        cx.transfers.stop(&closed);
+        self.exposed.clear();
         self.fail(&closed);
         for (_, reading) in self.reads.drain() {
             reading.completer.complete(Err(closed.clone()));
@@ -392,7 +369,7 @@ impl Service for Client {
 
     #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
-        let mut sizes = vec![
+        vec![
             ("pending operations of a store", self.pending.len()),
             ("grace periods", self.graces.len()),
             ("uploads", self.uploads.len()),
@@ -400,8 +377,7 @@ impl Service for Client {
             ("opened values", self.opened.len()),
             ("reads of values", self.reads.len()),
             ("uploads to be hashed", self.hash_queue.len()),
-        ];
-        sizes.extend(self.exchange.sizes());
-        sizes
+            ("exposed buffers", self.exposed.len()),
+        ]
     }
 }

@@ -12,7 +12,7 @@ mod values;
 
 use crate::error::Result;
 use crate::net::codec::{Reader, Writer};
-use crate::transfer::exchange::HUGE;
+use crate::transfer::host::HUGE;
 
 pub use api::{DiskConfig, StoreClient, StoreServer};
 pub use values::{ListedValue, OpenedValue, ValuePage};

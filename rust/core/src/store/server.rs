@@ -9,8 +9,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::Status;
-
 use super::content::Content;
 use super::disk::Disk;
 use super::messages::{Page, StoreMessage};
@@ -21,8 +19,12 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{Payload, ReactorContext, Service};
-use crate::transfer::{BufferExchange, Message};
+use crate::session::{Payload, ReactorContext};
+use crate::transfer::exposed::ExposedBuffers;
+use crate::transfer::region::Layout;
+use crate::transfer::source::SourceRequest;
+use crate::transfer::{Completion, Cx, TransferService};
+use crate::transport::Memory;
 use crate::work::Completer;
 use arrival::{Arrival, PendingWrite};
 use disk_jobs::DiskJobs;
@@ -39,7 +41,7 @@ pub(super) struct Server {
     arrivals: HashMap<Holder, Arrival>,
     /// Writes whose bytes are read from their clients, by the owner of the transfer.
     writes: HashMap<u64, PendingWrite>,
-    exchange: BufferExchange,
+    exposed: ExposedBuffers,
     disk: Option<DiskJobs>,
 }
 
@@ -65,13 +67,13 @@ impl Server {
             disk,
             arrivals: HashMap::new(),
             writes: HashMap::new(),
-            exchange: BufferExchange::new(TRANSFERS_IN_FLIGHT),
+            exposed: ExposedBuffers::default(),
         }
     }
 
     fn receive(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         (session, operation): Holder,
         message: StoreMessage<'_>,
     ) -> Result<()> {
@@ -79,7 +81,7 @@ impl Server {
         match message {
             StoreMessage::Exists { keys } => {
                 let present = keys.iter().map(|key| self.state.exists(key)).collect();
-                StoreMessage::Present(present).send(cx, session, operation);
+                StoreMessage::Present(present).send(cx.links, session, operation);
             }
             StoreMessage::Reserve {
                 key,
@@ -121,7 +123,7 @@ impl Server {
             } => self.select(cx, holder, (&key, Some(lease)), after(timeout))?,
             StoreMessage::Release { target } => {
                 self.release(cx, (session, target));
-                StoreMessage::Done.send(cx, session, operation);
+                StoreMessage::Done.send(cx.links, session, operation);
             }
             other => self.receive_about_values(cx, holder, other)?,
         }
@@ -130,7 +132,7 @@ impl Server {
 
     fn receive_about_values(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         (session, operation): Holder,
         message: StoreMessage<'_>,
     ) -> Result<()> {
@@ -143,7 +145,7 @@ impl Server {
             StoreMessage::Acknowledge { take } => {
                 let acknowledged = self.state.acknowledge((session, take), now);
                 if acknowledged.is_ok() {
-                    self.exchange.withdraw(cx, session, take);
+                    self.exposed.withdraw(cx, session, take);
                 }
                 let is_on_disk = acknowledged == Ok(true);
                 let answer =
@@ -153,7 +155,7 @@ impl Server {
             StoreMessage::Corrupt { select } => {
                 let found = self.state.corrupt((session, select));
                 let refusal = found.err().unwrap_or_else(corrupt);
-                StoreMessage::Refused(refusal).send(cx, session, operation);
+                StoreMessage::Refused(refusal).send(cx.links, session, operation);
             }
             StoreMessage::Delete { keys } => {
                 let keys = keys.iter().map(|key| &key[..]);
@@ -163,10 +165,10 @@ impl Server {
             }
             StoreMessage::List { prefix, after } => {
                 let (values, next) = self.state.list(&prefix, after);
-                StoreMessage::Page(Page { values, next }).send(cx, session, operation);
+                StoreMessage::Page(Page { values, next }).send(cx.links, session, operation);
             }
             StoreMessage::Stats => {
-                StoreMessage::Statistics(self.state.info()).send(cx, session, operation);
+                StoreMessage::Statistics(self.state.info()).send(cx.links, session, operation);
             }
             other => {
                 let text = format_args!("message {} to a store", other.kind());
@@ -178,7 +180,7 @@ impl Server {
 
     fn select(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         holder: Holder,
         (key, lease): (&[u8], Option<Duration>),
         deadline: Option<Instant>,
@@ -191,10 +193,10 @@ impl Server {
     }
 
     /// Whether an operation may begin that holds something; one too many is refused.
-    fn admit(&mut self, cx: &mut ReactorContext, holder: Holder) -> Result<bool> {
+    fn admit(&mut self, cx: &mut Cx<'_>, holder: Holder) -> Result<bool> {
         match self.state.check_new(holder) {
             Err(full @ Error::Exhausted(_)) => {
-                StoreMessage::Refused(full).send(cx, holder.0, holder.1);
+                StoreMessage::Refused(full).send(cx.links, holder.0, holder.1);
                 Ok(false)
             }
             checked => checked.map(|()| true),
@@ -202,9 +204,9 @@ impl Server {
     }
 }
 
-fn answer(cx: &mut ReactorContext, (session, operation): Holder, outcome: Result<()>) {
+fn answer(cx: &mut Cx<'_>, (session, operation): Holder, outcome: Result<()>) {
     let message = outcome.map_or_else(StoreMessage::Refused, |()| StoreMessage::Done);
-    message.send(cx, session, operation);
+    message.send(cx.links, session, operation);
 }
 
 fn corrupt() -> Error {
@@ -213,98 +215,80 @@ fn corrupt() -> Error {
     Error::Corrupt(text.to_owned())
 }
 
-impl Service for Server {
+impl TransferService for Server {
     type Command = ServerCommand;
+    const TRANSFERS_IN_FLIGHT: usize = TRANSFERS_IN_FLIGHT;
 
-    fn command(&mut self, _cx: &mut ReactorContext, command: ServerCommand) {
+    fn command(&mut self, _cx: &mut Cx<'_>, command: ServerCommand) {
         match command {
             ServerCommand::Stats(completer) => completer.complete(Ok(self.state.info())),
         }
     }
 
-    fn session_up(&mut self, _cx: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
+    fn session_up(&mut self, _cx: &mut Cx<'_>, session: SessionKey, _peer: &Identity) {
         self.state.session_up(session);
-        self.exchange.session_up(session);
+        self.exposed.session_up(session);
     }
 
-    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
-        self.exchange.session_down(cx, session, &error);
+    fn session_down(&mut self, _cx: &mut Cx<'_>, session: SessionKey, _error: Error) {
+        self.exposed.session_down(session);
         for holder in self.state.held_by(session) {
             self.arrivals.remove(&holder);
         }
         self.state.session_down(session, clock::now());
-        self.advance(cx);
-    }
-
-    fn streams_lost(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        self.exchange.engine.streams_lost(cx, session);
-        self.advance(cx);
     }
 
     fn message(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
-        header: &[u8],
+        (kind, mut header): (u8, Reader<'_>),
         data: Payload,
     ) -> Result<()> {
-        let mut reader = Reader::new(header);
-        let kind = reader.u8()?;
-        if Message::is_kind(kind) {
-            self.exchange.message(cx, session, (kind, reader), &data)?;
-        } else {
-            let operation = reader.u64()?;
-            match StoreMessage::decode(kind, reader, &data) {
-                Ok(message) => self.receive(cx, (session, operation), message)?,
-                Err(error @ Error::Corrupt(_)) => {
-                    StoreMessage::Refused(error).send(cx, session, operation);
-                }
-                Err(error) => return Err(error),
+        let operation = header.u64()?;
+        match StoreMessage::decode(kind, header, &data) {
+            Ok(message) => self.receive(cx, (session, operation), message),
+            Err(error @ Error::Corrupt(_)) => {
+                StoreMessage::Refused(error).send(cx.links, session, operation);
+                Ok(())
             }
+            Err(error) => Err(error),
         }
-        drop(data);
-        self.advance(cx);
-        Ok(())
     }
 
-    fn done(
-        &mut self,
-        cx: &mut ReactorContext,
-        token: u64,
-        result: std::result::Result<(), Status>,
-    ) {
-        self.exchange.engine.read_ended(cx, token, result);
-        self.advance(cx);
+    fn source(&mut self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
+        self.exposed.requested(request)
     }
 
-    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
-        let has_moved = self.exchange.engine.run_slice(cx);
-        self.advance(cx);
-        let has_reported = self.run_disk_reports(cx);
-        has_moved || has_reported
+    fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion) {
+        self.arrived(cx, completion);
+    }
+
+    fn advance(&mut self, cx: &mut Cx<'_>) {
+        self.run_actions(cx);
+    }
+
+    fn run_slice(&mut self, cx: &mut Cx<'_>) -> bool {
+        self.run_disk_reports(cx)
     }
 
     fn has_work(&self) -> bool {
-        let has_reports = self
-            .disk
-            .as_ref()
-            .is_some_and(|it| it.disk.reports.len() > 0);
-        self.exchange.engine.has_work() || has_reports
+        let disk = self.disk.as_ref();
+        disk.is_some_and(|it| it.disk.reports.len() > 0)
     }
 
-    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+    fn expire(&mut self, _cx: &mut Cx<'_>) {
         self.state.expire(clock::now());
-        self.advance(cx);
-        let deadlines = [
-            self.state.next_deadline(),
-            self.exchange.pool.expire(cx.now()),
-        ];
-        deadlines.into_iter().flatten().min()
     }
 
-    fn stop(&mut self, cx: &mut ReactorContext) {
-        let closed = cx.closed("the store is closed");
-        self.exchange.stop(&closed);
+    fn next_deadline(&mut self, _links: &ReactorContext) -> Option<Instant> {
+        self.state.next_deadline()
+    }
+
+    fn stop(&mut self, cx: &mut Cx<'_>) {
+        let closed = cx.links.closed("the store is closed");
+        cx.transfers.stop(&closed);
+        self.exposed.clear();
         self.save_rest(cx);
     }
 
@@ -313,9 +297,9 @@ impl Service for Server {
         let mut sizes = vec![
             ("reservations", self.arrivals.len()),
             ("writes under way", self.writes.len()),
+            ("exposed buffers", self.exposed.len()),
         ];
         sizes.extend(self.state.sizes());
-        sizes.extend(self.exchange.sizes());
         sizes.extend(self.disk.iter().flat_map(DiskJobs::sizes));
         sizes
     }

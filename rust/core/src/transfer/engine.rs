@@ -226,6 +226,11 @@ impl TransferEngine {
         self.completions.pop_front()
     }
 
+    /// True if a transfer has ended that was not handed over.
+    pub(crate) fn has_completions(&self) -> bool {
+        !self.completions.is_empty()
+    }
+
     /// The owner of the next transfer that has failed at its deadline while reads may still write into its memory. Its
     /// completion follows when they have ended.
     pub(crate) fn next_late(&mut self) -> Option<(u64, Error)> {

@@ -150,17 +150,6 @@ impl BufferExchange {
         }
     }
 
-    /// As [`memory`](Self::memory), but for bytes that stay: no larger memory of the pool is used for them.
-    ///
-    /// # Errors
-    /// As of [`Pool::take`].
-    pub(crate) fn exact_memory(&self, cx: &ReactorContext, len: usize) -> Result<Arc<Memory>> {
-        if len < HUGE {
-            return self.memory(cx, len);
-        }
-        self.pool.take_exact(len, |fresh| cx.register(fresh))
-    }
-
     /// The first `len` bytes of [`memory`](Self::memory) for that many. With the buffer, pooled memory goes back.
     pub(crate) fn lend(&self, memory: Arc<Memory>, len: usize) -> Option<Buffer> {
         if len < HUGE {

@@ -1,10 +1,12 @@
 //! One buffer that a peer may read, as a pipe or a lookup buffer exposes it: its owner registers and describes it, the
 //! other side makes a source of the description. Its checksums are sent unasked, while the description is on its way.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use kvpipe_ucx::{Buffer, MemoryKind};
 
+use super::host::Cx;
 use super::region::{Layout, Pieces, RKEY_CAP};
 use super::remote_source::{RemoteSource, Verification};
 use super::source::SourceRequest;
@@ -104,6 +106,91 @@ impl ExposedBuffer {
             )));
         }
         Ok((Arc::clone(&self.memory), Layout::whole(self.len() as u64)))
+    }
+}
+
+/// The buffers that each peer of a service may read, under ids of the service's choice.
+#[derive(Debug, Default)]
+pub(crate) struct ExposedBuffers(HashMap<SessionKey, HashMap<u64, ExposedBuffer>>);
+
+impl ExposedBuffers {
+    /// How many there are.
+    #[cfg(test)]
+    pub(crate) fn len(&self) -> usize {
+        self.0.values().map(HashMap::len).sum()
+    }
+
+    pub(crate) fn session_up(&mut self, session: SessionKey) {
+        self.0.insert(session, HashMap::new());
+    }
+
+    pub(crate) fn session_down(&mut self, session: SessionKey) {
+        self.0.remove(&session);
+    }
+
+    /// The reactor has ended: nothing is exposed any more.
+    pub(crate) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// Registers a buffer, and lets a peer read it until [`withdraw`](Self::withdraw).
+    ///
+    /// # Errors
+    /// The transport cannot register it.
+    pub(crate) fn expose(
+        &mut self,
+        cx: &mut Cx<'_>,
+        session: SessionKey,
+        source: u64,
+        buffer: Buffer,
+        integrity: Integrity,
+    ) -> Result<BufferDescription> {
+        let len = buffer.len();
+        let memory = cx.links.register(buffer)?;
+        self.expose_memory(cx, session, source, (memory, len), integrity)
+    }
+
+    /// Lets a peer read the first bytes of registered memory.
+    ///
+    /// # Errors
+    /// It has no remote key.
+    pub(crate) fn expose_memory(
+        &mut self,
+        cx: &mut Cx<'_>,
+        session: SessionKey,
+        source: u64,
+        (memory, len): (Arc<Memory>, usize),
+        integrity: Integrity,
+    ) -> Result<BufferDescription> {
+        let (exposed, described) = ExposedBuffer::of(cx.links, session, memory, len, integrity)?;
+        if let Some(sources) = self.0.get_mut(&session) {
+            cx.transfers.expose(session, source, &exposed);
+            sources.insert(source, exposed);
+        }
+        Ok(described)
+    }
+
+    /// Nothing of a source is sent or may be read any more.
+    pub(crate) fn withdraw(&mut self, cx: &mut Cx<'_>, session: SessionKey, source: u64) {
+        let sources = self.0.get_mut(&session);
+        if sources.is_some_and(|sources| sources.remove(&source).is_some()) {
+            cx.transfers.withdraw_source(cx.links, session, source);
+        }
+    }
+
+    /// The memory that a peer asks for.
+    ///
+    /// # Errors
+    /// It is not exposed, or the peer asks for something else than all of it.
+    pub(crate) fn requested(&self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
+        let source = request.source;
+        let exposed = self.0.get(&request.session);
+        match exposed.and_then(|exposed| exposed.get(&source)) {
+            Some(exposed) => exposed.requested(request),
+            None => Err(Error::Config(format!(
+                "buffer {source} is not exposed any more"
+            ))),
+        }
     }
 }
 

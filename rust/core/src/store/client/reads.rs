@@ -10,10 +10,9 @@ use super::super::values::OpenedValue;
 use super::{Client, Pending};
 use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
-use crate::session::ReactorContext;
 use crate::transfer::exposed::BufferDescription;
 use crate::transfer::region::Pieces;
-use crate::transfer::{Checksums, Completion, TransferRequest};
+use crate::transfer::{Checksums, Completion, Cx, TransferRequest};
 use crate::work::Completer;
 
 /// A read under way.
@@ -27,14 +26,14 @@ impl Client {
     /// A value is offered to a caller.
     pub(super) fn open(
         &mut self,
-        cx: &ReactorContext,
+        cx: &mut Cx<'_>,
         mut value: OpenedValue,
         completer: Completer<Option<Arc<OpenedValue>>>,
     ) {
         if let (Carried::Offered(buffer), Some(session)) = (&value.bytes, self.session) {
-            let engine = &mut self.exchange.engine;
-            engine.add_source(session, value.operation, buffer.source());
-            let process = cx.process(session);
+            cx.transfers
+                .add_source(session, value.operation, buffer.source());
+            let process = cx.links.process(session);
             value.process = process.map(|process| (process, buffer.address()));
         }
         self.opened.insert(value.operation, false);
@@ -43,7 +42,7 @@ impl Client {
 
     pub(super) fn read(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         value: &Arc<OpenedValue>,
         buffer: Buffer,
         completer: Completer<()>,
@@ -65,11 +64,11 @@ impl Client {
                 self.compare(cx, reading, checksum);
             }
             Carried::Offered(offered) => {
-                let owner = cx.token();
+                let owner = cx.links.token();
                 match self.begin_read(cx, owner, (value.operation, offered), buffer) {
                     Ok(transfer) => {
                         self.reads.insert(owner, reading);
-                        self.exchange.engine.enqueue(cx, transfer);
+                        cx.transfers.enqueue(cx.links, transfer);
                     }
                     Err(error) => reading.completer.complete(Err(error)),
                 }
@@ -88,7 +87,7 @@ impl Client {
 
     fn begin_read(
         &mut self,
-        cx: &ReactorContext,
+        cx: &mut Cx<'_>,
         owner: u64,
         (source, offered): (u64, &BufferDescription),
         buffer: Buffer,
@@ -98,12 +97,12 @@ impl Client {
             owner,
             pieces: Arc::new(Pieces::at(0, offered.len as u64)),
             checksums: Checksums::OfOwner(RunningChecksum::default()),
-            ..offered.transfer(session, source, cx.register(buffer)?)
+            ..offered.transfer(session, source, cx.links.register(buffer)?)
         };
-        Ok(self.exchange.engine.add(request))
+        Ok(cx.transfers.add(request))
     }
 
-    pub(super) fn arrived(&mut self, cx: &mut ReactorContext, completion: Completion) {
+    pub(super) fn arrived(&mut self, cx: &mut Cx<'_>, completion: Completion) {
         let Some(reading) = self.reads.remove(&completion.owner) else {
             return;
         };
@@ -115,7 +114,7 @@ impl Client {
             Ok(()) => self.compare(cx, reading, checksum.unwrap_or_default()),
             Err(error) => {
                 if matches!(error, Error::Protocol(_) | Error::PeerLost { .. }) {
-                    cx.fail(session, error.clone());
+                    cx.links.fail(session, error.clone());
                 }
                 let has_ended = self.opened.get(&reading.value.operation) == Some(&true);
                 let error = if has_ended { lease_ended() } else { error };
@@ -125,12 +124,7 @@ impl Client {
     }
 
     /// Ends a read whose bytes have this checksum.
-    fn compare(
-        &mut self,
-        cx: &mut ReactorContext,
-        reading: Reading,
-        mut checksum: RunningChecksum,
-    ) {
+    fn compare(&mut self, cx: &mut Cx<'_>, reading: Reading, mut checksum: RunningChecksum) {
         let Reading { value, completer } = reading;
         checksum.add(value.record[..].into());
         if checksum.get() == value.checksum {

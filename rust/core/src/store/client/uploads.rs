@@ -12,7 +12,7 @@ use super::{Client, Pending};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
-use crate::session::ReactorContext;
+use crate::transfer::Cx;
 use crate::work::Completer;
 
 /// Who waits for bytes to be with the server.
@@ -115,7 +115,7 @@ impl Client {
     /// The bytes as a message carries them, and lets the server read them if they are too many.
     fn carry(
         &mut self,
-        cx: &ReactorContext,
+        cx: &mut Cx<'_>,
         (session, operation): (SessionKey, u64),
         buffer: &Buffer,
     ) -> Result<Carried<'static>> {
@@ -123,14 +123,14 @@ impl Client {
         if buffer.len() <= INLINE_CAP {
             return Ok(Carried::Inline(bytes.to_vec().into()));
         }
-        let (exchange, buffer) = (&mut self.exchange, buffer.clone());
-        let described = exchange.expose(cx, session, operation, buffer, Integrity::None)?;
+        let described =
+            (self.exposed).expose(cx, session, operation, buffer.clone(), Integrity::None)?;
         Ok(Carried::Offered(described))
     }
 
     pub(super) fn put(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         operation: u64,
         (key, ttl): (Vec<u8>, Option<Duration>),
         upload: Upload,
@@ -155,7 +155,7 @@ impl Client {
                     record: record.into(),
                     bytes,
                 };
-                message.send(cx, session, operation);
+                message.send(cx.links, session, operation);
                 self.uploads.insert(operation, upload);
                 self.hash_queue.push_back(operation);
             }
@@ -165,7 +165,7 @@ impl Client {
 
     pub(super) fn write(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         reservation: u64,
         (operation, buffer, completer): (u64, Buffer, Completer<()>),
     ) {
@@ -186,7 +186,7 @@ impl Client {
         };
         match carried {
             Ok((session, bytes)) => {
-                StoreMessage::Write { reservation, bytes }.send(cx, session, operation);
+                StoreMessage::Write { reservation, bytes }.send(cx.links, session, operation);
                 if let Some(upload) = self.uploads.get_mut(&reservation) {
                     upload.write = Some(write);
                 }
@@ -198,7 +198,7 @@ impl Client {
     }
 
     /// Hashes a slice of what is being written.
-    pub(super) fn hash_upload(&mut self, cx: &mut ReactorContext, operation: u64) {
+    pub(super) fn hash_upload(&mut self, cx: &mut Cx<'_>, operation: u64) {
         let Some(upload) = self.uploads.get_mut(&operation) else {
             return;
         };
@@ -213,7 +213,7 @@ impl Client {
         if let Uploader::Put(_, record) = &write.uploader {
             let checksum = std::mem::take(&mut upload.hasher).finish(record);
             if let Ok(session) = self.usable() {
-                StoreMessage::Checksum(checksum).send(cx, session, operation);
+                StoreMessage::Checksum(checksum).send(cx.links, session, operation);
             }
         }
         self.end_write_if_done(operation);
@@ -236,7 +236,7 @@ impl Client {
 
     pub(super) fn commit(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         reservation: u64,
         (operation, record, completer): (u64, Vec<u8>, Completer<()>),
     ) {
@@ -260,7 +260,7 @@ impl Client {
     /// The server has answered a put or a write; whether it was one.
     pub(super) fn upload_answered(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         operation: u64,
         answer: &StoreMessage<'_>,
     ) -> bool {
@@ -268,7 +268,7 @@ impl Client {
             return false;
         };
         if let Some(reservation) = self.writes.remove(&operation) {
-            self.exchange.withdraw(cx, session, operation);
+            self.exposed.withdraw(cx, session, operation);
             self.write_answered(cx, reservation, operation, answer);
             return true;
         }
@@ -279,7 +279,7 @@ impl Client {
         if !self.uploads.get(&operation).is_some_and(is_put) {
             return false;
         }
-        self.exchange.withdraw(cx, session, operation);
+        self.exposed.withdraw(cx, session, operation);
         if let Some(upload) = self.uploads.remove(&operation)
             && let Some(write) = upload.write
         {
@@ -299,7 +299,7 @@ impl Client {
 
     fn write_answered(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         reservation: u64,
         operation: u64,
         answer: &StoreMessage<'_>,
@@ -338,7 +338,7 @@ impl Client {
     }
 
     /// A reservation has ended by time. A write into it has its own answer.
-    pub(super) fn upload_ended(&mut self, cx: &mut ReactorContext, operation: u64) {
+    pub(super) fn upload_ended(&mut self, cx: &mut Cx<'_>, operation: u64) {
         let Some(upload) = self.uploads.get_mut(&operation) else {
             return;
         };
@@ -347,7 +347,7 @@ impl Client {
         if let Some(write) = upload.write.take_if(is_put) {
             write.fail(reservation_ended());
             if let Some(session) = self.session {
-                self.exchange.withdraw(cx, session, operation);
+                self.exposed.withdraw(cx, session, operation);
             }
         }
         if upload.write.is_none() {
@@ -356,12 +356,12 @@ impl Client {
     }
 
     /// Forgets a reservation or a put; whether there was one. A write into it stays exposed until the server has answered.
-    pub(super) fn remove_upload(&mut self, cx: &mut ReactorContext, operation: u64) -> bool {
+    pub(super) fn remove_upload(&mut self, cx: &mut Cx<'_>, operation: u64) -> bool {
         let Some(upload) = self.uploads.remove(&operation) else {
             return false;
         };
         if let Some(session) = self.session {
-            self.exchange.withdraw(cx, session, operation);
+            self.exposed.withdraw(cx, session, operation);
         }
         upload.fail(Error::Closed("the reservation was aborted".to_owned()));
         true

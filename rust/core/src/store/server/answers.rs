@@ -9,40 +9,36 @@ use super::Server;
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::integrity::Integrity;
-use crate::session::ReactorContext;
+use crate::transfer::Cx;
 
 impl Server {
-    /// Handles bytes that have arrived, then does what the state asks for, until nothing is left.
-    pub(super) fn advance(&mut self, cx: &mut ReactorContext) {
-        loop {
-            if let Some(completion) = self.exchange.engine.next_completion() {
-                self.arrived(cx, completion);
-            } else if let Some(action) = self.state.next_action() {
-                self.act(cx, action);
-            } else {
-                return;
-            }
+    /// Does what the state asks for, until it asks for nothing more.
+    pub(super) fn run_actions(&mut self, cx: &mut Cx<'_>) {
+        while let Some(action) = self.state.next_action() {
+            self.act(cx, action);
         }
     }
 
-    fn act(&mut self, cx: &mut ReactorContext, action: StoreAction<Arc<Content>>) {
+    fn act(&mut self, cx: &mut Cx<'_>, action: StoreAction<Arc<Content>>) {
         match action {
             StoreAction::Reserved(holder) => self.reserved(cx, holder),
             StoreAction::Occupied(holder) => {
                 self.arrivals.remove(&holder);
-                StoreMessage::Occupied.send(cx, holder.0, holder.1);
+                StoreMessage::Occupied.send(cx.links, holder.0, holder.1);
             }
             StoreAction::Refused(holder, error) => {
                 self.arrivals.remove(&holder);
-                StoreMessage::Refused(error).send(cx, holder.0, holder.1);
+                StoreMessage::Refused(error).send(cx.links, holder.0, holder.1);
             }
             StoreAction::Offered(holder, content) => self.offer(cx, holder, &content),
-            StoreAction::Nothing(holder) => StoreMessage::Nothing.send(cx, holder.0, holder.1),
+            StoreAction::Nothing(holder) => {
+                StoreMessage::Nothing.send(cx.links, holder.0, holder.1)
+            }
             StoreAction::Expired(holder) => {
                 if !self.remove_arrival(cx, holder) {
-                    self.exchange.withdraw(cx, holder.0, holder.1);
+                    self.exposed.withdraw(cx, holder.0, holder.1);
                 }
-                StoreMessage::Ended.send(cx, holder.0, holder.1);
+                StoreMessage::Ended.send(cx.links, holder.0, holder.1);
             }
             StoreAction::Save(id, key, content) => {
                 if let Some(jobs) = &self.disk {
@@ -59,7 +55,7 @@ impl Server {
     }
 
     /// Describes a value to the operation that holds it. The reader verifies all of it, so that nothing is hashed here.
-    fn offer(&mut self, cx: &mut ReactorContext, holder: Holder, content: &Content) {
+    fn offer(&mut self, cx: &mut Cx<'_>, holder: Holder, content: &Content) {
         let (session, operation) = holder;
         match self.carry(cx, holder, content) {
             Ok(bytes) => {
@@ -68,27 +64,26 @@ impl Server {
                     record: (&content.record[..]).into(),
                     bytes,
                 };
-                message.send(cx, session, operation);
+                message.send(cx.links, session, operation);
             }
             Err(error) => {
                 self.state.release(holder, clock::now());
-                StoreMessage::Refused(error).send(cx, session, operation);
+                StoreMessage::Refused(error).send(cx.links, session, operation);
             }
         }
     }
 
     fn carry(
         &mut self,
-        cx: &ReactorContext,
+        cx: &mut Cx<'_>,
         (session, operation): Holder,
         content: &Content,
     ) -> Result<Carried<'static>> {
         let len = content.buffer.len();
         if let Some(memory) = &content.memory {
             let memory = (Arc::clone(memory), len);
-            let exchange = &mut self.exchange;
             let described =
-                exchange.expose_memory(cx, session, operation, memory, Integrity::None)?;
+                (self.exposed).expose_memory(cx, session, operation, memory, Integrity::None)?;
             return Ok(Carried::Offered(described));
         }
         let bytes = content.buffer.bytes(0, len);
@@ -97,9 +92,9 @@ impl Server {
     }
 
     /// Ends whatever an operation holds or waits for.
-    pub(super) fn release(&mut self, cx: &mut ReactorContext, holder: Holder) {
+    pub(super) fn release(&mut self, cx: &mut Cx<'_>, holder: Holder) {
         self.remove_arrival(cx, holder);
-        self.exchange.withdraw(cx, holder.0, holder.1);
+        self.exposed.withdraw(cx, holder.0, holder.1);
         self.state.release(holder, clock::now());
     }
 }

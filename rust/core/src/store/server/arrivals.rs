@@ -17,16 +17,15 @@ use crate::checksum::RunningChecksum;
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::session::ReactorContext;
 use crate::transfer::exposed::BufferDescription;
 use crate::transfer::region::Pieces;
-use crate::transfer::{Checksums, Completion, TransferRequest};
+use crate::transfer::{Checksums, Completion, Cx, TransferRequest};
 
 /// Operations of clients.
 impl Server {
     pub(super) fn reserve(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         holder: Holder,
         key: &[u8],
         (arrival, deadline): (Arrival, Option<Instant>),
@@ -42,7 +41,7 @@ impl Server {
     }
 
     /// A reservation has its space.
-    pub(super) fn reserved(&mut self, cx: &mut ReactorContext, holder: Holder) {
+    pub(super) fn reserved(&mut self, cx: &mut Cx<'_>, holder: Holder) {
         let (session, operation) = holder;
         let num_bytes = self.arrivals.get(&holder).map(|arrival| arrival.num_bytes);
         let allocated = num_bytes.map(|num_bytes| self.allocate(cx, num_bytes));
@@ -56,19 +55,19 @@ impl Server {
         }
         match arrival.put.take() {
             Some(bytes) => self.write_allocated(cx, holder, operation, bytes),
-            None => StoreMessage::Reserved.send(cx, session, operation),
+            None => StoreMessage::Reserved.send(cx.links, session, operation),
         }
     }
 
-    pub(super) fn allocate(&self, cx: &ReactorContext, num_bytes: u64) -> Result<Allocated> {
+    pub(super) fn allocate(&self, cx: &Cx<'_>, num_bytes: u64) -> Result<Allocated> {
         let len = usize::try_from(num_bytes).unwrap_or(usize::MAX);
         if len <= INLINE_CAP {
             let buffer = Buffer::zeroed(len);
             let memory = None;
             return Ok(Allocated { buffer, memory });
         }
-        let memory = self.exchange.exact_memory(cx, len)?;
-        let lent = self.exchange.lend(Arc::clone(&memory), len);
+        let memory = cx.exact_memory(len)?;
+        let lent = cx.lend(Arc::clone(&memory), len);
         let buffer = lent.ok_or_else(|| Error::Exhausted(format!("no memory for {len} bytes")))?;
         let memory = Some(memory);
         Ok(Allocated { buffer, memory })
@@ -77,30 +76,30 @@ impl Server {
     /// Ends a reservation with an error, which answers this operation.
     fn refuse_reservation(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         holder: Holder,
         operation: u64,
         error: Error,
     ) {
         self.remove_arrival(cx, holder);
         self.state.release(holder, clock::now());
-        StoreMessage::Refused(error).send(cx, holder.0, operation);
+        StoreMessage::Refused(error).send(cx.links, holder.0, operation);
     }
 
     /// Drops the bytes of a reservation; those that are being read when the read has ended.
-    pub(super) fn remove_arrival(&mut self, cx: &mut ReactorContext, holder: Holder) -> bool {
+    pub(super) fn remove_arrival(&mut self, cx: &mut Cx<'_>, holder: Holder) -> bool {
         let Some(arrival) = self.arrivals.remove(&holder) else {
             return false;
         };
         if let Some(transfer) = arrival.transfer {
-            self.exchange.engine.fail(cx, transfer, &ended());
+            cx.transfers.fail(cx.links, transfer, &ended());
         }
         true
     }
 
     pub(super) fn write(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         holder: Holder,
         operation: u64,
         bytes: Carried<'_>,
@@ -113,7 +112,7 @@ impl Server {
         match arrival.check_write(&bytes) {
             Ok(()) => self.write_allocated(cx, holder, operation, bytes),
             Err(error @ Error::Config(_)) => {
-                StoreMessage::Refused(error).send(cx, holder.0, operation);
+                StoreMessage::Refused(error).send(cx.links, holder.0, operation);
             }
             Err(error) => return Err(error),
         }
@@ -122,7 +121,7 @@ impl Server {
 
     fn write_allocated(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         holder: Holder,
         operation: u64,
         bytes: Carried<'_>,
@@ -146,7 +145,7 @@ impl Server {
 
     fn begin_read(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         holder: Holder,
         operation: u64,
         offered: &BufferDescription,
@@ -161,10 +160,10 @@ impl Server {
         else {
             return;
         };
-        let engine = &mut self.exchange.engine;
-        let (owner, at) = (cx.token(), arrival.num_written as u64);
-        engine.add_source(holder.0, operation, offered.source());
-        let transfer = engine.add(TransferRequest {
+        let (owner, at) = (cx.links.token(), arrival.num_written as u64);
+        cx.transfers
+            .add_source(holder.0, operation, offered.source());
+        let transfer = cx.transfers.add(TransferRequest {
             owner,
             pieces: Arc::new(Pieces::at(at, offered.len as u64)),
             checksums: Checksums::OfOwner(arrival.checksum),
@@ -178,21 +177,21 @@ impl Server {
         self.writes.insert(owner, write);
         arrival.transfer = Some(transfer);
         self.state.begin_write(holder);
-        engine.enqueue(cx, transfer);
+        cx.transfers.enqueue(cx.links, transfer);
     }
 
     /// The read of a write has ended.
-    pub(super) fn arrived(&mut self, cx: &mut ReactorContext, completion: Completion) {
+    pub(super) fn arrived(&mut self, cx: &mut Cx<'_>, completion: Completion) {
         let Some(write) = self.writes.remove(&completion.owner) else {
             return;
         };
         let (holder, operation) = (write.holder, write.operation);
-        let engine = &mut self.exchange.engine;
-        engine.remove_source(cx, holder.0, operation, &ended());
+        cx.transfers
+            .remove_source(cx.links, holder.0, operation, &ended());
         let outcome = completion.outcome;
         let outcome = outcome.map_err(|error| error.into_error(|_| "a write differs".to_owned()));
         if let Err(error @ (Error::Protocol(_) | Error::PeerLost { .. })) = &outcome {
-            cx.fail(holder.0, error.clone());
+            cx.links.fail(holder.0, error.clone());
         }
         let Some(arrival) = self.arrivals.get_mut(&holder) else {
             // The reservation has ended, and a put has its answer.
@@ -212,14 +211,14 @@ impl Server {
             Err(error) if operation == holder.1 => {
                 self.refuse_reservation(cx, holder, operation, error);
             }
-            Err(error) => StoreMessage::Refused(error).send(cx, holder.0, operation),
+            Err(error) => StoreMessage::Refused(error).send(cx.links, holder.0, operation),
         }
     }
 
     /// Bytes of a write are here; the checksum is that of all that was written.
     fn written(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         holder: Holder,
         operation: u64,
         (num_bytes, checksum): (usize, RunningChecksum),
@@ -230,14 +229,14 @@ impl Server {
         arrival.num_written += num_bytes;
         arrival.checksum = checksum;
         if !arrival.is_put(holder) {
-            StoreMessage::Done.send(cx, holder.0, operation);
+            StoreMessage::Done.send(cx.links, holder.0, operation);
         }
         self.finish(cx, holder);
     }
 
     pub(super) fn begin_commit(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         holder: Holder,
         (operation, checksum, record): (u64, u64, Cow<'_, [u8]>),
     ) -> Result<()> {
@@ -266,7 +265,7 @@ impl Server {
         Ok(())
     }
 
-    pub(super) fn set_checksum(&mut self, cx: &mut ReactorContext, holder: Holder, checksum: u64) {
+    pub(super) fn set_checksum(&mut self, cx: &mut Cx<'_>, holder: Holder, checksum: u64) {
         // Without a reservation, its answer was on its way.
         if let Some(arrival) = self.arrivals.get_mut(&holder)
             && let Some(commit) = &mut arrival.commit
@@ -277,7 +276,7 @@ impl Server {
     }
 
     /// Commits a reservation if everything of it is here and matches.
-    fn finish(&mut self, cx: &mut ReactorContext, holder: Holder) {
+    fn finish(&mut self, cx: &mut Cx<'_>, holder: Holder) {
         let arrival = self.arrivals.get(&holder);
         if !arrival.is_some_and(Arrival::is_complete) {
             return;
@@ -315,16 +314,16 @@ impl Server {
         let sized = (content, num_bytes, num_record);
         let is_committed = self.state.commit(holder, sized, ttl, now);
         if is_committed {
-            StoreMessage::Done.send(cx, holder.0, operation);
+            StoreMessage::Done.send(cx.links, holder.0, operation);
         } else {
             self.refuse_late(cx, holder.0, operation);
         }
     }
 
     /// Refuses a write or commit whose reservation has ended.
-    fn refuse_late(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
+    fn refuse_late(&mut self, cx: &mut Cx<'_>, session: SessionKey, operation: u64) {
         self.state.count_fenced();
-        StoreMessage::Refused(ended()).send(cx, session, operation);
+        StoreMessage::Refused(ended()).send(cx.links, session, operation);
     }
 }
 

@@ -11,7 +11,7 @@ use super::Server;
 use super::arrival::Allocated;
 use crate::clock;
 use crate::error::{Error, Result};
-use crate::session::ReactorContext;
+use crate::transfer::Cx;
 
 pub(super) struct DiskJobs {
     pub(super) disk: Disk,
@@ -43,7 +43,7 @@ impl DiskJobs {
 }
 
 impl Server {
-    pub(super) fn begin_load(&mut self, cx: &mut ReactorContext, id: ValueId, num_bytes: u64) {
+    pub(super) fn begin_load(&mut self, cx: &mut Cx<'_>, id: ValueId, num_bytes: u64) {
         let allocated = self.allocate(cx, num_bytes);
         let Some(jobs) = &mut self.disk else { return };
         match allocated {
@@ -58,13 +58,13 @@ impl Server {
     /// Answers; where a kill could bring a deleted value back, when its erasure is durable.
     pub(super) fn answer_erased(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         (session, operation): Holder,
         answer: StoreMessage<'static>,
         is_on_disk: bool,
     ) {
         // The erasures are sent first.
-        self.advance(cx);
+        self.run_actions(cx);
         match &mut self.disk {
             Some(jobs) if is_on_disk => {
                 jobs.next_token += 1;
@@ -72,12 +72,12 @@ impl Server {
                 jobs.answers.insert(token, ((session, operation), answer));
                 jobs.disk.sync(token);
             }
-            _ => answer.send(cx, session, operation),
+            _ => answer.send(cx.links, session, operation),
         }
     }
 
     /// Handles what the disk has done; whether there was anything.
-    pub(super) fn run_disk_reports(&mut self, cx: &mut ReactorContext) -> bool {
+    pub(super) fn run_disk_reports(&mut self, cx: &mut Cx<'_>) -> bool {
         let mut has_run = false;
         while let Some(jobs) = &mut self.disk
             && let Some(report) = jobs.disk.reports.next()
@@ -97,23 +97,23 @@ impl Server {
                 DiskReport::Synced(token, outcome) => {
                     if let Some(((session, operation), answer)) = jobs.answers.remove(&token) {
                         let answer = outcome.map_or_else(StoreMessage::Refused, |()| answer);
-                        answer.send(cx, session, operation);
+                        answer.send(cx.links, session, operation);
                     }
                 }
             }
-            self.advance(cx);
+            self.run_actions(cx);
         }
         has_run
     }
 
     /// Saves what is in memory alone: the disk's threads do it after the reactor has ended.
-    pub(super) fn save_rest(&mut self, cx: &mut ReactorContext) {
+    pub(super) fn save_rest(&mut self, cx: &mut Cx<'_>) {
         // Erasures of the last rounds are behind it.
         let num_values = self.state.save_all();
         if num_values > 0 {
             tracing::info!(num_values, "store.saving");
         }
-        self.advance(cx);
+        self.run_actions(cx);
     }
 }
 
