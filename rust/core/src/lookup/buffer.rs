@@ -19,8 +19,9 @@ use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::{Secrets, Tokens};
 use crate::reactor::{Reactor, default_busy_poll};
-use crate::session::{ReactorConfig, SessionTimeouts, Streams, spawn};
+use crate::session::{ReactorConfig, SessionTimeouts, Streams};
 use crate::sync::lock;
+use crate::transfer::host::spawn;
 use crate::transport::Transport;
 use crate::work::{Completer, Then, Work, work};
 

@@ -8,16 +8,19 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::Status;
-
 use super::command_queue::{CommandQueue, LookupCommand};
 use super::messages::LookupMessage;
-use super::tensors::Tensors;
+use super::tensors::{TRANSFERS_IN_FLIGHT, Tensors};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
+use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{Payload, ReactorContext, Service};
+use crate::session::{Payload, ReactorContext};
+use crate::transfer::region::Layout;
+use crate::transfer::source::SourceRequest;
+use crate::transfer::{Completion, Cx, TransferService};
+use crate::transport::Memory;
 use crate::work::Completer;
 use inserts::Inserts;
 use selects::PendingSelect;
@@ -57,7 +60,7 @@ impl LookupClient {
         }
     }
 
-    fn run_command(&mut self, cx: &mut ReactorContext, command: LookupCommand) {
+    fn run_command(&mut self, cx: &mut Cx<'_>, command: LookupCommand) {
         match command {
             LookupCommand::Connect {
                 addresses,
@@ -71,16 +74,16 @@ impl LookupClient {
                 is_consumed,
             } => {
                 if let Some(session) = self.delivered.remove(&operation) {
-                    LookupMessage::Settle { is_consumed }.send(cx, session, operation);
+                    LookupMessage::Settle { is_consumed }.send(cx.links, session, operation);
                 }
             }
         }
     }
 
-    fn connect(&mut self, cx: &mut ReactorContext, addresses: &[String], completer: Completer<()>) {
+    fn connect(&mut self, cx: &mut Cx<'_>, addresses: &[String], completer: Completer<()>) {
         self.connecting = Some(completer);
         for address in addresses {
-            let session = cx.connect(address);
+            let session = cx.links.connect(address);
             self.sessions.push(session);
             self.servers.insert(session);
         }
@@ -101,7 +104,7 @@ impl LookupClient {
 
     fn receive(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         operation: u64,
         message: LookupMessage<'_>,
@@ -123,13 +126,6 @@ impl LookupClient {
             }
         }
         Ok(())
-    }
-
-    /// Handles the offered entries that have arrived.
-    fn advance(&mut self, cx: &mut ReactorContext) {
-        while let Some((session, operation, items)) = self.tensors.next_arrived(cx) {
-            self.arrived(cx, session, operation, items);
-        }
     }
 
     /// Ends all operations. No server reads what was inserted any more.
@@ -163,14 +159,15 @@ impl LookupClient {
     }
 }
 
-impl Service for LookupClient {
+impl TransferService for LookupClient {
     type Command = Infallible;
+    const TRANSFERS_IN_FLIGHT: usize = TRANSFERS_IN_FLIGHT;
 
-    fn command(&mut self, _cx: &mut ReactorContext, command: Infallible) {
+    fn command(&mut self, _cx: &mut Cx<'_>, command: Infallible) {
         match command {}
     }
 
-    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
+    fn session_up(&mut self, cx: &mut Cx<'_>, session: SessionKey, _peer: &Identity) {
         self.num_up += 1;
         self.tensors.session_up(session);
         self.data_path_changed(cx, session);
@@ -182,21 +179,22 @@ impl Service for LookupClient {
         }
     }
 
-    fn data_path_changed(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        if let Some(data_path) = cx.data_path(session) {
+    fn data_path_changed(&mut self, cx: &mut Cx<'_>, session: SessionKey) {
+        if let Some(data_path) = cx.links.data_path(session) {
             self.command_queue
                 .update_info(|info| data_path.transport().clone_into(&mut info.transport));
         }
     }
 
     /// Without one of its servers, a client can neither know that no entry matches nor where an entry went: it fails.
-    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
-        self.tensors.session_down(cx, session, &error);
+    fn session_down(&mut self, cx: &mut Cx<'_>, session: SessionKey, error: Error) {
+        self.tensors.session_down(session);
         self.servers.remove(&session);
         self.delivered.retain(|_, from| *from != session);
         let failure = self.failure.get_or_insert(error).clone();
         for &other in &self.servers {
-            cx.close(other, "another of the client's servers is lost");
+            cx.links
+                .close(other, "another of the client's servers is lost");
         }
         // Before its session has ended, a server may read memory that a caller changes once its operation ends.
         if self.servers.is_empty() {
@@ -204,71 +202,64 @@ impl Service for LookupClient {
         }
     }
 
-    fn streams_lost(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        self.tensors.exchange.engine.streams_lost(cx, session);
-        self.advance(cx);
-    }
-
     fn message(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
-        header: &[u8],
+        (kind, mut header): (u8, Reader<'_>),
         data: Payload,
     ) -> Result<()> {
-        match self.tensors.message(cx, session, header, &data)? {
-            Some((operation, Ok(message))) => self.receive(cx, session, operation, message)?,
-            Some((operation, Err(error @ Error::Corrupt(_)))) => {
-                self.offer(cx, session, operation, Err(error))?;
-            }
-            Some((_, Err(error))) => return Err(error),
-            None => {}
+        let operation = header.u64()?;
+        match LookupMessage::decode(kind, header, &data) {
+            Ok(message) => self.receive(cx, session, operation, message)?,
+            Err(error @ Error::Corrupt(_)) => self.offer(cx, session, operation, Err(error))?,
+            Err(error) => return Err(error),
         }
-        drop(data);
-        self.advance(cx);
         self.count_waiting();
         Ok(())
     }
 
-    fn done(
-        &mut self,
-        cx: &mut ReactorContext,
-        token: u64,
-        result: std::result::Result<(), Status>,
-    ) {
-        self.tensors.exchange.engine.read_ended(cx, token, result);
-        self.advance(cx);
+    fn source(&mut self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
+        self.tensors.exposed.requested(request)
     }
 
-    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
-        let mut commands = self.command_queue.drain();
+    fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion) {
+        self.tensors.transferred(cx, completion);
+    }
+
+    fn advance(&mut self, cx: &mut Cx<'_>) {
+        while let Some((session, operation, items)) = self.tensors.next_arrived() {
+            self.arrived(cx, session, operation, items);
+        }
+    }
+
+    /// Runs the commands of callers, which come by a queue of their own.
+    fn run_slice(&mut self, cx: &mut Cx<'_>) -> bool {
+        let commands = self.command_queue.drain();
         if !commands.is_empty() {
-            for command in commands.drain(..) {
+            for command in commands {
                 self.run_command(cx, command);
             }
             self.count_waiting();
         }
-        self.tensors.exchange.engine.run_slice(cx);
-        self.advance(cx);
-        self.tensors.exchange.engine.has_work()
+        false
     }
 
-    fn has_work(&self) -> bool {
-        self.tensors.exchange.engine.has_work()
-    }
-
-    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let next_insert = self.expire_inserts(cx);
+    fn expire(&mut self, cx: &mut Cx<'_>) {
+        self.expire_inserts(cx);
         self.expire_selects(cx);
-        let idle = self.tensors.exchange.pool.expire(cx.now());
-        let deadlines = [next_insert, self.next_looks.at(), idle];
-        deadlines.into_iter().flatten().min()
     }
 
-    fn stop(&mut self, cx: &mut ReactorContext) {
+    fn next_deadline(&mut self, _links: &ReactorContext) -> Option<Instant> {
+        let next_insert = self.inserts.next_deadline();
+        next_insert.into_iter().chain(self.next_looks.at()).min()
+    }
+
+    fn stop(&mut self, cx: &mut Cx<'_>) {
         self.command_queue.close();
-        let closed = cx.closed("the lookup buffer is closed");
-        self.tensors.stop(&closed);
+        let closed = cx.links.closed("the lookup buffer is closed");
+        cx.transfers.stop(&closed);
+        self.tensors.stop();
         self.fail(&closed);
     }
 
@@ -287,7 +278,7 @@ impl Service for LookupClient {
     }
 }
 
-/// Runs when the reactor panics too, without [`stop`](Service::stop): later commands would wait for ever.
+/// Runs when the reactor panics too, without [`stop`](TransferService::stop): later commands would wait for ever.
 impl Drop for LookupClient {
     fn drop(&mut self) {
         self.command_queue.close();

@@ -7,7 +7,7 @@ use kvpipe_ucx::Buffer;
 use super::{Items, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
 use crate::tensor::Received;
-use crate::transfer::exchange::HUGE;
+use crate::transfer::host::HUGE;
 use crate::transport::Pool;
 use crate::work::Completer;
 

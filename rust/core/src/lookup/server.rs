@@ -9,20 +9,22 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::Status;
-
 use super::LookupQuery;
 use super::messages::LookupMessage;
 use super::shared::{BufferState, ChangedBy, ClientOperation, LookupShared, LookupWaiter};
 use super::store::StoreAction;
-use super::tensors::Tensors;
+use super::tensors::{TRANSFERS_IN_FLIGHT, Tensors};
 use super::transfer::{EntryTransfer, check_operation};
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{Payload, ReactorContext, Service};
+use crate::session::{Payload, ReactorContext};
+use crate::transfer::region::Layout;
+use crate::transfer::source::SourceRequest;
+use crate::transfer::{Completion, Cx, TransferService};
+use crate::transport::Memory;
 use answers::late;
 use session::{ClientInsert, ClientSelect, ClientSession};
 
@@ -56,7 +58,7 @@ impl LookupServer {
 
     fn receive(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         (session, operation): ClientOperation,
         message: LookupMessage<'_>,
     ) -> Result<()> {
@@ -79,7 +81,7 @@ impl LookupServer {
                 self.tensors.release(cx, session, operation);
                 // Counted when the client has the entry, and not any more if it returns it.
                 let _ = self.change(|state| state.store.num_consumed += 1);
-                LookupMessage::Consumed.send(cx, session, operation);
+                LookupMessage::Consumed.send(cx.links, session, operation);
             }
             LookupMessage::Settle { is_consumed } => {
                 let select = self.client(session)?.settle(operation, is_consumed)?;
@@ -105,11 +107,7 @@ impl LookupServer {
 
     /// Cancels a select that waits or was just offered an entry, or an insert without space. Other operations end in their
     /// own way.
-    fn withdraw(
-        &mut self,
-        cx: &mut ReactorContext,
-        (session, operation): ClientOperation,
-    ) -> Result<()> {
+    fn withdraw(&mut self, cx: &mut Cx<'_>, (session, operation): ClientOperation) -> Result<()> {
         if let Some(select) = self.client(session)?.selects.remove(&operation) {
             self.tensors.release(cx, session, operation);
             self.end_select(select, false);
@@ -118,14 +116,14 @@ impl LookupServer {
         {
             self.release(insert.ticket);
             let withdrawn = Error::Closed("withdrawn".to_owned());
-            LookupMessage::Refused(withdrawn).send(cx, session, operation);
+            LookupMessage::Refused(withdrawn).send(cx.links, session, operation);
         }
         Ok(())
     }
 
     fn insert(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         (session, operation): ClientOperation,
         deadline: Option<Instant>,
         tokens: Vec<i64>,
@@ -143,17 +141,17 @@ impl LookupServer {
                     tokens,
                     is_cancelled: false,
                 };
-                self.tensors.add(session, operation, entry);
+                self.tensors.add(cx, session, operation, entry);
                 self.client(session)?.inserts.insert(operation, insert);
             }
-            Err(error) => LookupMessage::Refused(error).send(cx, session, operation),
+            Err(error) => LookupMessage::Refused(error).send(cx.links, session, operation),
         }
         Ok(())
     }
 
     fn select(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         (session, operation): ClientOperation,
         query: LookupQuery,
         deadline: Option<Instant>,
@@ -161,7 +159,7 @@ impl LookupServer {
         let client = self.client(session)?;
         match client.check_select(operation, &query) {
             Err(error @ Error::Exhausted(_)) => {
-                LookupMessage::Refused(error).send(cx, session, operation);
+                LookupMessage::Refused(error).send(cx.links, session, operation);
                 return Ok(());
             }
             checked => checked?,
@@ -175,86 +173,75 @@ impl LookupServer {
     }
 }
 
-impl Service for LookupServer {
+impl TransferService for LookupServer {
     type Command = Infallible;
+    const TRANSFERS_IN_FLIGHT: usize = TRANSFERS_IN_FLIGHT;
 
-    fn command(&mut self, _cx: &mut ReactorContext, command: Infallible) {
+    fn command(&mut self, _cx: &mut Cx<'_>, command: Infallible) {
         match command {}
     }
 
-    fn session_up(&mut self, _cx: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
+    fn session_up(&mut self, _cx: &mut Cx<'_>, session: SessionKey, _peer: &Identity) {
         self.clients.insert(session, ClientSession::default());
         self.tensors.session_up(session);
     }
 
-    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
-        self.tensors.session_down(cx, session, &error);
+    fn session_down(&mut self, _cx: &mut Cx<'_>, session: SessionKey, _error: Error) {
+        self.tensors.session_down(session);
         if let Some(client) = self.clients.remove(&session) {
             self.end_client(client);
         }
     }
 
-    fn streams_lost(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        self.tensors.exchange.engine.streams_lost(cx, session);
-        self.advance(cx);
-    }
-
     fn message(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
-        header: &[u8],
+        (kind, mut header): (u8, Reader<'_>),
         data: Payload,
     ) -> Result<()> {
-        match self.tensors.message(cx, session, header, &data)? {
-            Some((operation, Ok(message))) => self.receive(cx, (session, operation), message)?,
-            Some((operation, Err(error @ Error::Corrupt(_)))) => {
-                LookupMessage::Refused(error).send(cx, session, operation);
+        let operation = header.u64()?;
+        match LookupMessage::decode(kind, header, &data) {
+            Ok(message) => self.receive(cx, (session, operation), message),
+            Err(error @ Error::Corrupt(_)) => {
+                LookupMessage::Refused(error).send(cx.links, session, operation);
+                Ok(())
             }
-            Some((_, Err(error))) => return Err(error),
-            None => {}
+            Err(error) => Err(error),
         }
-        drop(data);
-        self.advance(cx);
-        Ok(())
     }
 
-    fn done(
-        &mut self,
-        cx: &mut ReactorContext,
-        token: u64,
-        result: std::result::Result<(), Status>,
-    ) {
-        self.tensors.exchange.engine.read_ended(cx, token, result);
-        self.advance(cx);
+    fn source(&mut self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
+        self.tensors.exposed.requested(request)
     }
 
-    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
-        let has_copied = self.shared.run_copy_slice();
-        self.advance(cx);
-        let has_worked = self.tensors.exchange.engine.run_slice(cx);
-        if has_worked {
-            self.advance(cx);
-        }
-        has_worked || has_copied
+    fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion) {
+        self.tensors.transferred(cx, completion);
     }
 
-    fn has_work(&self) -> bool {
-        self.tensors.exchange.engine.has_work()
+    fn advance(&mut self, cx: &mut Cx<'_>) {
+        self.commit_arrived(cx);
+        self.answer_clients(cx);
     }
 
-    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        if self.shared.next_deadline().is_some_and(|at| at <= cx.now()) {
+    fn run_slice(&mut self, _cx: &mut Cx<'_>) -> bool {
+        self.shared.run_copy_slice()
+    }
+
+    fn expire(&mut self, cx: &mut Cx<'_>) {
+        let deadline = self.shared.next_deadline();
+        if deadline.is_some_and(|at| at <= cx.links.now()) {
             let _ = self.change(|state| state.store.expire(clock::now()));
-            self.advance(cx);
         }
-        let deadlines = [
-            self.tensors.exchange.pool.expire(cx.now()),
-            self.shared.pool.expire(cx.now()),
-            self.shared.next_deadline(),
-        ];
-        deadlines.into_iter().flatten().min()
     }
+
+    fn next_deadline(&mut self, links: &ReactorContext) -> Option<Instant> {
+        let idle = self.shared.pool.expire(links.now());
+        idle.into_iter().chain(self.shared.next_deadline()).min()
+    }
+
+    /// [`drop`](Drop::drop) ends what clients hold: the buffer stays usable in its own process.
+    fn stop(&mut self, _cx: &mut Cx<'_>) {}
 
     #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {

@@ -4,19 +4,17 @@ use std::collections::{HashMap, VecDeque};
 
 use kvpipe_ucx::Buffer;
 
-use super::messages::LookupMessage;
 use super::transfer::{EntryTransfer, INLINE, INLINE_CAP, NOTHING, OFFERED, source_id};
 use super::{Items, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
-use crate::net::codec::{Reader, Writer};
-use crate::session::{Payload, ReactorContext};
-use crate::transfer::exposed::BufferDescription;
-use crate::transfer::{BufferExchange, Completion, Message};
+use crate::net::codec::Writer;
+use crate::transfer::exposed::{BufferDescription, ExposedBuffers};
+use crate::transfer::{Completion, Cx};
 
 /// Transfers from one peer under way at once. Entries come one after the other, and their tensors too.
-const TRANSFERS_IN_FLIGHT: usize = 4;
+pub(super) const TRANSFERS_IN_FLIGHT: usize = 4;
 
 /// One session's.
 #[derive(Debug, Default)]
@@ -31,7 +29,7 @@ struct SessionTensors {
 
 #[derive(Debug)]
 pub(super) struct Tensors {
-    pub(super) exchange: BufferExchange,
+    pub(super) exposed: ExposedBuffers,
     sessions: HashMap<SessionKey, SessionTensors>,
     /// Whether peers verify checksums of what this side exposes.
     is_checksummed: bool,
@@ -43,67 +41,43 @@ pub(super) struct Tensors {
 impl Tensors {
     pub(super) fn new(is_checksummed: bool) -> Self {
         Self {
-            exchange: BufferExchange::new(TRANSFERS_IN_FLIGHT),
+            exposed: ExposedBuffers::default(),
             sessions: HashMap::new(),
             is_checksummed,
             arrived: VecDeque::new(),
         }
     }
 
-    /// What its maps and queues hold, and those of the exchange.
+    /// The sizes of its maps and queues.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let of_sessions = |size: fn(&SessionTensors) -> usize| {
             let sessions = self.sessions.values();
             sessions.map(size).sum()
         };
-        let mut sizes = vec![
+        vec![
             ("tensor sessions", self.sessions.len()),
             ("described tensors", of_sessions(|it| it.waiting.len())),
             ("queued tensors", of_sessions(|it| it.queue.len())),
             ("arrived entries", self.arrived.len()),
-        ];
-        sizes.extend(self.exchange.sizes());
-        sizes
+            ("exposed buffers", self.exposed.len()),
+        ]
     }
 
     pub(super) fn session_up(&mut self, session: SessionKey) {
         self.sessions.insert(session, SessionTensors::default());
-        self.exchange.session_up(session);
+        self.exposed.session_up(session);
     }
 
-    pub(super) fn session_down(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        error: &Error,
-    ) {
+    pub(super) fn session_down(&mut self, session: SessionKey) {
         self.sessions.remove(&session);
-        self.exchange.session_down(cx, session, error);
+        self.exposed.session_down(session);
     }
 
     /// The reactor has ended: nothing is exposed any more.
-    pub(super) fn stop(&mut self, error: &Error) {
-        self.exchange.stop(error);
+    pub(super) fn stop(&mut self) {
+        self.exposed.clear();
         self.sessions.clear();
-    }
-
-    /// Handles a message of a transfer, or decodes one about an operation.
-    pub(super) fn message<'a>(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        header: &[u8],
-        data: &'a Payload,
-    ) -> Result<Option<(u64, Result<LookupMessage<'a>>)>> {
-        let mut reader = Reader::new(header);
-        let kind = reader.u8()?;
-        if !Message::is_kind(kind) {
-            let operation = reader.u64()?;
-            return Ok(Some((operation, LookupMessage::decode(kind, reader, data))));
-        }
-        self.exchange.message(cx, session, (kind, reader), data)?;
-        Ok(None)
     }
 }
 
@@ -113,7 +87,7 @@ impl Tensors {
     /// [`release`](Self::release).
     pub(super) fn write(
         &mut self,
-        cx: &ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         operation: u64,
         items: &Items,
@@ -140,7 +114,7 @@ impl Tensors {
 
     fn expose(
         &mut self,
-        cx: &ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         source: u64,
         buffer: Buffer,
@@ -150,13 +124,13 @@ impl Tensors {
         } else {
             Integrity::None
         };
-        self.exchange.expose(cx, session, source, buffer, integrity)
+        self.exposed.expose(cx, session, source, buffer, integrity)
     }
 
     /// The peer has, or will never have, the tensors of an operation.
-    pub(super) fn release(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
+    pub(super) fn release(&mut self, cx: &mut Cx<'_>, session: SessionKey, operation: u64) {
         for source in (0..NUM_ITEMS).map(|index| source_id(operation, index)) {
-            self.exchange.withdraw(cx, session, source);
+            self.exposed.withdraw(cx, session, source);
         }
     }
 }
@@ -165,30 +139,29 @@ impl Tensors {
 /// [`begin`](Self::begin), and of an entry one tensor after the other.
 impl Tensors {
     /// Keeps an entry until its operation begins, or is forgotten.
-    pub(super) fn add(&mut self, session: SessionKey, operation: u64, entry: EntryTransfer) {
+    pub(super) fn add(
+        &mut self,
+        cx: &mut Cx<'_>,
+        session: SessionKey,
+        operation: u64,
+        entry: EntryTransfer,
+    ) {
         let Some(tensors) = self.sessions.get_mut(&session) else {
             return;
         };
         for (index, buffer) in entry.offered() {
             let source = source_id(operation, *index);
-            self.exchange
-                .engine
-                .add_source(session, source, buffer.source());
+            cx.transfers.add_source(session, source, buffer.source());
         }
         tensors.waiting.insert(operation, entry);
     }
 
     /// Drops an entry that has not begun; whether there was one.
-    pub(super) fn forget(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-    ) -> bool {
+    pub(super) fn forget(&mut self, cx: &mut Cx<'_>, session: SessionKey, operation: u64) -> bool {
         let tensors = self.sessions.get_mut(&session);
         let forgotten = tensors.and_then(|tensors| tensors.waiting.remove(&operation));
         if forgotten.is_some() {
-            self.remove_sources(cx, session, operation);
+            remove_sources(cx, session, operation);
         }
         forgotten.is_some()
     }
@@ -196,7 +169,7 @@ impl Tensors {
     /// Fails an entry that has begun: it arrives with this error when nothing reads its tensors any more.
     pub(super) fn cancel(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         operation: u64,
         error: &Error,
@@ -207,11 +180,11 @@ impl Tensors {
         let at = tensors.queue.iter().position(|(it, _)| *it == operation);
         match (at, tensors.transferring) {
             (Some(0), Some(transfer)) => {
-                self.exchange.engine.fail(cx, transfer, error);
+                cx.transfers.fail(cx.links, transfer, error);
             }
             (Some(at), _) => {
                 tensors.queue.remove(at);
-                self.remove_sources(cx, session, operation);
+                remove_sources(cx, session, operation);
                 self.arrived
                     .push_back((session, operation, Err(error.clone())));
             }
@@ -219,17 +192,8 @@ impl Tensors {
         }
     }
 
-    fn remove_sources(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
-        let closed = Error::Closed("the operation has ended".to_owned());
-        for index in 0..NUM_ITEMS {
-            let source = source_id(operation, index);
-            let engine = &mut self.exchange.engine;
-            engine.remove_source(cx, session, source, &closed);
-        }
-    }
-
     /// Has an entry transferred.
-    pub(super) fn begin(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
+    pub(super) fn begin(&mut self, cx: &mut Cx<'_>, session: SessionKey, operation: u64) {
         if let Some(tensors) = self.sessions.get_mut(&session)
             && let Some(entry) = tensors.waiting.remove(&operation)
         {
@@ -239,17 +203,12 @@ impl Tensors {
     }
 
     /// The next entry that has arrived, or has failed to, with its session and operation.
-    pub(super) fn next_arrived(
-        &mut self,
-        cx: &mut ReactorContext,
-    ) -> Option<(SessionKey, u64, Result<Items>)> {
-        while let Some(completion) = self.exchange.engine.next_completion() {
-            self.completed(cx, completion);
-        }
+    pub(super) fn next_arrived(&mut self) -> Option<(SessionKey, u64, Result<Items>)> {
         self.arrived.pop_front()
     }
 
-    fn completed(&mut self, cx: &mut ReactorContext, completion: Completion) {
+    /// The transfer of a tensor has ended.
+    pub(super) fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion) {
         let session = completion.session;
         let Some(tensors) = self.sessions.get_mut(&session) else {
             return;
@@ -266,7 +225,7 @@ impl Tensors {
         });
         match outcome {
             Ok(()) => {
-                let buffer = self.exchange.lend(completion.memory, len);
+                let buffer = cx.lend(completion.memory, len);
                 if let Some((_, entry)) = tensors.queue.front_mut() {
                     entry.fill_first(buffer);
                 }
@@ -274,7 +233,7 @@ impl Tensors {
             Err(error) => {
                 // The peer exposes nothing usable any more.
                 if matches!(error, Error::Protocol(_) | Error::PeerLost { .. }) {
-                    cx.fail(session, error.clone());
+                    cx.links.fail(session, error.clone());
                 }
                 self.finish(cx, session, Err(error));
             }
@@ -283,7 +242,7 @@ impl Tensors {
     }
 
     /// Begins what can be.
-    fn advance(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+    fn advance(&mut self, cx: &mut Cx<'_>, session: SessionKey) {
         while let Some(tensors) = self.sessions.get_mut(&session)
             && tensors.transferring.is_none()
             && let Some((operation, entry)) = tensors.queue.front()
@@ -292,7 +251,7 @@ impl Tensors {
                 self.finish(cx, session, Ok(()));
                 continue;
             };
-            let memory = match self.exchange.memory(cx, buffer.len) {
+            let memory = match cx.memory(buffer.len) {
                 Ok(memory) => memory,
                 Err(error) => {
                     self.finish(cx, session, Err(error));
@@ -300,20 +259,29 @@ impl Tensors {
                 }
             };
             let source = source_id(*operation, *index);
-            let engine = &mut self.exchange.engine;
-            let transfer = engine.add(buffer.transfer(session, source, memory));
+            let transfer = cx.transfers.add(buffer.transfer(session, source, memory));
             tensors.transferring = Some(transfer);
-            engine.enqueue(cx, transfer);
+            cx.transfers.enqueue(cx.links, transfer);
         }
     }
 
     /// Ends the first entry of the queue.
-    fn finish(&mut self, cx: &mut ReactorContext, session: SessionKey, outcome: Result<()>) {
+    fn finish(&mut self, cx: &mut Cx<'_>, session: SessionKey, outcome: Result<()>) {
         let tensors = self.sessions.get_mut(&session);
         if let Some((operation, entry)) = tensors.and_then(|tensors| tensors.queue.pop_front()) {
-            self.remove_sources(cx, session, operation);
+            remove_sources(cx, session, operation);
             let items = outcome.map(|()| entry.into_items());
             self.arrived.push_back((session, operation, items));
         }
+    }
+}
+
+/// The tensors of an operation are not read any more.
+fn remove_sources(cx: &mut Cx<'_>, session: SessionKey, operation: u64) {
+    let closed = Error::Closed("the operation has ended".to_owned());
+    for index in 0..NUM_ITEMS {
+        let source = source_id(operation, index);
+        cx.transfers
+            .remove_source(cx.links, session, source, &closed);
     }
 }

@@ -21,7 +21,6 @@
 
 mod destination;
 pub(crate) mod engine;
-pub(crate) mod exchange;
 pub(crate) mod exposed;
 mod gaps;
 pub(crate) mod host;
@@ -37,7 +36,6 @@ pub(crate) mod transfer;
 mod verifier;
 
 pub(crate) use engine::{Completion, Handled, TransferEngine};
-pub(crate) use exchange::BufferExchange;
 pub(crate) use host::{Cx, TransferService};
 pub(crate) use message::Message;
 pub(crate) use transfer::TransferRequest;

@@ -10,8 +10,8 @@ use super::LookupClient;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
+use crate::transfer::Cx;
 use crate::work::Completer;
 
 /// An insert that the server has not answered. The server enforces the deadline while it waits for space.
@@ -30,11 +30,19 @@ pub(super) struct Inserts {
     /// They wait to be sent.
     pub(super) queue: VecDeque<QueuedInsert>,
     deadlines: Earliest,
+    /// When to look for late answers.
+    next_look: Option<Instant>,
     pub(super) sent: HashMap<u64, SentInsert>,
 }
 
+impl Inserts {
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        self.deadlines.at().into_iter().chain(self.next_look).min()
+    }
+}
+
 impl LookupClient {
-    pub(super) fn insert(&mut self, cx: &mut ReactorContext, insert: QueuedInsert) {
+    pub(super) fn insert(&mut self, cx: &mut Cx<'_>, insert: QueuedInsert) {
         if let Err(error) = self.check_usable() {
             return insert.into_completer().complete(Err(error));
         }
@@ -44,7 +52,7 @@ impl LookupClient {
     }
 
     /// Sends queued inserts in order to the first server, as many as it lets wait.
-    fn send_inserts(&mut self, cx: &mut ReactorContext) {
+    fn send_inserts(&mut self, cx: &mut Cx<'_>) {
         let first = self.sessions.first().copied();
         let Some(session) = first.filter(|first| self.servers.contains(first)) else {
             return;
@@ -62,15 +70,15 @@ impl LookupClient {
                     let sent = SentInsert {
                         num_tokens: tokens.len(),
                         completer,
-                        grace: deadline.map(|at| GracePeriod::new(cx.now(), at)),
+                        grace: deadline.map(|at| GracePeriod::new(cx.links.now(), at)),
                         is_cancelled: false,
                     };
                     let message = LookupMessage::Insert {
-                        timeout: deadline.map(|at| at.saturating_duration_since(cx.now())),
+                        timeout: deadline.map(|at| at.saturating_duration_since(cx.links.now())),
                         tokens,
                         tensors: encoded.into(),
                     };
-                    message.send(cx, session, operation);
+                    message.send(cx.links, session, operation);
                     self.inserts.sent.insert(operation, sent);
                 }
                 Err(error) => {
@@ -93,7 +101,7 @@ impl LookupClient {
 
     pub(super) fn insert_answered(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         operation: u64,
         result: Result<()>,
@@ -112,10 +120,11 @@ impl LookupClient {
         self.send_inserts(cx);
     }
 
-    /// Ends queued inserts whose deadline has passed, and looks for answers that are late. Returns when to call again.
-    pub(super) fn expire_inserts(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        if self.inserts.deadlines.take_if_past(cx.now()) {
-            let is_late = |insert: &QueuedInsert| insert.deadline.is_some_and(|at| at <= cx.now());
+    /// Ends queued inserts whose deadline has passed, and looks for answers that are late.
+    pub(super) fn expire_inserts(&mut self, cx: &mut Cx<'_>) {
+        if self.inserts.deadlines.take_if_past(cx.links.now()) {
+            let is_late =
+                |insert: &QueuedInsert| insert.deadline.is_some_and(|at| at <= cx.links.now());
             let queued = std::mem::take(&mut self.inserts.queue);
             let (late, kept): (VecDeque<_>, _) = queued.into_iter().partition(is_late);
             self.inserts.queue = kept;
@@ -129,55 +138,53 @@ impl LookupClient {
         }
         // A smaller insert may be the first now, and fit.
         self.send_inserts(cx);
-        let next_answer = self.check_answers(cx);
-        let next_deadline = self.inserts.deadlines.at();
-        next_deadline.into_iter().chain(next_answer).min()
+        self.inserts.next_look = self.check_answers(cx);
     }
 
     /// Cancels inserts whose tensors are still transferred well after the deadline. Where the server does not answer that
     /// within the grace period, the insert fails unsettled: the server may still be reading. Returns when to look again.
-    fn check_answers(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+    fn check_answers(&mut self, cx: &mut Cx<'_>) -> Option<Instant> {
         let session = *self.sessions.first()?;
         let mut next: Option<Instant> = None;
         for (operation, sent) in &mut self.inserts.sent {
             let Some(grace) = &mut sent.grace else {
                 continue;
             };
-            let stage = grace.look(cx, &[session]);
-            let is_late = stage != AnswerStage::InTime && grace.is_time_to_cancel(cx.now());
+            let stage = grace.look(cx.links, &[session]);
+            let is_late = stage != AnswerStage::InTime && grace.is_time_to_cancel(cx.links.now());
             match stage {
                 _ if is_late && !sent.is_cancelled => {
                     sent.is_cancelled = true;
                     if stage != AnswerStage::Late {
-                        grace.due_from(cx.now());
+                        grace.due_from(cx.links.now());
                     }
-                    LookupMessage::Cancel.send(cx, session, *operation);
+                    LookupMessage::Cancel.send(cx.links, session, *operation);
                 }
                 AnswerStage::Overdue => {
                     sent.grace = None;
                     if !sent.is_cancelled {
                         sent.is_cancelled = true; // a silent server may go on later
-                        LookupMessage::Cancel.send(cx, session, *operation);
+                        LookupMessage::Cancel.send(cx.links, session, *operation);
                     }
                     sent.completer.complete_unsettled(Err(unanswered()));
                     continue;
                 }
                 AnswerStage::InTime | AnswerStage::Late => {}
             }
-            let at = grace.next(cx, &[session]);
+            let at = grace.next(cx.links, &[session]);
             next = Some(next.map_or(at, |next| next.min(at)));
         }
         next
     }
 
     /// Forgets a queued insert, or has the server cancel one that was sent.
-    pub(super) fn withdraw_insert(&mut self, cx: &mut ReactorContext, operation: u64) {
+    pub(super) fn withdraw_insert(&mut self, cx: &mut Cx<'_>, operation: u64) {
         let queue = &mut self.inserts.queue;
         queue.retain(|insert| insert.operation != operation);
         if self.inserts.sent.contains_key(&operation)
             && let Some(&session) = self.sessions.first()
         {
-            LookupMessage::Withdraw.send(cx, session, operation);
+            LookupMessage::Withdraw.send(cx.links, session, operation);
         }
     }
 

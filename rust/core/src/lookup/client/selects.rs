@@ -12,8 +12,8 @@ use super::LookupClient;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
+use crate::transfer::Cx;
 use crate::work::Completer;
 
 #[derive(Debug)]
@@ -48,10 +48,10 @@ impl PendingSelect {
     }
 
     /// Withdraws the select from the servers that have not answered.
-    fn withdraw_from_others(&mut self, cx: &mut ReactorContext, operation: u64) {
+    fn withdraw_from_others(&mut self, cx: &mut Cx<'_>, operation: u64) {
         if let SelectStage::Asking(servers) = &mut self.stage {
             for session in servers.drain() {
-                LookupMessage::Withdraw.send(cx, session, operation);
+                LookupMessage::Withdraw.send(cx.links, session, operation);
             }
         }
     }
@@ -68,7 +68,7 @@ impl PendingSelect {
 const RETURN: LookupMessage<'static> = LookupMessage::Settle { is_consumed: false };
 
 impl LookupClient {
-    pub(super) fn select(&mut self, cx: &mut ReactorContext, select: QueuedSelect) {
+    pub(super) fn select(&mut self, cx: &mut Cx<'_>, select: QueuedSelect) {
         let QueuedSelect {
             operation,
             query,
@@ -85,11 +85,12 @@ impl LookupClient {
         }
         for &session in &self.sessions {
             let query = query.clone();
-            LookupMessage::Select { query, timeout }.send(cx, session, operation);
+            LookupMessage::Select { query, timeout }.send(cx.links, session, operation);
         }
-        let grace = timeout.map(|timeout| GracePeriod::new(cx.now(), cx.now() + timeout));
+        let grace =
+            timeout.map(|timeout| GracePeriod::new(cx.links.now(), cx.links.now() + timeout));
         self.next_looks
-            .add(grace.map(|grace| grace.next(cx, &self.sessions)));
+            .add(grace.map(|grace| grace.next(cx.links, &self.sessions)));
         let select = PendingSelect {
             stage: SelectStage::Asking(self.sessions.iter().copied().collect()),
             is_peek,
@@ -100,7 +101,7 @@ impl LookupClient {
         self.selects.insert(operation, select);
     }
 
-    pub(super) fn withdraw(&mut self, cx: &mut ReactorContext, operation: u64) {
+    pub(super) fn withdraw(&mut self, cx: &mut Cx<'_>, operation: u64) {
         self.withdraw_insert(cx, operation);
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
@@ -116,7 +117,7 @@ impl LookupClient {
 
     pub(super) fn select_refused(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         operation: u64,
         error: Error,
@@ -134,7 +135,7 @@ impl LookupClient {
     /// Receives an offer. One for a withdrawn select was on its way, and its server takes the entry back.
     pub(super) fn offer(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         operation: u64,
         tensors: Result<&[u8]>,
@@ -150,7 +151,7 @@ impl LookupClient {
             Ok(tensors) => {
                 select.stage = SelectStage::Fetching(session);
                 let entry = EntryTransfer::read(Reader::new(tensors))?;
-                self.tensors.add(session, operation, entry);
+                self.tensors.add(cx, session, operation, entry);
                 self.tensors.begin(cx, session, operation);
             }
             Err(error) => self.return_entry(cx, session, operation, Err(error)),
@@ -169,7 +170,7 @@ impl LookupClient {
 
     pub(super) fn arrived(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         operation: u64,
         items: Result<Items>,
@@ -185,7 +186,7 @@ impl LookupClient {
             }
             Ok(items) => {
                 select.stage = SelectStage::Consuming(session, items);
-                LookupMessage::Consume.send(cx, session, operation);
+                LookupMessage::Consume.send(cx.links, session, operation);
             }
             Err(error) => self.return_entry(cx, session, operation, Err(error)),
         }
@@ -193,12 +194,12 @@ impl LookupClient {
 
     fn return_entry(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         operation: u64,
         result: Result<Selected>,
     ) {
-        RETURN.send(cx, session, operation);
+        RETURN.send(cx.links, session, operation);
         self.end_select(operation, result);
     }
 
@@ -211,7 +212,7 @@ impl LookupClient {
     /// The entry belongs to this client alone.
     pub(super) fn consumed(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         operation: u64,
     ) -> Result<()> {
@@ -230,7 +231,7 @@ impl LookupClient {
             )));
         };
         if is_withdrawn {
-            RETURN.send(cx, session, operation);
+            RETURN.send(cx.links, session, operation);
             return Ok(());
         }
         self.delivered.insert(operation, session);
@@ -241,8 +242,8 @@ impl LookupClient {
     }
 
     /// Ends selects whose grace period is over. An entry on its way goes back.
-    pub(super) fn expire_selects(&mut self, cx: &mut ReactorContext) {
-        if !self.next_looks.take_if_past(cx.now()) {
+    pub(super) fn expire_selects(&mut self, cx: &mut Cx<'_>) {
+        if !self.next_looks.take_if_past(cx.links.now()) {
             return;
         }
         let mut ended = Vec::new();
@@ -251,10 +252,10 @@ impl LookupClient {
             let Some(grace) = &mut select.grace else {
                 continue;
             };
-            match grace.look(cx, &sessions) {
+            match grace.look(cx.links, &sessions) {
                 AnswerStage::Overdue => ended.push(operation),
                 AnswerStage::InTime | AnswerStage::Late => {
-                    self.next_looks.add(Some(grace.next(cx, &sessions)));
+                    self.next_looks.add(Some(grace.next(cx.links, &sessions)));
                 }
             }
         }
@@ -263,7 +264,7 @@ impl LookupClient {
         }
     }
 
-    fn end_unanswered(&mut self, cx: &mut ReactorContext, operation: u64) {
+    fn end_unanswered(&mut self, cx: &mut Cx<'_>, operation: u64) {
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
         };

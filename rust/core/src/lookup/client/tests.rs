@@ -11,7 +11,9 @@ use super::*;
 use crate::clock;
 use crate::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
 use crate::net::codec::Writer;
+use crate::session::Service;
 use crate::tensor::Meta;
+use crate::transfer::host::Host;
 use crate::work::{Then, Work, work};
 
 /// Bytes of an entry inside its message, and of one that is fetched.
@@ -176,12 +178,10 @@ fn a_server_that_falls_silent_after_a_late_insert_is_lost_which_settles_the_inse
     assert_eq!(remote.info().state, "closed");
 }
 
-fn client() -> (LookupClient, Arc<CommandQueue>) {
+fn client() -> (Host<LookupClient>, Arc<CommandQueue>) {
     let command_queue = Arc::new(CommandQueue::new());
-    (
-        LookupClient::new(Arc::clone(&command_queue), true),
-        command_queue,
-    )
+    let client = LookupClient::new(Arc::clone(&command_queue), true);
+    (Host::new(client), command_queue)
 }
 
 /// Adds an insert that waits to be sent.
@@ -202,9 +202,10 @@ fn an_entry_larger_than_the_machine_is_refused_by_its_size_before_anything_is_al
     let (mut cx, (mut client, _command_queue)) = (ReactorContext::manual(None), client());
     let (server, operation) = (SESSIONS[0], 7);
     let _far = cx.add_manual(server, None);
-    client.sessions.push(server);
-    client.servers.insert(server);
-    client.tensors.session_up(server);
+    client.service.sessions.push(server);
+    client.service.servers.insert(server);
+    client.transfers.session_up(server);
+    client.service.tensors.session_up(server);
     let (selected, completer) = work();
     let asked = QueuedSelect {
         operation,
@@ -213,15 +214,17 @@ fn an_entry_larger_than_the_machine_is_refused_by_its_size_before_anything_is_al
         is_peek: false,
         completer,
     };
-    client.select(&mut cx, asked);
+    client.call(&mut cx, |client, cx| client.select(cx, asked));
     let (num_bytes, address, in_host, on_request, rkey) = (1 << 60, 4096, 0, 0, [1]);
     let key = Meta::default().write(Writer::default().u8(OFFERED));
     let key = key.u64(num_bytes).u64(address).u8(in_host);
     let key = key.u8(on_request).bytes(&rkey);
     let entry = key.u8(NOTHING).u8(NOTHING).u8(NOTHING).u8(NOTHING);
-    let offered = client.offer(&mut cx, server, operation, Ok(&entry.finish()));
+    let entry = entry.finish();
+    let offered = client.call(&mut cx, |client, cx| {
+        client.offer(cx, server, operation, Ok(&entry))
+    });
     assert_eq!(offered, Ok(()));
-    client.advance(&mut cx);
     let Some(Err(Error::Exhausted(text))) = selected.result() else {
         panic!("{:?}", selected.result().map(Result::err))
     };
@@ -236,10 +239,10 @@ fn an_insert_ends_with_the_first_lost_server_once_no_server_can_read_it() {
     let mut far = Vec::new();
     for session in SESSIONS {
         far.push(cx.add_manual(session, None));
-        client.sessions.push(session);
-        client.servers.insert(session);
+        client.service.sessions.push(session);
+        client.service.servers.insert(session);
     }
-    let inserted = insert(&mut client);
+    let inserted = insert(&mut client.service);
     let lost = Error::lost("second", "gone");
     client.session_down(&mut cx, SESSIONS[1], lost.clone());
     assert!(cx.has_failed(SESSIONS[0]));

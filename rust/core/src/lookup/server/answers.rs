@@ -7,12 +7,11 @@ use super::super::store::{StoreAction, Ticket};
 use super::LookupServer;
 use super::session::{ClientInsert, ClientSelect, ClientSession};
 use crate::error::{Error, Result};
-use crate::session::ReactorContext;
+use crate::transfer::Cx;
 
 impl LookupServer {
-    /// Makes inserted entries visible that have arrived, then does what the shared state has for clients.
-    pub(super) fn advance(&mut self, cx: &mut ReactorContext) {
-        self.commit_arrived(cx);
+    /// Does what the shared state has for clients.
+    pub(super) fn answer_clients(&mut self, cx: &mut Cx<'_>) {
         for action in self.shared.drain_client_actions() {
             match action {
                 StoreAction::Insert(client, granted) => self.answer_insert(cx, client, granted),
@@ -24,7 +23,7 @@ impl LookupServer {
     /// An insert has its space: fetches its tensors. Or it got none in time.
     fn answer_insert(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         (session, operation): ClientOperation,
         granted: Result<Ticket>,
     ) {
@@ -39,7 +38,7 @@ impl LookupServer {
                 client.inserts.remove(&operation);
                 self.tensors.forget(cx, session, operation);
                 self.release(ticket);
-                LookupMessage::Refused(late()).send(cx, session, operation);
+                LookupMessage::Refused(late()).send(cx.links, session, operation);
             }
             Ok(_) => {
                 self.tensors.begin(cx, session, operation);
@@ -48,7 +47,7 @@ impl LookupServer {
             Err(full) => {
                 client.inserts.remove(&operation);
                 self.tensors.forget(cx, session, operation);
-                LookupMessage::Refused(full).send(cx, session, operation);
+                LookupMessage::Refused(full).send(cx.links, session, operation);
             }
         }
     }
@@ -56,7 +55,7 @@ impl LookupServer {
     /// A select gets an entry, or there was none in time.
     fn answer_select(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         (session, operation): ClientOperation,
         found: Option<(Ticket, Items)>,
     ) {
@@ -65,7 +64,7 @@ impl LookupServer {
         match (client, found) {
             (Some(client), None) => {
                 client.selects.remove(&operation);
-                LookupMessage::Nothing.send(cx, session, operation);
+                LookupMessage::Nothing.send(cx.links, session, operation);
             }
             (Some(client), Some((entry, items))) => {
                 let tensors = &mut self.tensors;
@@ -75,13 +74,13 @@ impl LookupServer {
                             .selects
                             .insert(operation, ClientSelect::Leased(entry));
                         let tensors = encoded.into();
-                        LookupMessage::Offer { tensors }.send(cx, session, operation);
+                        LookupMessage::Offer { tensors }.send(cx.links, session, operation);
                     }
                     Err(error) => {
                         tensors.release(cx, session, operation);
                         client.selects.remove(&operation);
                         self.release(entry);
-                        LookupMessage::Refused(error).send(cx, session, operation);
+                        LookupMessage::Refused(error).send(cx.links, session, operation);
                     }
                 }
             }
@@ -91,8 +90,8 @@ impl LookupServer {
         }
     }
 
-    pub(super) fn commit_arrived(&mut self, cx: &mut ReactorContext) {
-        while let Some((session, operation, items)) = self.tensors.next_arrived(cx) {
+    pub(super) fn commit_arrived(&mut self, cx: &mut Cx<'_>) {
+        while let Some((session, operation, items)) = self.tensors.next_arrived() {
             let client = self.clients.get_mut(&session);
             let insert = client.and_then(|client| client.inserts.remove(&operation));
             let Some(ClientInsert { ticket, tokens, .. }) = insert else {
@@ -100,10 +99,10 @@ impl LookupServer {
             };
             let commit = |items| self.change(|state| state.store.commit(ticket, tokens, items));
             match items.and_then(commit) {
-                Ok(()) => LookupMessage::Inserted.send(cx, session, operation),
+                Ok(()) => LookupMessage::Inserted.send(cx.links, session, operation),
                 Err(error) => {
                     self.release(ticket);
-                    LookupMessage::Refused(error).send(cx, session, operation);
+                    LookupMessage::Refused(error).send(cx.links, session, operation);
                 }
             }
         }

@@ -32,7 +32,7 @@ impl Server {
             }
             StoreAction::Offered(holder, content) => self.offer(cx, holder, &content),
             StoreAction::Nothing(holder) => {
-                StoreMessage::Nothing.send(cx.links, holder.0, holder.1)
+                StoreMessage::Nothing.send(cx.links, holder.0, holder.1);
             }
             StoreAction::Expired(holder) => {
                 if !self.remove_arrival(cx, holder) {

@@ -44,7 +44,7 @@ impl Server {
     pub(super) fn reserved(&mut self, cx: &mut Cx<'_>, holder: Holder) {
         let (session, operation) = holder;
         let num_bytes = self.arrivals.get(&holder).map(|arrival| arrival.num_bytes);
-        let allocated = num_bytes.map(|num_bytes| self.allocate(cx, num_bytes));
+        let allocated = num_bytes.map(|num_bytes| allocate(cx, num_bytes));
         let Some(arrival) = self.arrivals.get_mut(&holder) else {
             return self.state.release(holder, clock::now());
         };
@@ -57,20 +57,6 @@ impl Server {
             Some(bytes) => self.write_allocated(cx, holder, operation, bytes),
             None => StoreMessage::Reserved.send(cx.links, session, operation),
         }
-    }
-
-    pub(super) fn allocate(&self, cx: &Cx<'_>, num_bytes: u64) -> Result<Allocated> {
-        let len = usize::try_from(num_bytes).unwrap_or(usize::MAX);
-        if len <= INLINE_CAP {
-            let buffer = Buffer::zeroed(len);
-            let memory = None;
-            return Ok(Allocated { buffer, memory });
-        }
-        let memory = cx.exact_memory(len)?;
-        let lent = cx.lend(Arc::clone(&memory), len);
-        let buffer = lent.ok_or_else(|| Error::Exhausted(format!("no memory for {len} bytes")))?;
-        let memory = Some(memory);
-        Ok(Allocated { buffer, memory })
     }
 
     /// Ends a reservation with an error, which answers this operation.
@@ -329,4 +315,19 @@ impl Server {
 
 fn ended() -> Error {
     Error::Timeout("the reservation has ended; nothing was committed".to_owned())
+}
+
+/// The memory of a reservation or a load.
+pub(super) fn allocate(cx: &Cx<'_>, num_bytes: u64) -> Result<Allocated> {
+    let len = usize::try_from(num_bytes).unwrap_or(usize::MAX);
+    if len <= INLINE_CAP {
+        let buffer = Buffer::zeroed(len);
+        let memory = None;
+        return Ok(Allocated { buffer, memory });
+    }
+    let memory = cx.exact_memory(len)?;
+    let lent = cx.lend(Arc::clone(&memory), len);
+    let buffer = lent.ok_or_else(|| Error::Exhausted(format!("no memory for {len} bytes")))?;
+    let memory = Some(memory);
+    Ok(Allocated { buffer, memory })
 }

@@ -9,6 +9,7 @@ use super::super::messages::StoreMessage;
 use super::super::state::{Holder, ValueId};
 use super::Server;
 use super::arrival::Allocated;
+use super::arrivals::allocate;
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::transfer::Cx;
@@ -44,7 +45,7 @@ impl DiskJobs {
 
 impl Server {
     pub(super) fn begin_load(&mut self, cx: &mut Cx<'_>, id: ValueId, num_bytes: u64) {
-        let allocated = self.allocate(cx, num_bytes);
+        let allocated = allocate(cx, num_bytes);
         let Some(jobs) = &mut self.disk else { return };
         match allocated {
             Ok(allocated) => {
