@@ -20,11 +20,11 @@ use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::codec::Reader;
 use crate::reactor::Timers;
 use crate::session::{Payload, ReactorContext};
-use crate::transfer::{Handled, Message, TransferEngine};
+use crate::transfer::Cx;
 use crate::work::Completer;
 
 /// Transfers from one peer under way at once; more wait.
-const TRANSFERS_IN_FLIGHT: usize = 4;
+pub(crate) const TRANSFERS_IN_FLIGHT: usize = 4;
 
 /// What users of an agent ask for.
 #[derive(Debug)]
@@ -60,7 +60,6 @@ pub(super) enum AgentCommandKind {
 /// All of it.
 pub(crate) struct AgentCore {
     pub(super) shared: Arc<SharedState>,
-    pub(crate) engine: TransferEngine,
     pub(crate) regions: BTreeMap<RegionId, LocalRegion>,
     pub(super) next_region: RegionId,
     pub(super) closing: Vec<Closing>,
@@ -88,7 +87,6 @@ impl AgentCore {
     pub(super) fn new(shared: Arc<SharedState>) -> Self {
         Self {
             shared,
-            engine: TransferEngine::new(TRANSFERS_IN_FLIGHT),
             regions: BTreeMap::new(),
             next_region: 0,
             closing: Vec::new(),
@@ -105,7 +103,7 @@ impl AgentCore {
         }
     }
 
-    pub(crate) fn command(&mut self, cx: &mut ReactorContext, command: AgentCommand) {
+    pub(crate) fn command(&mut self, cx: &mut Cx<'_>, command: AgentCommand) {
         match command.0 {
             AgentCommandKind::Register { region, completer } => {
                 completer.complete(self.register(cx, region));
@@ -119,7 +117,7 @@ impl AgentCore {
                 address,
                 incarnation,
                 completer,
-            } => self.connect(cx, &address, incarnation, completer),
+            } => self.connect(cx.links, &address, incarnation, completer),
             AgentCommandKind::Read(transfer, caller) => {
                 let session = transfer.peer.session();
                 self.read(cx, session, Ok(transfer), ReadOwner::Caller(caller));
@@ -134,26 +132,19 @@ impl AgentCore {
         }
     }
 
-    pub(crate) fn session_down(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        error: &Error,
-    ) {
+    pub(crate) fn session_down(&mut self, session: SessionKey, error: &Error) {
         self.logs.push(format!("session.closed {error}"));
         self.peer_down(session, error);
-        self.engine.session_down(cx, session, error);
         self.regions_down(session);
     }
 
-    /// A message; true when it described the peer's regions. What is read under a grant is served while it `holds`.
+    /// A message; true when it described the peer's regions.
     pub(crate) fn message(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         (kind, mut header): (u8, Reader<'_>),
         data: &Payload,
-        holds: impl Fn(u64) -> bool,
     ) -> Result<bool> {
         match kind {
             REGIONS => {
@@ -167,7 +158,7 @@ impl AgentCore {
                 Ok(false)
             }
             _ => {
-                self.handle_message(cx, session, (kind, header), data, holds)?;
+                self.handle_message(cx, session, (kind, header), data)?;
                 Ok(false)
             }
         }
@@ -175,20 +166,11 @@ impl AgentCore {
 
     fn handle_message(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         (kind, header): (u8, Reader<'_>),
         data: &Payload,
-        holds: impl Fn(u64) -> bool,
     ) -> Result<()> {
-        if Message::is_kind(kind) {
-            let handled = self.engine.message(cx, session, (kind, header), data)?;
-            if let Handled::Request(request) = handled {
-                let source = self.exposed_to(session, request.source, holds);
-                self.engine.serve(cx, &request, source);
-            }
-            return Ok(());
-        }
         match AgentMessage::decode(kind, header, data)? {
             AgentMessage::Offer(offer) => self.offered(cx, session, offer),
             AgentMessage::Withdraw { offer } => {
@@ -209,28 +191,31 @@ impl AgentCore {
         }
     }
 
-    /// Looks at deadlines; tells when to come back.
-    pub(crate) fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let transfers = self.engine.expire(cx);
-        self.drain(cx);
-        let writes = self.expire_writes(cx);
-        let described = self.expire_peers(cx);
-        self.note(cx);
+    /// Handles the deadlines that have passed, and what peers are owed.
+    pub(crate) fn expire(&mut self, cx: &mut Cx<'_>) {
+        self.expire_writes(cx);
+        self.expire_peers(cx.links);
+        self.note(cx.links);
         self.release(cx);
-        let closed = self.end_closing(cx.now());
-        [transfers, writes, described, closed]
+        self.end_closing(cx.links.now());
+    }
+
+    pub(crate) fn next_deadline(&mut self) -> Option<Instant> {
+        let writes = self.write_deadlines.next();
+        let described = self.described_by.next();
+        [writes, described, self.closing_deadline()]
             .into_iter()
             .flatten()
             .min()
     }
 
-    /// What its maps and queues hold, and those of the engine.
+    /// The sizes of its maps and queues.
     #[cfg(test)]
     pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let of_peers = |size: fn(&PeerState) -> usize| self.peers.values().map(size).sum();
         let closing = self.closing.iter().map(Closing::region);
         let regions = self.regions.values().chain(closing);
-        let mut sizes = vec![
+        vec![
             ("regions", self.regions.len()),
             ("busy blocks", regions.map(LocalRegion::num_busy).sum()),
             ("closing regions", self.closing.len()),
@@ -251,18 +236,16 @@ impl AgentCore {
             ("offers of peers", of_peers(|peer| peer.offers_here.len())),
             ("outboxes", of_peers(|peer| peer.outbox.len())),
             ("arrivals", of_peers(|peer| peer.arrivals.len())),
-        ];
-        sizes.extend(self.engine.sizes());
-        sizes
+        ]
     }
 
     /// Ends everything that is left when the engine has stopped and its reads have been drained.
-    pub(crate) fn stop(&mut self, cx: &mut ReactorContext, reason: &str) {
-        let closed = cx.closed(reason);
+    pub(crate) fn stop(&mut self, links: &ReactorContext, reason: &str) {
+        let closed = links.closed(reason);
         for session in self.peers.keys().copied().collect::<Vec<_>>() {
             self.peer_down(session, &closed);
         }
-        self.end_all_closing(cx.pending_reads());
+        self.end_all_closing(links.pending_reads());
         self.shared.inbox.close();
     }
 }

@@ -22,8 +22,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::error::Result;
 use crate::ids::{Incarnation, SessionKey};
 use crate::reactor::Reactor;
-use crate::session::{ReactorConfig, Service};
+use crate::session::ReactorConfig;
 use crate::sync::lock;
+use crate::transfer::TransferService;
+use crate::transfer::host::spawn;
 
 pub use agent_core::AgentCommand;
 pub use inbox::Notification;
@@ -32,11 +34,11 @@ pub use notices::TAG_CAP;
 pub use peer::{Peer, Regions, Stats};
 pub use plan::{Options, Plan, Region};
 
-pub(crate) use agent_core::AgentCore;
+pub(crate) use agent_core::{AgentCore, TRANSFERS_IN_FLIGHT};
 pub(crate) use messages::reason;
 pub(crate) use plan::region_gone;
 pub(crate) use reads::{BlockTransfer, BlocksRead, ReadOwner};
-pub(crate) use regions::grant;
+pub(crate) use regions::{grant, revoke};
 
 use inbox::Inbox;
 use peer::Counters;
@@ -73,7 +75,7 @@ impl<C: Send + 'static> Agent<C> {
         make: impl FnOnce(AgentCore) -> S + Send + 'static,
     ) -> Result<Self>
     where
-        S: Service<Command = C> + 'static,
+        S: TransferService<Command = C> + 'static,
     {
         let incarnation = config.identity.incarnation;
         let shared = Arc::new(SharedState {
@@ -83,7 +85,7 @@ impl<C: Send + 'static> Agent<C> {
             num_regions: AtomicUsize::new(0),
         });
         let in_thread = Arc::clone(&shared);
-        let reactor = crate::session::spawn(config, || make(AgentCore::new(in_thread)))?;
+        let reactor = spawn(config, || make(AgentCore::new(in_thread)))?;
         Ok(Self {
             reactor,
             incarnation,

@@ -8,6 +8,7 @@ use super::plan::peer_gone;
 use crate::error::Result;
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
+use crate::transfer::Cx;
 use crate::work::Completer;
 
 /// The sender's side.
@@ -15,7 +16,7 @@ impl AgentCore {
     /// Gives a number to a notice when the window has room. The completer is of a tag of its own.
     pub(super) fn notice(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         notice: Notice,
         completer: Option<Completer<()>>,
@@ -23,30 +24,30 @@ impl AgentCore {
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.outbox.push(notice, completer);
         } else if let Some(completer) = completer {
-            completer.complete(Err(peer_gone(cx, session)));
+            completer.complete(Err(peer_gone(cx.links, session)));
         }
         self.send_notices(cx, session);
     }
 
     /// Gives numbers as far as the window has room.
-    fn send_notices(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+    fn send_notices(&mut self, cx: &mut Cx<'_>, session: SessionKey) {
         while let Some(peer) = self.peers.get_mut(&session)
             && let Some((number, notice)) = peer.outbox.pop()
         {
             match notice {
                 Notice::Transfer(id, _) => self.numbered(cx, session, id, number),
-                Notice::Tag(tag) => AgentMessage::Notify { number, tag }.send(cx, session),
+                Notice::Tag(tag) => AgentMessage::Notify { number, tag }.send(cx.links, session),
             }
         }
     }
 
     /// A transfer has its number, and begins.
-    fn numbered(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64, number: u64) {
+    fn numbered(&mut self, cx: &mut Cx<'_>, session: SessionKey, id: u64, number: u64) {
         if self.write_numbered(cx, session, id, number) {
             return;
         }
         if !self.read_numbered(cx, id, number) {
-            AgentMessage::Void { number }.send(cx, session);
+            AgentMessage::Void { number }.send(cx.links, session);
         }
     }
 }
@@ -99,11 +100,11 @@ impl AgentCore {
     }
 
     /// Tells peers what has come and what was drained of it, once a round.
-    pub(super) fn note(&mut self, cx: &mut ReactorContext) {
+    pub(super) fn note(&mut self, links: &mut ReactorContext) {
         for session in std::mem::take(&mut self.to_note) {
             let peer = self.peers.get_mut(&session);
             if let Some((received, drained)) = peer.and_then(|peer| peer.arrivals.note()) {
-                AgentMessage::Noted { received, drained }.send(cx, session);
+                AgentMessage::Noted { received, drained }.send(links, session);
             }
         }
     }
@@ -111,7 +112,7 @@ impl AgentCore {
     /// The peer tells what has come and what was drained of it.
     pub(super) fn noted(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         received: u64,
         drained: u64,

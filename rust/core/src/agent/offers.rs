@@ -2,7 +2,6 @@
 //! checks, reads by its own data path, and answers.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use super::agent_core::AgentCore;
 use super::messages::{AgentMessage, Offer};
@@ -12,7 +11,7 @@ use super::plan::{not_writable, region_gone};
 use super::reads::{BlockTransfer, Caller, ReadOwner};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::session::ReactorContext;
+use crate::transfer::Cx;
 use crate::transfer::region::coalesce;
 
 /// Offers to one peer that it has not answered; more wait. One that is read and one that follows keep it busy.
@@ -27,15 +26,15 @@ pub(super) struct Write {
 
 /// At the writer.
 impl AgentCore {
-    pub(super) fn write_command(&mut self, cx: &mut ReactorContext, write: Write) {
+    pub(super) fn write_command(&mut self, cx: &mut Cx<'_>, write: Write) {
         let Write { transfer, caller } = write;
         let source_ids = &transfer.pieces.from_ids;
-        if let Err(error) = self.begin_transfer(cx, &transfer, source_ids) {
+        if let Err(error) = self.begin_transfer(cx.links, &transfer, source_ids) {
             return caller.completer.complete(Err(error));
         }
         let session = transfer.peer.session();
         self.count(&transfer.peer, Counters::begin);
-        let (id, tag_len) = (cx.token(), caller.tag_len());
+        let (id, tag_len) = (cx.links.token(), caller.tag_len());
         if let Some(deadline) = transfer.deadline {
             self.write_deadlines.set((session, id), deadline);
         }
@@ -51,7 +50,7 @@ impl AgentCore {
     /// A write has its number, and may be offered; whether there is such a write.
     pub(super) fn write_numbered(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         id: u64,
         number: u64,
@@ -68,14 +67,14 @@ impl AgentCore {
     }
 
     /// Offers a write when it is its turn.
-    fn write_ready(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64) {
+    fn write_ready(&mut self, cx: &mut Cx<'_>, session: SessionKey, id: u64) {
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.writes_ready.push_back(id);
         }
         self.send_offers(cx, session);
     }
 
-    fn send_offers(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+    fn send_offers(&mut self, cx: &mut Cx<'_>, session: SessionKey) {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
@@ -97,7 +96,7 @@ impl AgentCore {
                 notification: notify
                     .and_then(|notify| Some((notify.number?, (&notify.tag).into()))),
             };
-            AgentMessage::Offer(offer).send(cx, session);
+            AgentMessage::Offer(offer).send(cx.links, session);
             peer.offers_sent.push(id);
         }
     }
@@ -105,7 +104,7 @@ impl AgentCore {
     /// The target's answer.
     pub(super) fn answered(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         id: u64,
         outcome: Result<()>,
@@ -142,7 +141,7 @@ impl AgentCore {
     /// Fails writes to a peer that it has not been offered.
     pub(super) fn withdraw_writes(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         is_affected: impl Fn(&BlockTransfer) -> bool,
         error: &Error,
@@ -158,20 +157,14 @@ impl AgentCore {
         }
     }
 
-    fn withdraw_write(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        id: u64,
-        error: &Error,
-    ) {
+    fn withdraw_write(&mut self, cx: &mut Cx<'_>, session: SessionKey, id: u64, error: &Error) {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
         peer.writes_ready.retain(|ready| *ready != id);
         let write = peer.writes.get_mut(&id);
         if let Some(notify) = write.and_then(|write| write.caller.notify.take()) {
-            notify.transfer_ended(cx, session, false);
+            notify.transfer_ended(cx.links, session, false);
         }
         self.end_write(session, id, Err(error.clone()));
     }
@@ -185,16 +178,15 @@ impl AgentCore {
         }
     }
 
-    /// Fails writes that are late, and returns the next deadline.
-    pub(super) fn expire_writes(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        while let Some((session, id)) = self.write_deadlines.pop_expired(cx.now()) {
+    /// Fails writes that are late.
+    pub(super) fn expire_writes(&mut self, cx: &mut Cx<'_>) {
+        while let Some((session, id)) = self.write_deadlines.pop_expired(cx.links.now()) {
             self.fail_late_write(cx, session, id);
         }
-        self.write_deadlines.next()
     }
 
     /// A write that was offered fails at once, and is over when the target has answered: it may be reading until then.
-    fn fail_late_write(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64) {
+    fn fail_late_write(&mut self, cx: &mut Cx<'_>, session: SessionKey, id: u64) {
         let Some(peer) = self.peers.get(&session) else {
             return;
         };
@@ -214,7 +206,7 @@ impl AgentCore {
         if let Some(region) = self.local_region_mut(region) {
             region.set_busy(&pieces.from_ids);
         }
-        AgentMessage::Withdraw { offer: id }.send(cx, session);
+        AgentMessage::Withdraw { offer: id }.send(cx.links, session);
     }
 }
 
@@ -222,7 +214,7 @@ impl AgentCore {
 impl AgentCore {
     pub(super) fn offered(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         offer: Offer<'static>,
     ) -> Result<()> {
@@ -246,7 +238,7 @@ impl AgentCore {
     /// which goes another way, waits for it.
     pub(super) fn read_offered(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         offer: Offer<'static>,
     ) {
@@ -266,12 +258,7 @@ impl AgentCore {
     }
 
     /// The writer has withdrawn an offer. It may have been answered before.
-    pub(super) fn withdraw_offered(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        id: u64,
-    ) {
+    pub(super) fn withdraw_offered(&mut self, cx: &mut Cx<'_>, session: SessionKey, id: u64) {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
@@ -310,7 +297,7 @@ impl AgentCore {
     /// Tells the writer how it went, and our user if it went well.
     pub(super) fn answer(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         offer: u64,
         notification: Option<(u64, Vec<u8>)>,
@@ -323,7 +310,7 @@ impl AgentCore {
         if let Some((number, tag)) = notification {
             let tag = outcome.is_ok().then_some(tag);
             if let Err(error) = self.arrive(session, number, tag) {
-                return cx.fail(session, error);
+                return cx.links.fail(session, error);
             }
         }
         let answer = match outcome {
@@ -334,6 +321,6 @@ impl AgentCore {
                 reason: error.to_string(),
             },
         };
-        answer.send(cx, session);
+        answer.send(cx.links, session);
     }
 }

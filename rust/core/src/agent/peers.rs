@@ -2,7 +2,6 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::time::Instant;
 
 use super::agent_core::AgentCore;
 use super::messages::Offer;
@@ -13,6 +12,7 @@ use crate::error::Error;
 use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::identity::Identity;
 use crate::session::ReactorContext;
+use crate::transfer::Cx;
 use crate::transfer::region::RemoteRegion;
 use crate::work::Completer;
 
@@ -76,12 +76,12 @@ impl PeerState {
 impl AgentCore {
     pub(super) fn connect(
         &mut self,
-        cx: &mut ReactorContext,
+        links: &mut ReactorContext,
         address: &str,
         incarnation: Option<Incarnation>,
         completer: Completer<Peer>,
     ) {
-        let session = self.session_to(cx, address);
+        let session = self.session_to(links, address);
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.waiting.push((incarnation, completer));
         }
@@ -90,22 +90,22 @@ impl AgentCore {
 
     /// The session to an address: the one there is, or a new one. One whose loss its users know of already is
     /// not there any more, although its end is still to be reported.
-    pub(crate) fn session_to(&mut self, cx: &mut ReactorContext, address: &str) -> SessionKey {
+    pub(crate) fn session_to(&mut self, links: &mut ReactorContext, address: &str) -> SessionKey {
         let known = self.by_address.get(address);
-        if let Some(&session) = known.filter(|session| !self.is_lost(cx, **session)) {
+        if let Some(&session) = known.filter(|session| !self.is_lost(links, **session)) {
             return session;
         }
-        let session = cx.connect(address);
+        let session = links.connect(address);
         self.by_address.insert(address.to_owned(), session);
-        let handle = Peer::new(session, address, cx.identity().incarnation);
+        let handle = Peer::new(session, address, links.identity().incarnation);
         self.peers.insert(session, PeerState::new(handle));
         session
     }
 
     /// Whether a session has ended, be its end reported or not.
-    pub(crate) fn is_lost(&self, cx: &ReactorContext, session: SessionKey) -> bool {
+    pub(crate) fn is_lost(&self, links: &ReactorContext, session: SessionKey) -> bool {
         let peer = self.peers.get(&session);
-        cx.has_failed(session) || peer.is_none_or(|peer| peer.handle.lost().is_some())
+        links.has_failed(session) || peer.is_none_or(|peer| peer.handle.lost().is_some())
     }
 
     /// Hands out a peer whose regions are known.
@@ -128,7 +128,7 @@ impl AgentCore {
     }
 
     /// Everything that waits for a peer's regions goes on.
-    pub(super) fn regions_known(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+    pub(super) fn regions_known(&mut self, cx: &mut Cx<'_>, session: SessionKey) {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
@@ -142,48 +142,46 @@ impl AgentCore {
 
     pub(crate) fn session_up(
         &mut self,
-        cx: &mut ReactorContext,
+        links: &mut ReactorContext,
         session: SessionKey,
         identity: &Identity,
     ) {
-        self.engine.session_up(session);
-        let (address, ours) = (cx.peer(session), cx.identity().incarnation);
+        let (address, ours) = (links.peer(session), links.identity().incarnation);
         let peer = self
             .peers
             .entry(session)
             .or_insert_with(|| PeerState::new(Peer::new(session, &address, ours)));
-        let transport = transport(cx, session);
+        let transport = transport(links, session);
         peer.handle
             .set_identity(identity.incarnation, transport.clone());
         if peer.regions.is_none() {
-            let by = cx.now() + cx.timeouts().handshake;
+            let by = links.now() + links.timeouts().handshake;
             self.described_by.set(session, by);
         }
-        let ucx = cx.ucx();
+        let ucx = links.ucx();
         self.logs.push(format!(
             "session.open peer={address} transport={transport} ucx={ucx}"
         ));
-        if let Some(text) = cx.advice(session) {
+        if let Some(text) = links.advice(session) {
             self.logs
                 .push(format!("session.slow peer={address} {text}"));
         }
-        cx.send(session, &self.describe_regions());
+        links.send(session, &self.describe_regions());
     }
 
-    pub(crate) fn data_path_changed(&self, cx: &ReactorContext, session: SessionKey) {
+    pub(crate) fn data_path_changed(&self, links: &ReactorContext, session: SessionKey) {
         if let Some(peer) = self.peers.get(&session) {
-            peer.handle.set_transport(transport(cx, session));
+            peer.handle.set_transport(transport(links, session));
         }
     }
 
-    /// Gives up peers that do not say what regions they have, and tells when to come back.
-    pub(super) fn expire_peers(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        while let Some(session) = self.described_by.pop_expired(cx.now()) {
-            let waited = cx.timeouts().handshake;
+    /// Gives up peers that do not describe their regions in time.
+    pub(super) fn expire_peers(&mut self, links: &mut ReactorContext) {
+        while let Some(session) = self.described_by.pop_expired(links.now()) {
+            let waited = links.timeouts().handshake;
             let text = format!("it did not describe its regions within {waited:?}");
-            cx.fail(session, Error::lost(&cx.peer(session), text));
+            links.fail(session, Error::lost(&links.peer(session), text));
         }
-        self.described_by.next()
     }
 
     pub(super) fn peer_down(&mut self, session: SessionKey, error: &Error) {
@@ -216,6 +214,6 @@ impl AgentCore {
     }
 }
 
-pub(crate) fn transport(cx: &ReactorContext, session: SessionKey) -> String {
-    cx.shown_transport(session).unwrap_or_default()
+pub(crate) fn transport(links: &ReactorContext, session: SessionKey) -> String {
+    links.shown_transport(session).unwrap_or_default()
 }

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::ids::{Epoch, RegionId, SessionKey};
 use crate::session::ReactorContext;
 use crate::transfer::region::{Layout, Pieces};
-use crate::transfer::{Checksums, Completion, TransferRequest};
+use crate::transfer::{Checksums, Completion, Cx, TransferRequest};
 use crate::transport::Memory;
 use crate::work::Completer;
 
@@ -40,7 +40,12 @@ pub(crate) struct Notify {
 
 impl Notify {
     /// The transfer has ended: the peer waits for the number, if there is one.
-    pub(super) fn transfer_ended(self, cx: &mut ReactorContext, session: SessionKey, is_ok: bool) {
+    pub(super) fn transfer_ended(
+        self,
+        links: &mut ReactorContext,
+        session: SessionKey,
+        is_ok: bool,
+    ) {
         let (Some(number), tag) = (self.number, self.tag) else {
             return;
         };
@@ -49,7 +54,7 @@ impl Notify {
         } else {
             AgentMessage::Void { number }
         };
-        message.send(cx, session);
+        message.send(links, session);
     }
 }
 
@@ -126,13 +131,13 @@ impl AgentCore {
     /// Begins a read, or ends it at once with what is wrong with it.
     pub(crate) fn read(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         transfer: Result<BlockTransfer>,
         owner: ReadOwner,
     ) {
         let begun = transfer.and_then(|transfer| {
-            let destination = self.begin_transfer(cx, &transfer, &transfer.pieces.to_ids)?;
+            let destination = self.begin_transfer(cx.links, &transfer, &transfer.pieces.to_ids)?;
             Ok((transfer, destination))
         });
         let (transfer, (memory, layout)) = match begun {
@@ -140,8 +145,8 @@ impl AgentCore {
             Err(error) => return self.end_read(cx, session, owner, Err(error)),
         };
         let (token, tag_len) = match &owner {
-            ReadOwner::Caller(caller) => (cx.token(), caller.tag_len()),
-            ReadOwner::Offer { .. } => (cx.token(), None),
+            ReadOwner::Caller(caller) => (cx.links.token(), caller.tag_len()),
+            ReadOwner::Offer { .. } => (cx.links.token(), None),
             ReadOwner::Service { token, .. } => (*token, None),
         };
         if let ReadOwner::Offer { id, .. } = &owner
@@ -152,7 +157,7 @@ impl AgentCore {
         if !matches!(owner, ReadOwner::Offer { .. }) {
             self.count(&transfer.peer, Counters::begin);
         }
-        let id = self.engine.add(TransferRequest {
+        let id = cx.transfers.add(TransferRequest {
             owner: token,
             session,
             source: transfer.remote_region.into(),
@@ -184,7 +189,7 @@ impl AgentCore {
         self.reads.insert(token, active);
         match tag_len {
             Some(len) => self.notice(cx, session, Notice::Transfer(token, len), None),
-            None => self.engine.enqueue(cx, id),
+            None => cx.transfers.enqueue(cx.links, id),
         }
     }
 
@@ -194,7 +199,7 @@ impl AgentCore {
     /// Since the transfer was asked for, a region was closed or the peer was lost; or a block is busy.
     pub(super) fn begin_transfer(
         &mut self,
-        cx: &ReactorContext,
+        links: &ReactorContext,
         transfer: &BlockTransfer,
         ids: &[u32],
     ) -> Result<(Arc<Memory>, Layout)> {
@@ -202,7 +207,7 @@ impl AgentCore {
         let local = local.ok_or_else(region_gone)?;
         let session = transfer.peer.session();
         let peer = self.peers.get(&session);
-        let peer = peer.ok_or_else(|| peer_gone(cx, session))?;
+        let peer = peer.ok_or_else(|| peer_gone(links, session))?;
         peer.region(transfer.remote_region)
             .ok_or_else(region_gone)?;
         local.check_free(ids)?;
@@ -221,55 +226,35 @@ impl AgentCore {
     }
 
     /// A read has its number, and begins; whether there is such a read.
-    pub(super) fn read_numbered(
-        &mut self,
-        cx: &mut ReactorContext,
-        token: u64,
-        number: u64,
-    ) -> bool {
+    pub(super) fn read_numbered(&mut self, cx: &mut Cx<'_>, token: u64, number: u64) -> bool {
         if let Some(read) = self.reads.get_mut(&token)
             && let ReadOwner::Caller(caller) = &mut read.owner
             && let Some(notify) = &mut caller.notify
         {
             notify.number = Some(number);
-            self.engine.enqueue(cx, read.id);
+            cx.transfers.enqueue(cx.links, read.id);
             return true;
         }
         false
     }
 
     /// Fails reads into a region that have not begun.
-    pub(super) fn withdraw_reads(
-        &mut self,
-        cx: &mut ReactorContext,
-        region: RegionId,
-        error: &Error,
-    ) {
+    pub(super) fn withdraw_reads(&mut self, cx: &mut Cx<'_>, region: RegionId, error: &Error) {
         let into = self.reads.values().filter(|read| read.region == region);
         for id in into.map(|read| read.id).collect::<Vec<_>>() {
-            self.engine.withdraw(cx, id, error);
+            cx.transfers.withdraw(cx.links, id, error);
         }
     }
 
     /// Fails a read. It ends when nothing of it is under way.
-    pub(crate) fn fail_read(&mut self, cx: &mut ReactorContext, token: u64, error: &Error) {
+    pub(crate) fn fail_read(&mut self, cx: &mut Cx<'_>, token: u64, error: &Error) {
         if let Some(read) = self.reads.get(&token) {
-            self.engine.fail(cx, read.id, error);
-        }
-    }
-
-    /// Reports to the owners of reads what has failed or ended.
-    pub(super) fn drain(&mut self, cx: &mut ReactorContext) {
-        while let Some((token, error)) = self.engine.next_late() {
-            self.late(cx, token, error);
-        }
-        while let Some(completion) = self.engine.next_completion() {
-            self.completed(cx, completion);
+            cx.transfers.fail(cx.links, read.id, error);
         }
     }
 
     /// A read has failed at its deadline, and is not over: its caller knows, and its blocks are busy until it is.
-    fn late(&mut self, cx: &mut ReactorContext, token: u64, error: Error) {
+    pub(crate) fn late(&mut self, cx: &mut Cx<'_>, token: u64, error: Error) {
         let Some(read) = self.reads.get_mut(&token) else {
             return;
         };
@@ -277,7 +262,7 @@ impl AgentCore {
             return;
         };
         if let Some(notify) = caller.notify.take() {
-            notify.transfer_ended(cx, read.peer.session(), false);
+            notify.transfer_ended(cx.links, read.peer.session(), false);
         }
         let (region, pieces) = (read.region, Arc::clone(&read.pieces));
         for counters in [&self.shared.counters, read.peer.counters()] {
@@ -289,16 +274,13 @@ impl AgentCore {
         }
     }
 
-    /// The next read for the service that has ended. Ends those of users and offers on the way.
-    pub(crate) fn next_ended_read(
-        &mut self,
-        cx: &mut ReactorContext,
-    ) -> Option<(u64, Result<BlocksRead>)> {
-        self.drain(cx);
+    /// The next read for the service that has ended.
+    pub(crate) fn next_ended_read(&mut self) -> Option<(u64, Result<BlocksRead>)> {
         self.ended_reads.pop_front()
     }
 
-    fn completed(&mut self, cx: &mut ReactorContext, completion: Completion) {
+    /// The transfer of a read has ended.
+    pub(crate) fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion) {
         let Some(read) = self.reads.remove(&completion.owner) else {
             return;
         };
@@ -338,7 +320,7 @@ impl AgentCore {
 
     fn end_read(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         owner: ReadOwner,
         outcome: Result<BlocksRead>,
@@ -346,7 +328,7 @@ impl AgentCore {
         match owner {
             ReadOwner::Caller(caller) => {
                 if let Some(notify) = caller.notify {
-                    notify.transfer_ended(cx, session, outcome.is_ok());
+                    notify.transfer_ended(cx.links, session, outcome.is_ok());
                 }
                 caller
                     .completer

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::ids::{Epoch, RegionId, SessionKey};
 use crate::net::codec::Writer;
 use crate::reactor::PendingReads;
-use crate::session::ReactorContext;
+use crate::transfer::Cx;
 use crate::transfer::exposed::key;
 use crate::transfer::region::{Layout, RemoteRegion};
 use crate::transfer::remote_source::RemoteSource;
@@ -32,6 +32,12 @@ pub(crate) fn grant(epoch: Epoch) -> u64 {
 fn split_source(source: u64) -> (RegionId, u64) {
     let region = source as RegionId;
     (region, source - u64::from(region))
+}
+
+/// Streams nothing more under a grant.
+pub(crate) fn revoke(cx: &mut Cx<'_>, grant: u64) {
+    let is_under = |source| split_source(source).1 == grant;
+    cx.transfers.withdraw_sources(cx.links, is_under);
 }
 
 /// Memory of the host.
@@ -152,11 +158,7 @@ impl Closing {
 
 /// Ours.
 impl AgentCore {
-    pub(super) fn register(
-        &mut self,
-        cx: &mut ReactorContext,
-        region: LocalRegion,
-    ) -> Result<Region> {
+    pub(super) fn register(&mut self, cx: &mut Cx<'_>, region: LocalRegion) -> Result<Region> {
         let name = &region.name;
         if self.regions.values().any(|other| other.name == *name) {
             return Err(Error::Config(format!(
@@ -171,18 +173,18 @@ impl AgentCore {
         let id = self.next_region;
         self.next_region += 1;
         let layout = region.layout.clone();
-        let registered = Region::new(id, name, layout, cx.identity().incarnation);
+        let registered = Region::new(id, name, layout, cx.links.identity().incarnation);
         self.regions.insert(id, region);
         self.send_regions(cx);
         Ok(registered)
     }
 
-    fn send_regions(&self, cx: &mut ReactorContext) {
+    fn send_regions(&self, cx: &mut Cx<'_>) {
         let count = self.regions.len();
         self.shared.num_regions.store(count, Ordering::Relaxed);
         let frame = self.describe_regions();
         for session in self.peers.keys() {
-            cx.send(*session, &frame);
+            cx.links.send(*session, &frame);
         }
     }
 
@@ -195,7 +197,7 @@ impl AgentCore {
     /// Takes a region back: nothing of it begins any more, and what has begun is waited for, here and at the peers.
     pub(super) fn close_region(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         id: RegionId,
         until: Option<Instant>,
         completer: Completer<()>,
@@ -217,7 +219,9 @@ impl AgentCore {
         self.closing.push(Closing {
             id,
             region,
-            waiting_for: sessions.filter(|session| cx.is_up(*session)).collect(),
+            waiting_for: sessions
+                .filter(|session| cx.links.is_up(*session))
+                .collect(),
             waiting: vec![(until, completer)],
         });
     }
@@ -226,7 +230,7 @@ impl AgentCore {
     ///
     /// # Errors
     /// There is none, or the grant does not hold.
-    pub(super) fn exposed_to(
+    pub(crate) fn exposed_to(
         &self,
         session: SessionKey,
         source: u64,
@@ -242,12 +246,6 @@ impl AgentCore {
         let region = self.regions.get(&id).or_else(closing);
         let region = region.ok_or_else(region_gone)?;
         Ok((Arc::clone(&region.memory), region.layout.clone()))
-    }
-
-    /// Streams nothing more under a grant.
-    pub(crate) fn revoke(&mut self, cx: &mut ReactorContext, grant: u64) {
-        self.engine
-            .withdraw_sources(cx, |source| split_source(source).1 == grant);
     }
 
     /// A peer reads nothing of a closed region any more.
@@ -268,8 +266,8 @@ impl AgentCore {
         region.or_else(|| Some(&mut closing.next()?.region))
     }
 
-    /// Ends the closing of regions that nobody uses any more, and tells when to come back for the others.
-    pub(super) fn end_closing(&mut self, now: Instant) -> Option<Instant> {
+    /// Ends the closing of regions that are not used any more.
+    pub(super) fn end_closing(&mut self, now: Instant) {
         for mut closing in std::mem::take(&mut self.closing) {
             if closing.waiting_for.is_empty() && closing.region.num_transfers == 0 {
                 drop(closing.region);
@@ -281,6 +279,10 @@ impl AgentCore {
             self.give_up(&mut closing, now);
             self.closing.push(closing);
         }
+    }
+
+    /// When the first caller has waited long enough for the end of a region.
+    pub(super) fn closing_deadline(&self) -> Option<Instant> {
         let waiting = self.closing.iter().flat_map(|closing| &closing.waiting);
         waiting.filter_map(|(until, _)| *until).min()
     }
@@ -320,7 +322,7 @@ impl AgentCore {
 impl AgentCore {
     pub(super) fn receive_regions(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         regions: Vec<RemoteRegion>,
     ) -> Result<()> {
@@ -342,7 +344,7 @@ impl AgentCore {
             .filter(|region| region.id >= peer.next_region)
         {
             let source = RemoteSource::new(region.base, region.rkey.clone(), region.is_cuda());
-            self.engine.add_source(session, region.id.into(), source);
+            cx.transfers.add_source(session, region.id.into(), source);
         }
         let next_region = regions.last().map_or(0, |region| region.id + 1);
         peer.next_region = peer.next_region.max(next_region);
@@ -361,26 +363,27 @@ impl AgentCore {
     /// The peer has closed a region: what has not begun fails, and RELEASED follows when the rest is over.
     fn release_remote_region(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         region: &RemoteRegion,
     ) {
         let (id, name) = (region.id, &region.name);
         let text = format!("region {name:?} of the peer was closed by its owner");
         let error = Error::Config(text);
-        self.engine.remove_source(cx, session, id.into(), &error);
+        cx.transfers
+            .remove_source(cx.links, session, id.into(), &error);
         let to_region = |transfer: &BlockTransfer| transfer.remote_region == id;
         self.withdraw_writes(cx, session, to_region, &error);
         self.releasing_regions.push((session, id));
     }
 
     /// Tells peers which of their closed regions are not being read any more.
-    pub(super) fn release(&mut self, cx: &mut ReactorContext) {
-        let engine = &self.engine;
+    pub(super) fn release(&mut self, cx: &mut Cx<'_>) {
         self.releasing_regions.retain(|&(session, id)| {
-            let is_read = engine.is_reading(session, id.into());
+            let is_read = cx.transfers.is_reading(session, id.into());
             if !is_read {
-                cx.send(session, &Writer::new(RELEASED).u32(id).finish());
+                cx.links
+                    .send(session, &Writer::new(RELEASED).u32(id).finish());
             }
             is_read
         });

@@ -8,11 +8,11 @@ use super::producer::send_all;
 use super::ready::ReadyRange;
 use super::service::HandoffService;
 use super::{ReadyBlock, checksum as checksum_of};
-use crate::agent::grant;
+use crate::agent::{grant, revoke};
 use crate::ids::{HandoffId, RegionId};
 use crate::integrity::Integrity;
-use crate::session::ReactorContext;
 use crate::trace::Track;
+use crate::transfer::Cx;
 use crate::transfer::region::Layout;
 use crate::transport::Memory;
 
@@ -26,7 +26,7 @@ fn has_checksums(integrity: Integrity, memory: &Memory) -> bool {
 
 impl HandoffService {
     /// Announces the next slice of ready blocks, in their regions, to the sessions that have selected them.
-    pub(super) fn announce_ready(&mut self, cx: &mut ReactorContext) {
+    pub(super) fn announce_ready(&mut self, cx: &mut Cx<'_>) {
         let (known, integrity) = (&self.agent.regions, self.integrity);
         let num_blocks = |regions: &[RegionId]| {
             let known = regions.iter().filter_map(|region| known.get(region));
@@ -42,7 +42,7 @@ impl HandoffService {
             Ok(_) if self.shared.has_ended(&part.handoff) => {}
             Ok(blocks) => {
                 let messages = self.producer.mark_ready(part.handoff, &blocks);
-                send_all(cx, messages);
+                send_all(cx.links, messages);
                 let before = regions
                     .first()
                     .map_or(0, |id| self.agent.regions.range(..id).count());
@@ -99,12 +99,12 @@ impl HandoffService {
         Ok(blocks)
     }
 
-    pub(super) fn end(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
+    pub(super) fn end(&mut self, cx: &mut Cx<'_>, handoff: HandoffId, reason: &str) {
         self.trace.instant(Track::Reactor, "ended", &handoff, &[]);
         self.ready.forget(&handoff);
         let epoch = self.producer.epoch(&handoff);
-        send_all(cx, self.producer.end_handoff(handoff, reason));
-        self.agent.revoke(cx, grant(epoch));
+        send_all(cx.links, self.producer.end_handoff(handoff, reason));
+        revoke(cx, grant(epoch));
     }
 }
 

@@ -10,19 +10,19 @@ use crate::agent::{BlockTransfer, BlocksRead, ReadOwner, region_gone};
 use crate::clock;
 use crate::error::Result;
 use crate::ids::{HandoffId, SessionKey};
-use crate::session::ReactorContext;
+use crate::transfer::Cx;
 use crate::transfer::region::coalesce;
 
 impl HandoffService {
     pub(super) fn read_batch(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         handoff: HandoffId,
         batch: ReadBatch,
     ) {
         let transfer = self.plan_batch(session, &batch);
-        let (token, is_retry) = (cx.token(), batch.is_retry);
+        let (token, is_retry) = (cx.links.token(), batch.is_retry);
         let (has_checksums, epoch) = (batch.has_checksums(), batch.epoch);
         if let Some(active) = self.loads.get_mut(&handoff) {
             active.batches.insert(token, batch);
@@ -38,12 +38,7 @@ impl HandoffService {
     }
 
     /// A read of blocks has ended.
-    pub(super) fn batch_ended(
-        &mut self,
-        cx: &mut ReactorContext,
-        token: u64,
-        outcome: Result<BlocksRead>,
-    ) {
+    pub(super) fn batch_ended(&mut self, cx: &mut Cx<'_>, token: u64, outcome: Result<BlocksRead>) {
         let Some(handoff) = self.batches.remove(&token) else {
             return;
         };

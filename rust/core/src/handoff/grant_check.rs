@@ -12,7 +12,7 @@ use super::service::HandoffService;
 use crate::agent::grant;
 use crate::error::FailureCause;
 use crate::ids::{Epoch, HandoffId, SessionKey};
-use crate::session::ReactorContext;
+use crate::transfer::Cx;
 
 /// How long a load that has ended waits for the answer. Its blocks may still count, and must not occupy the consumer for
 /// long.
@@ -21,7 +21,7 @@ pub(super) const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 /// The consumer.
 impl HandoffService {
     /// Asks the producer whether a load's grant still holds, once nothing of the load is being read.
-    pub(super) fn validate(&mut self, cx: &mut ReactorContext, handoff: HandoffId) {
+    pub(super) fn validate(&mut self, cx: &mut Cx<'_>, handoff: HandoffId) {
         let Some(active) = self.loads.get_mut(&handoff) else {
             return;
         };
@@ -29,18 +29,18 @@ impl HandoffService {
             return;
         };
         let has_ended = active.load.has_ended();
-        if !active.has_selected || self.agent.is_lost(cx, active.session()) {
+        if !active.has_selected || self.agent.is_lost(cx.links, active.session()) {
             // A load that has not ended asks on a fresh session.
             if has_ended {
                 active.load.cannot_validate();
             }
             return;
         }
-        let question = cx.token();
-        HandoffMessage::Validate { epoch, question }.send(cx, active.session(), &handoff);
+        let question = cx.links.token();
+        HandoffMessage::Validate { epoch, question }.send(cx.links, active.session(), &handoff);
         active.load.validation_asked(question);
         if has_ended {
-            let answer_by = cx.now() + ANSWER_WITHIN;
+            let answer_by = cx.links.now() + ANSWER_WITHIN;
             self.loads.set_deadline(handoff, answer_by);
         }
     }
@@ -48,7 +48,7 @@ impl HandoffService {
     /// The producer has answered.
     pub(super) fn validated(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         handoff: HandoffId,
         question: u64,
@@ -80,7 +80,7 @@ impl HandoffService {
     /// Answers whether a grant holds: every read that ended before the question has got what was ready then.
     pub(super) fn answer_validate(
         &self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         handoff: HandoffId,
         epoch: Epoch,
@@ -94,6 +94,6 @@ impl HandoffService {
         } else {
             HandoffMessage::Invalid { question }
         };
-        answer.send(cx, session, &handoff);
+        answer.send(cx.links, session, &handoff);
     }
 }

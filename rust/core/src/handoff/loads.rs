@@ -7,7 +7,7 @@ pub(super) mod tests;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::ReadyBlock;
 use super::active_loads::ActiveLoad;
@@ -22,8 +22,8 @@ use crate::agent::regions::LocalRegion;
 use crate::error::{Error, FailureCause};
 use crate::ids::{Epoch, HandoffId, RegionId, SessionKey};
 use crate::integrity::Integrity;
-use crate::session::ReactorContext;
 use crate::trace::Track;
+use crate::transfer::Cx;
 use crate::transfer::region::RemoteRegion;
 
 /// Deadline for a fresh session. A live peer needs milliseconds, and a dead one must not hold up its loads.
@@ -33,12 +33,7 @@ const REFUSES_VALIDATE: &str = "the producer has integrity=validate, and this si
                                 here, or checksum there";
 
 impl HandoffService {
-    pub(super) fn load(
-        &mut self,
-        cx: &mut ReactorContext,
-        request: LoadRequest,
-        gate: Option<u64>,
-    ) {
+    pub(super) fn load(&mut self, cx: &mut Cx<'_>, request: LoadRequest, gate: Option<u64>) {
         let handoff = request.handoff;
         self.trace.instant(Track::Reactor, "load", &handoff, &[]);
         if self.loads.get(&handoff).is_some() {
@@ -50,9 +45,9 @@ impl HandoffService {
         let has_regions = !ours.is_empty();
         let block_bytes = regions.values().map(|region| region.layout.block_bytes);
         let max_batch = slice_of(block_bytes.max().unwrap_or_default());
-        let session = self.agent.session_to(cx, &request.producer);
+        let session = self.agent.session_to(cx.links, &request.producer);
         let load = Load::new(request, ours, max_batch);
-        let mut active = ActiveLoad::new(load, session, cx.now());
+        let mut active = ActiveLoad::new(load, session, cx.links.now());
         active.gate = gate;
         self.loads.insert(active);
         if !has_regions {
@@ -69,7 +64,7 @@ impl HandoffService {
     /// What a load waited for has ended. A later load of the same handoff has another gate.
     pub(super) fn open_gate(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         handoff: HandoffId,
         gate: u64,
         completed: Result<(), String>,
@@ -92,14 +87,14 @@ impl HandoffService {
     }
 
     /// Does for a load what can be done now, and ends it if it is over.
-    pub(super) fn continue_load(&mut self, cx: &mut ReactorContext, handoff: HandoffId) {
+    pub(super) fn continue_load(&mut self, cx: &mut Cx<'_>, handoff: HandoffId) {
         self.select(cx, handoff);
         self.read_again(cx, handoff);
         self.report(cx, handoff);
     }
 
     /// Asks the producer for a load's blocks once its regions are known, and nothing of a session before is under way.
-    fn select(&mut self, cx: &mut ReactorContext, handoff: HandoffId) {
+    fn select(&mut self, cx: &mut Cx<'_>, handoff: HandoffId) {
         let Some(active) = self.loads.get(&handoff) else {
             return;
         };
@@ -131,20 +126,20 @@ impl HandoffService {
         };
         let (first, end) = load.select(theirs.into_iter());
         let select = HandoffMessage::Select { first, end };
-        select.send(cx, session, &handoff);
+        select.send(cx.links, session, &handoff);
         let facts = [("first", u64::from(first)), ("end", u64::from(end))];
         self.trace
             .instant(Track::Reactor, "selected", &handoff, &facts);
     }
 
     /// Reads once more, from the session that is there, what it has not brought.
-    fn read_again(&mut self, cx: &mut ReactorContext, handoff: HandoffId) {
+    fn read_again(&mut self, cx: &mut Cx<'_>, handoff: HandoffId) {
         let active = self.loads.get_mut(&handoff);
         let Some(active) = active.filter(|active| active.has_selected) else {
             return;
         };
         let session = active.session();
-        if self.agent.is_lost(cx, session) {
+        if self.agent.is_lost(cx.links, session) {
             return; // its end, which is about to be reported, leads to a fresh one
         }
         for batch in active.load.next_retries() {
@@ -154,7 +149,7 @@ impl HandoffService {
 
     pub(super) fn blocks_announced(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         handoff: HandoffId,
         epoch: Epoch,
@@ -164,7 +159,7 @@ impl HandoffService {
         let Some(active) = active.filter(|active| active.session() == session) else {
             return;
         };
-        active.announced.get_or_insert(cx.now());
+        active.announced.get_or_insert(cx.links.now());
         if self.integrity == Integrity::Checksum && blocks.iter().any(|it| it.checksum.is_none()) {
             return self.fail_load(cx, handoff, FailureCause::Refused, REFUSES_VALIDATE);
         }
@@ -196,7 +191,7 @@ impl HandoffService {
     }
 
     /// The producer has described its regions again: a load that lacks blocks of one that was closed fails.
-    pub(super) fn regions_described(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+    pub(super) fn regions_described(&mut self, cx: &mut Cx<'_>, session: SessionKey) {
         for handoff in self.loads.of_session(session) {
             match self.closed_region(session, handoff) {
                 Some(name) => {
@@ -227,7 +222,7 @@ impl HandoffService {
 
     pub(super) fn fail_load(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         handoff: HandoffId,
         cause: FailureCause,
         reason: &str,
@@ -242,7 +237,8 @@ impl HandoffService {
             let is_asked = active.load.awaits_validation();
             // The answer to one that had ended before has its deadline.
             if !had_ended && is_asked {
-                self.loads.set_deadline(handoff, cx.now() + ANSWER_WITHIN);
+                self.loads
+                    .set_deadline(handoff, cx.links.now() + ANSWER_WITHIN);
             } else if !had_ended {
                 self.loads.cancel_deadline(handoff);
             }
@@ -251,7 +247,7 @@ impl HandoffService {
     }
 
     /// Reports what has become known of a load: that its blocks are verified, then how it ended.
-    fn report(&mut self, cx: &mut ReactorContext, handoff: HandoffId) {
+    fn report(&mut self, cx: &mut Cx<'_>, handoff: HandoffId) {
         self.validate(cx, handoff);
         let Some(active) = self.loads.get_mut(&handoff) else {
             return;
@@ -264,17 +260,17 @@ impl HandoffService {
                 .instant(Track::Reactor, "verified", &handoff, &[]);
             // The scheduler knows of the sequence state first, and need not wait for this thread.
             if !active.load.request.is_committed {
-                events.push(Event::BlocksVerified(active.report(cx, counts)));
+                events.push(Event::BlocksVerified(active.report(cx.links, counts)));
             }
         }
         let Some(outcome) = outcome else {
             return;
         };
-        let report = active.report(cx, outcome.counts);
+        let report = active.report(cx.links, outcome.counts);
         match outcome.failure {
             None => {
                 self.trace.instant(Track::Reactor, "loaded", &handoff, &[]);
-                HandoffMessage::Ack.send(cx, active.session(), &handoff);
+                HandoffMessage::Ack.send(cx.links, active.session(), &handoff);
                 events.push(Event::LoadCompleted(report));
             }
             Some(failure) => {
@@ -286,12 +282,7 @@ impl HandoffService {
     }
 
     /// A load that had selected gets one fresh session, unless nothing but the sequence state is to come.
-    pub(super) fn session_lost(
-        &mut self,
-        cx: &mut ReactorContext,
-        handoff: HandoffId,
-        error: &Error,
-    ) {
+    pub(super) fn session_lost(&mut self, cx: &mut Cx<'_>, handoff: HandoffId, error: &Error) {
         let Some(active) = self.loads.get_mut(&handoff) else {
             return;
         };
@@ -309,15 +300,18 @@ impl HandoffService {
         }
         active.lost = Some(error.to_string());
         active.has_selected = false;
-        let fresh = self.agent.session_to(cx, &active.load.request.producer);
+        let fresh = self
+            .agent
+            .session_to(cx.links, &active.load.request.producer);
         self.loads.set_session(handoff, fresh);
-        self.loads.set_deadline(handoff, cx.now() + FRESH_WITHIN);
+        self.loads
+            .set_deadline(handoff, cx.links.now() + FRESH_WITHIN);
         self.continue_load(cx, handoff);
     }
 
-    /// Gives up loads whose fresh session or whose answer does not come, and returns the next deadline of the others.
-    pub(super) fn expire_loads(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        while let Some(handoff) = self.loads.pop_expired(cx.now()) {
+    /// Gives up loads whose fresh session or whose answer does not come.
+    pub(super) fn expire_loads(&mut self, cx: &mut Cx<'_>) {
+        while let Some(handoff) = self.loads.pop_expired(cx.links.now()) {
             let Some(active) = self.loads.get_mut(&handoff) else {
                 continue;
             };
@@ -329,7 +323,6 @@ impl HandoffService {
                 self.fail_load(cx, handoff, FailureCause::Lost, &reason);
             }
         }
-        self.loads.next_deadline()
     }
 }
 

@@ -247,14 +247,18 @@ impl Producer {
         self.pending.remove_session(session);
     }
 
-    /// Refuses selections whose first block was not ready in time, and returns the next deadline.
-    pub(super) fn expire(&mut self, now: Instant) -> (Vec<Outgoing>, Option<Instant>) {
+    /// Refuses selections whose first block was not ready in time.
+    pub(super) fn expire(&mut self, now: Instant) -> Vec<Outgoing> {
         let mut ended = Vec::new();
         while let Some(expired) = self.pending.pop_expired(now) {
             let selection = self.pending.remove(expired);
             ended.extend(selection.map(|it| it.end("the handoff is not known here")));
         }
-        (ended, self.pending.next_deadline())
+        ended
+    }
+
+    pub(super) fn next_deadline(&mut self) -> Option<Instant> {
+        self.pending.next_deadline()
     }
 
     /// What its maps and queues hold.

@@ -5,8 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use kvpipe_ucx::Status;
-
 use super::active_loads::ActiveLoads;
 use super::agent::{Event, HandoffShared};
 use super::grant_check::grant_holds;
@@ -14,16 +12,19 @@ use super::load_request::LoadRequest;
 use super::messages::HandoffMessage;
 use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, send_all};
 use super::ready::{ReadyBlocks, ReadyQueue};
-use crate::agent::{AgentCommand, AgentCore, grant};
+use crate::agent::{AgentCommand, AgentCore, TRANSFERS_IN_FLIGHT, grant, revoke};
 use crate::error::{Error, FailureCause, Result};
 use crate::ids::{HandoffId, RegionId, SessionKey};
 use crate::integrity::Integrity;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{Payload, ReactorContext, Service};
+use crate::session::{Payload, ReactorContext};
 use crate::sync::lock;
 use crate::trace::{Trace, Track};
-use crate::transport::DataPath;
+use crate::transfer::region::Layout;
+use crate::transfer::source::SourceRequest;
+use crate::transfer::{Completion, Cx, TransferService};
+use crate::transport::{DataPath, Memory};
 
 /// What users of an agent and its handoffs ask for.
 #[derive(Debug)]
@@ -74,6 +75,8 @@ pub(super) struct HandoffService {
     pub(super) loads: ActiveLoads,
     /// Which load has a batch, by the tokens that name batches to the agent.
     pub(super) batches: HashMap<u64, HandoffId>,
+    /// Sessions that are gone, whose loads go on once their reads are handed over.
+    lost_sessions: Vec<(SessionKey, Error)>,
 }
 
 impl HandoffService {
@@ -87,28 +90,17 @@ impl HandoffService {
             producer: Producer::default(),
             loads: ActiveLoads::default(),
             batches: HashMap::new(),
+            lost_sessions: Vec::new(),
         }
-    }
-
-    /// Handles what has ended, and shows others what has changed. Called after everything that may end a read.
-    fn drain(&mut self, cx: &mut ReactorContext) {
-        while let Some((token, outcome)) = self.agent.next_ended_read(cx) {
-            self.batch_ended(cx, token, outcome);
-        }
-        for text in std::mem::take(&mut self.agent.logs) {
-            self.log_line(text);
-        }
-        let num_leased = self.producer.num_leased();
-        self.shared.num_leased.store(num_leased, Ordering::Relaxed);
     }
 
     /// Shows others how many sessions there are by data path.
-    fn count_sessions(&self, cx: &ReactorContext) {
+    fn count_sessions(&self, links: &ReactorContext) {
         let data_paths = self
             .agent
             .peers
             .keys()
-            .map(|&session| cx.data_path(session));
+            .map(|&session| links.data_path(session));
         let (mut num_read, mut num_streamed) = (0, 0);
         for data_path in data_paths.flatten() {
             match data_path {
@@ -123,7 +115,7 @@ impl HandoffService {
         self.shared.log_line(text);
     }
 
-    fn run_command(&mut self, cx: &mut ReactorContext, command: HandoffCommandKind) {
+    fn run_command(&mut self, cx: &mut Cx<'_>, command: HandoffCommandKind) {
         match command {
             HandoffCommandKind::Agent(command) => self.agent.command(cx, command),
             HandoffCommandKind::MarkReady(ready, regions) => self.ready.push(ready, regions),
@@ -162,7 +154,7 @@ impl HandoffService {
 
     fn handoff_message(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
         handoff: HandoffId,
         message: HandoffMessage,
@@ -174,10 +166,10 @@ impl HandoffService {
                     handoff,
                     first,
                     end,
-                    deadline: cx.now() + FIRST_BLOCK_TIMEOUT,
+                    deadline: cx.links.now() + FIRST_BLOCK_TIMEOUT,
                 };
                 let messages = self.producer.select(selection);
-                send_all(cx, messages);
+                send_all(cx.links, messages);
             }
             HandoffMessage::BlocksReady { epoch, blocks } => {
                 self.blocks_announced(cx, session, handoff, epoch, &blocks);
@@ -192,8 +184,8 @@ impl HandoffService {
             HandoffMessage::Ack => {
                 let epoch = self.producer.epoch(&handoff);
                 if let Some(messages) = self.producer.acknowledge(session, handoff) {
-                    send_all(cx, messages);
-                    self.agent.revoke(cx, grant(epoch));
+                    send_all(cx.links, messages);
+                    revoke(cx, grant(epoch));
                     self.trace
                         .instant(Track::Reactor, "acknowledged", &handoff, &[]);
                     self.shared.events.push(Event::Acknowledged { handoff });
@@ -212,92 +204,97 @@ impl HandoffService {
     }
 }
 
-impl Service for HandoffService {
+impl TransferService for HandoffService {
     type Command = HandoffCommand;
+    const TRANSFERS_IN_FLIGHT: usize = TRANSFERS_IN_FLIGHT;
 
-    fn command(&mut self, cx: &mut ReactorContext, command: HandoffCommand) {
+    fn command(&mut self, cx: &mut Cx<'_>, command: HandoffCommand) {
         self.run_command(cx, command.0);
-        self.drain(cx);
     }
 
-    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
-        self.agent.session_up(cx, session, peer);
-        self.count_sessions(cx);
-        self.drain(cx);
+    fn session_up(&mut self, cx: &mut Cx<'_>, session: SessionKey, peer: &Identity) {
+        self.agent.session_up(cx.links, session, peer);
+        self.count_sessions(cx.links);
     }
 
-    fn data_path_changed(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        self.agent.data_path_changed(cx, session);
-        self.count_sessions(cx);
+    fn data_path_changed(&mut self, cx: &mut Cx<'_>, session: SessionKey) {
+        self.agent.data_path_changed(cx.links, session);
+        self.count_sessions(cx.links);
     }
 
-    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
+    fn session_down(&mut self, cx: &mut Cx<'_>, session: SessionKey, error: Error) {
         self.producer.session_down(session);
-        self.agent.session_down(cx, session, &error);
-        self.count_sessions(cx);
-        self.drain(cx);
-        for handoff in self.loads.of_session(session) {
-            self.session_lost(cx, handoff, &error);
-        }
-        self.drain(cx);
-    }
-
-    fn streams_lost(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        self.agent.engine.streams_lost(cx, session);
-        self.drain(cx);
+        self.agent.session_down(session, &error);
+        self.count_sessions(cx.links);
+        self.lost_sessions.push((session, error));
     }
 
     fn message(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Cx<'_>,
         session: SessionKey,
-        header: &[u8],
+        (kind, header): (u8, Reader<'_>),
         data: Payload,
     ) -> Result<()> {
-        let mut header = Reader::new(header);
-        let kind = header.u8()?;
         if HandoffMessage::is_kind(kind) {
             let (handoff, message) = HandoffMessage::decode(kind, header, &data)?;
             self.handoff_message(cx, session, handoff, message);
-        } else {
-            let (producer, shared, message) = (&self.producer, &self.shared, (kind, header));
-            let holds = |grant| grant_holds(producer, shared, grant);
-            if self.agent.message(cx, session, message, &data, holds)? {
-                self.regions_described(cx, session);
-            }
+        } else if self.agent.message(cx, session, (kind, header), &data)? {
+            self.regions_described(cx, session);
         }
-        self.drain(cx);
         Ok(())
     }
 
-    fn done(
-        &mut self,
-        cx: &mut ReactorContext,
-        token: u64,
-        result: std::result::Result<(), Status>,
-    ) {
-        self.agent.engine.read_ended(cx, token, result);
-        self.drain(cx);
+    fn source(&mut self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
+        let holds = |grant| grant_holds(&self.producer, &self.shared, grant);
+        self.agent
+            .exposed_to(request.session, request.source, holds)
     }
 
-    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
+    fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion) {
+        self.agent.transferred(cx, completion);
+    }
+
+    fn late(&mut self, cx: &mut Cx<'_>, owner: u64, error: Error) {
+        self.agent.late(cx, owner, error);
+    }
+
+    fn advance(&mut self, cx: &mut Cx<'_>) {
+        while let Some((token, outcome)) = self.agent.next_ended_read() {
+            self.batch_ended(cx, token, outcome);
+        }
+        for (session, error) in std::mem::take(&mut self.lost_sessions) {
+            for handoff in self.loads.of_session(session) {
+                self.session_lost(cx, handoff, &error);
+            }
+        }
+        for text in std::mem::take(&mut self.agent.logs) {
+            self.log_line(text);
+        }
+        let num_leased = self.producer.num_leased();
+        self.shared.num_leased.store(num_leased, Ordering::Relaxed);
+    }
+
+    fn run_slice(&mut self, cx: &mut Cx<'_>) -> bool {
         self.announce_ready(cx);
-        self.agent.engine.run_slice(cx);
-        self.drain(cx);
-        self.has_work()
+        false
     }
 
     fn has_work(&self) -> bool {
-        self.agent.engine.has_work() || !self.ready.is_empty()
+        !self.ready.is_empty()
     }
 
-    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let (messages, first_block) = self.producer.expire(cx.now());
-        send_all(cx, messages);
-        let fresh_session = self.expire_loads(cx);
-        let agent = self.agent.timer(cx);
-        self.drain(cx);
-        [agent, first_block, fresh_session]
+    fn expire(&mut self, cx: &mut Cx<'_>) {
+        let messages = self.producer.expire(cx.links.now());
+        send_all(cx.links, messages);
+        self.expire_loads(cx);
+        self.agent.expire(cx);
+    }
+
+    fn next_deadline(&mut self, _links: &ReactorContext) -> Option<Instant> {
+        let first_block = self.producer.next_deadline();
+        let fresh_session = self.loads.next_deadline();
+        [first_block, fresh_session, self.agent.next_deadline()]
             .into_iter()
             .flatten()
             .min()
@@ -307,21 +304,24 @@ impl Service for HandoffService {
         self.log_line(format!("session.refused {text}"));
     }
 
-    fn stop(&mut self, cx: &mut ReactorContext) {
+    fn stop(&mut self, cx: &mut Cx<'_>) {
         let reason = "the agent was closed";
         for active in self.loads.values_mut() {
             active.load.fail(FailureCause::Cancelled, reason);
         }
-        self.agent.engine.stop(&cx.closed(reason));
-        self.drain(cx);
-        self.agent.stop(cx, reason);
+        cx.transfers.stop(&cx.links.closed(reason));
+        // Reads end before the regions and peers of the agent do.
+        while let Some(completion) = cx.transfers.next_completion() {
+            self.transferred(cx, completion);
+        }
+        self.advance(cx);
+        self.agent.stop(cx.links, reason);
         for handoff in self.loads.handoffs() {
             if let Some(active) = self.loads.get_mut(&handoff) {
                 active.load.cannot_validate();
             }
             self.fail_load(cx, handoff, FailureCause::Cancelled, reason);
         }
-        self.drain(cx);
     }
 
     #[cfg(test)]

@@ -51,17 +51,6 @@ impl Completion {
     }
 }
 
-/// What a message was.
-#[derive(Debug)]
-pub(crate) enum Handled {
-    /// The engine has done what there was to do.
-    Done,
-    /// A peer asks for something: [`TransferEngine::serve`] answers it.
-    Request(SourceRequest),
-    /// It is about a transfer that this side has never begun. Services differ in what they make of it.
-    UnknownTransfer,
-}
-
 /// What the engine knows of one peer: the sources that it exposes to us, what we read of them, and what it reads of ours.
 #[derive(Debug, Default)]
 pub(super) struct PeerTransfers {
@@ -292,14 +281,17 @@ impl TransferEngine {
         }
     }
 
-    /// A message of a transfer, of a kind that [`Message::is_kind`] knows. What a peer asks for is handed on.
+    /// A message of a transfer, of a kind that [`Message::is_kind`] knows. Returns what a peer asks for, which [`serve`](Self::serve) answers.
+    ///
+    /// # Errors
+    /// It is not to come: the session ends.
     pub(crate) fn message(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         (kind, header): (u8, Reader<'_>),
         data: &Payload,
-    ) -> Result<Handled> {
+    ) -> Result<Option<SourceRequest>> {
         let (id, message) = Message::decode(kind, header, data)?;
         match message {
             Message::Read {
@@ -315,7 +307,7 @@ impl TransferEngine {
                     ids: ids.into_owned(),
                 };
                 self.admit(&request)?;
-                return Ok(Handled::Request(request));
+                return Ok(Some(request));
             }
             Message::Credit(num_bytes) => self.continue_stream(cx, session, id, num_bytes),
             Message::Cancel => self.cancel(cx, session, id),
@@ -326,12 +318,14 @@ impl TransferEngine {
             Message::Data { .. } | Message::Refused(_) | Message::Checksums { .. } => {
                 let (transfer, attempt) = split_stream_id(id);
                 if !(1..=self.last_id).contains(&transfer) {
-                    return Ok(Handled::UnknownTransfer);
+                    let text =
+                        format_args!("message {kind} of transfer {transfer}, which was not begun");
+                    return Err(Error::protocol(text));
                 }
                 self.receive(cx, session, (transfer, attempt), message, data)?;
             }
         }
-        Ok(Handled::Done)
+        Ok(None)
     }
 
     /// Does a slice of each kind of work; whether there was any.
@@ -345,11 +339,15 @@ impl TransferEngine {
         !(self.scheduled.is_empty() && self.checksum_queue.is_empty())
     }
 
-    /// Fails transfers that are late, and returns the next deadline.
-    pub(crate) fn expire(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+    /// Fails transfers that are late.
+    pub(crate) fn expire(&mut self, cx: &mut ReactorContext) {
         while let Some(id) = self.deadlines.pop_expired(cx.now()) {
             self.fail_late(cx, id);
         }
+    }
+
+    /// When the next transfer is late.
+    pub(crate) fn next_deadline(&mut self) -> Option<Instant> {
         self.deadlines.next()
     }
 

@@ -8,7 +8,7 @@ use kvpipe_ucx::{Buffer, Status};
 
 use super::region::Layout;
 use super::source::SourceRequest;
-use super::{Completion, Handled, Message, TransferEngine};
+use super::{Completion, Message, TransferEngine};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
@@ -107,6 +107,8 @@ pub(crate) trait TransferService {
     fn source(&mut self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)>;
     /// A transfer of this side has ended.
     fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion);
+    /// A transfer of this side has failed at its deadline, and reads of it may still write: it ends later.
+    fn late(&mut self, _cx: &mut Cx<'_>, _owner: u64, _error: Error) {}
     /// Does what follows from an event. Called after each, once the transfers that have ended were handed over.
     fn advance(&mut self, _cx: &mut Cx<'_>) {}
     /// Runs a slice of long work of the service's own; true if there was any.
@@ -123,6 +125,8 @@ pub(crate) trait TransferService {
     fn next_deadline(&mut self, _links: &ReactorContext) -> Option<Instant> {
         None
     }
+    /// As of [`Service`].
+    fn log(&mut self, _text: String) {}
     /// As of [`Service`].
     fn closing(&mut self, _cx: &mut Cx<'_>) {}
     /// As of [`Service`]. Stops the transfers, and ends its operations.
@@ -175,6 +179,9 @@ impl<S: TransferService> Host<S> {
         };
         let result = call(&mut self.service, cx);
         loop {
+            while let Some((owner, error)) = cx.transfers.next_late() {
+                self.service.late(cx, owner, error);
+            }
             while let Some(completion) = cx.transfers.next_completion() {
                 self.service.transferred(cx, completion);
             }
@@ -192,12 +199,9 @@ impl<S: TransferService> Host<S> {
         message: (u8, Reader<'_>),
         data: &Payload,
     ) -> Result<()> {
-        let request = match self.transfers.message(links, session, message, data)? {
-            Handled::Done => return Ok(()),
-            Handled::Request(request) => request,
-            Handled::UnknownTransfer => {
-                return Err(Error::protocol("bytes of a transfer that was not begun"));
-            }
+        let asked = self.transfers.message(links, session, message, data)?;
+        let Some(request) = asked else {
+            return Ok(());
         };
         let source = match self.service.source(&request) {
             Err(error @ Error::Protocol(_)) => return Err(error),
@@ -291,10 +295,18 @@ impl<S: TransferService> Service for Host<S> {
     }
 
     fn timer(&mut self, links: &mut ReactorContext) -> Option<Instant> {
+        self.transfers.expire(links);
         self.call(links, TransferService::expire);
-        let idle = self.pool.expire(links.now());
-        let service = self.service.next_deadline(links);
-        service.into_iter().chain(idle).min()
+        let deadlines = [
+            self.transfers.next_deadline(),
+            self.service.next_deadline(links),
+            self.pool.expire(links.now()),
+        ];
+        deadlines.into_iter().flatten().min()
+    }
+
+    fn log(&mut self, text: String) {
+        self.service.log(text);
     }
 
     fn closing(&mut self, links: &mut ReactorContext) {

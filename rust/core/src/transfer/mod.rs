@@ -35,7 +35,7 @@ pub(crate) mod source;
 pub(crate) mod transfer;
 mod verifier;
 
-pub(crate) use engine::{Completion, Handled, TransferEngine};
+pub(crate) use engine::{Completion, TransferEngine};
 pub(crate) use host::{Cx, TransferService};
 pub(crate) use message::Message;
 pub(crate) use transfer::TransferRequest;

@@ -123,11 +123,9 @@ fn a_selection_of_an_unknown_handoff_waits_for_its_first_block() {
 fn a_selection_without_a_first_block_is_refused_at_its_deadline() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.select(selection(20, 0, 9, now));
-    assert_eq!(
-        producer.expire(now),
-        (vec![], Some(now + FIRST_BLOCK_TIMEOUT))
-    );
-    let (messages, _) = producer.expire(now + FIRST_BLOCK_TIMEOUT);
+    assert_eq!(producer.expire(now), []);
+    assert_eq!(producer.next_deadline(), Some(now + FIRST_BLOCK_TIMEOUT));
+    let messages = producer.expire(now + FIRST_BLOCK_TIMEOUT);
     assert_eq!(refused(&messages), Some(20), "{messages:?}");
 }
 

@@ -130,7 +130,12 @@ impl Fixture {
         self.sent().into_iter().filter_map(read).collect()
     }
 
-    fn receive(&mut self, id: u64, message: &Message<'_>, payload: &[u8]) -> Result<Handled> {
+    fn receive(
+        &mut self,
+        id: u64,
+        message: &Message<'_>,
+        payload: &[u8],
+    ) -> Result<Option<SourceRequest>> {
         self.receive_from(SESSION, id, message, payload)
     }
 
@@ -140,7 +145,7 @@ impl Fixture {
         id: u64,
         message: &Message<'_>,
         payload: &[u8],
-    ) -> Result<Handled> {
+    ) -> Result<Option<SourceRequest>> {
         let (header, encoded) = message.to_bytes(id);
         let payload = [&encoded, payload].concat();
         let data = if let Message::Data { .. } = message {
@@ -158,7 +163,7 @@ impl Fixture {
     }
 
     /// All bytes of a request's stream.
-    fn data(&mut self, transfer: u64) -> Result<Handled> {
+    fn data(&mut self, transfer: u64) -> Result<Option<SourceRequest>> {
         let data = [3, 1, 0].map(|id| self.block(id)).concat();
         let message = Message::Data {
             offset: 0,
@@ -167,12 +172,12 @@ impl Fixture {
         self.receive(transfer, &message, &data)
     }
 
-    fn checksums(&mut self, transfer: u64, checksums: Vec<u64>) -> Result<Handled> {
+    fn checksums(&mut self, transfer: u64, checksums: Vec<u64>) -> Result<Option<SourceRequest>> {
         let first = 0;
         self.receive(transfer, &Message::Checksums { first, checksums }, &[])
     }
 
-    fn source_checksums(&mut self, checksums: Vec<u64>) -> Result<Handled> {
+    fn source_checksums(&mut self, checksums: Vec<u64>) -> Result<Option<SourceRequest>> {
         let first = 0;
         self.receive(SOURCE, &Message::SourceChecksums { first, checksums }, &[])
     }

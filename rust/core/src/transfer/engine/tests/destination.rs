@@ -12,8 +12,8 @@ fn a_stream_is_complete_when_all_of_it_has_come() {
     it.data(id).unwrap();
     it.assert_moved(7);
     // Sent before the source could know: dropped.
-    assert!(matches!(it.data(id), Ok(Handled::Done)));
-    assert!(matches!(it.data(id + 1), Ok(Handled::UnknownTransfer)));
+    assert!(matches!(it.data(id), Ok(None)));
+    assert!(matches!(it.data(id + 1), Err(Error::Protocol(_))));
 }
 
 #[test]

@@ -17,7 +17,7 @@ fn read_of(source: u64, wanted: Wanted) -> Message<'static> {
 
 /// The request of a peer that may ask.
 fn request(it: &mut Fixture, transfer: u64, message: &Message<'_>) -> SourceRequest {
-    let Ok(Handled::Request(request)) = it.receive(transfer, message, &[]) else {
+    let Ok(Some(request)) = it.receive(transfer, message, &[]) else {
         panic!("it may ask");
     };
     request
