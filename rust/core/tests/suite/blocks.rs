@@ -226,22 +226,21 @@ fn a_peer_that_does_not_describe_its_regions_is_given_up() {
 }
 
 #[test]
-fn a_source_that_sends_what_was_not_asked_for_writes_nothing() {
+fn a_source_that_sends_what_was_not_asked_for_writes_nothing_and_loses_its_session() {
     let Some(search) = common::ucx() else { return };
     let destination = agent(&search);
     let to = Buffer::zeroed(COUNT * BLOCK);
     register(&destination, "kv", &to, BLOCK, BLOCK);
     let address = destination.address().expect("address");
-    let raw = Raw::connect(address, SessionKind::Agent);
-    for transfer in 0..64u64 {
+    for transfer in [0, 1, 63] {
         for offset in [0, BLOCK as u64, u64::MAX - 8] {
+            let raw = Raw::connect(address, SessionKind::Agent);
             let header = Writer::new(33).u64(transfer).u64(offset).u64(0).finish();
             raw.send(&header, &[7; BLOCK]);
+            let reason = raw.goodbye();
+            assert!(reason.contains("which was not begun"), "{reason}");
         }
     }
-    // Answered, so that all before it has been seen.
-    ask(&raw, 1, 9, &[]);
-    raw.message(REFUSED);
     assert!(bytes(&to).iter().all(|byte| *byte == 0));
 }
 
