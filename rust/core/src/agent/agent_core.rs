@@ -1,7 +1,7 @@
 //! The agent's side of its reactor's thread: its state, and which part of it a command or a message is for. A service
 //! above runs it, and whatever else moves blocks.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -13,7 +13,7 @@ use super::offers::Write;
 use super::peer::Peer;
 use super::peers::PeerState;
 use super::plan::Region;
-use super::reads::{ActiveRead, BlockTransfer, BlocksRead, Caller, ReadOwner};
+use super::reads::{ActiveRead, BlockTransfer, Caller, ReadOwner};
 use super::regions::{Closing, LocalRegion};
 use crate::error::{Error, Result};
 use crate::ids::{Incarnation, RegionId, SessionKey};
@@ -69,8 +69,6 @@ pub(crate) struct AgentCore {
     pub(super) by_address: HashMap<String, SessionKey>,
     /// Reads under way, by the owner that the engine knows.
     pub(super) reads: HashMap<u64, ActiveRead>,
-    /// How reads for the service have ended.
-    pub(super) ended_reads: VecDeque<(u64, Result<BlocksRead>)>,
     /// Deadlines of writes, by peer and id.
     pub(super) write_deadlines: Timers<(SessionKey, u64)>,
     /// When peers have to have described their regions.
@@ -94,7 +92,6 @@ impl AgentCore {
             peers: HashMap::new(),
             by_address: HashMap::new(),
             reads: HashMap::new(),
-            ended_reads: VecDeque::new(),
             write_deadlines: Timers::default(),
             described_by: Timers::default(),
             to_note: BTreeSet::new(),
@@ -223,7 +220,6 @@ impl AgentCore {
             ("agent peers", self.peers.len()),
             ("agent addresses", self.by_address.len()),
             ("reads", self.reads.len()),
-            ("ended reads", self.ended_reads.len()),
             ("writes", of_peers(|peer| peer.writes.len())),
             ("write deadlines", self.write_deadlines.len()),
             ("deadlines of regions", self.described_by.len()),

@@ -37,7 +37,7 @@ pub use plan::{Options, Plan, Region};
 pub(crate) use agent_core::{AgentCore, TRANSFERS_IN_FLIGHT};
 pub(crate) use messages::reason;
 pub(crate) use plan::region_gone;
-pub(crate) use reads::{BlockTransfer, BlocksRead, ReadOwner};
+pub(crate) use reads::{BlockTransfer, outcome_of};
 pub(crate) use regions::{grant, revoke};
 
 use inbox::Inbox;

@@ -1,19 +1,18 @@
 //! Blocks on their way into this agent's regions: which transfer is whose, and what its end means to them.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::agent_core::AgentCore;
 use super::messages::AgentMessage;
 use super::notices::Notice;
 use super::peer::{Counters, Peer};
 use super::plan::{peer_gone, region_gone};
-use super::regions::grant;
 use crate::error::{Error, Result};
-use crate::ids::{Epoch, RegionId, SessionKey};
+use crate::ids::{RegionId, SessionKey};
 use crate::session::ReactorContext;
 use crate::transfer::region::{Layout, Pieces};
-use crate::transfer::{Checksums, Completion, Cx, TransferRequest};
+use crate::transfer::{Checksums, Completion, Cx, TransferError, TransferRequest};
 use crate::transport::Memory;
 use crate::work::Completer;
 
@@ -78,23 +77,12 @@ impl Caller {
 
 /// Whose read it is.
 #[derive(Debug)]
-pub(crate) enum ReadOwner {
+pub(super) enum ReadOwner {
     Caller(Caller),
     /// The peer that offered the blocks, and our user if the offer has a tag.
     Offer {
         id: u64,
         notification: Option<(u64, Vec<u8>)>,
-    },
-    /// The service above the agent, which knows the read by a token of the reactor, and decides whether what has come
-    /// counts.
-    Service {
-        token: u64,
-        /// Whether a read of these blocks has failed before.
-        is_retry: bool,
-        /// Whether the service has checksums of its own. Without them the pieces of a stream have some.
-        has_checksums: bool,
-        /// The peer's grant of the blocks.
-        epoch: Epoch,
     },
 }
 
@@ -112,24 +100,13 @@ pub(super) struct ActiveRead {
     id: u64,
     peer: Peer,
     pub(super) region: RegionId,
-    layout: Layout,
     pieces: Arc<Pieces>,
     owner: ReadOwner,
 }
 
-/// What a read for the service has brought.
-#[derive(Debug)]
-pub(crate) struct BlocksRead {
-    pub(crate) memory: Arc<Memory>,
-    pub(crate) layout: Layout,
-    pub(crate) num_bytes: u64,
-    /// Since it began.
-    pub(crate) elapsed: Duration,
-}
-
 impl AgentCore {
     /// Begins a read, or ends it at once with what is wrong with it.
-    pub(crate) fn read(
+    pub(super) fn read(
         &mut self,
         cx: &mut Cx<'_>,
         session: SessionKey,
@@ -140,14 +117,13 @@ impl AgentCore {
             let destination = self.begin_transfer(cx.links, &transfer, &transfer.pieces.to_ids)?;
             Ok((transfer, destination))
         });
-        let (transfer, (memory, layout)) = match begun {
+        let (transfer, (memory, _)) = match begun {
             Ok(begun) => begun,
             Err(error) => return self.end_read(cx, session, owner, Err(error)),
         };
         let (token, tag_len) = match &owner {
             ReadOwner::Caller(caller) => (cx.links.token(), caller.tag_len()),
             ReadOwner::Offer { .. } => (cx.links.token(), None),
-            ReadOwner::Service { token, .. } => (*token, None),
         };
         if let ReadOwner::Offer { id, .. } = &owner
             && let Some(peer) = self.peers.get_mut(&session)
@@ -161,28 +137,18 @@ impl AgentCore {
             owner: token,
             session,
             source: transfer.remote_region.into(),
-            grant: match owner {
-                ReadOwner::Service { epoch, .. } => grant(epoch),
-                _ => 0,
-            },
+            grant: 0,
             memory,
             pieces: Arc::clone(&transfer.pieces),
-            checksums: match owner {
-                ReadOwner::Service {
-                    has_checksums: false,
-                    ..
-                } => Checksums::OfStream,
-                _ => Checksums::all_if(transfer.is_checksummed),
-            },
-            is_verified_by_owner: matches!(owner, ReadOwner::Service { .. }),
-            is_retry: matches!(owner, ReadOwner::Service { is_retry: true, .. }),
+            checksums: Checksums::all_if(transfer.is_checksummed),
+            is_verified_by_owner: false,
+            is_retry: false,
             deadline: transfer.deadline,
         });
         let active = ActiveRead {
             id,
             peer: transfer.peer,
             region: transfer.region,
-            layout,
             pieces: transfer.pieces,
             owner,
         };
@@ -238,16 +204,8 @@ impl AgentCore {
         false
     }
 
-    /// Fails reads into a region that have not begun.
-    pub(super) fn withdraw_reads(&mut self, cx: &mut Cx<'_>, region: RegionId, error: &Error) {
-        let into = self.reads.values().filter(|read| read.region == region);
-        for id in into.map(|read| read.id).collect::<Vec<_>>() {
-            cx.transfers.withdraw(cx.links, id, error);
-        }
-    }
-
     /// Fails a read. It ends when nothing of it is under way.
-    pub(crate) fn fail_read(&mut self, cx: &mut Cx<'_>, token: u64, error: &Error) {
+    pub(super) fn fail_read(&mut self, cx: &mut Cx<'_>, token: u64, error: &Error) {
         if let Some(read) = self.reads.get(&token) {
             cx.transfers.fail(cx.links, read.id, error);
         }
@@ -274,47 +232,26 @@ impl AgentCore {
         }
     }
 
-    /// The next read for the service that has ended.
-    pub(crate) fn next_ended_read(&mut self) -> Option<(u64, Result<BlocksRead>)> {
-        self.ended_reads.pop_front()
-    }
-
     /// The transfer of a read has ended.
     pub(crate) fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion) {
         let Some(read) = self.reads.remove(&completion.owner) else {
             return;
         };
-        let pieces = &completion.pieces;
-        let outcome = completion.outcome.map_err(|error| {
-            error.into_error(|corruption| {
-                let index = (corruption.at / pieces.unit_bytes) as usize;
-                let id = |ids: &[u32]| ids.get(index).copied().unwrap_or_default();
-                let (to, from) = (id(&pieces.to_ids), id(&pieces.from_ids));
-                // A piece of a stream can have many small blocks.
-                let or_later = if corruption.is_exact { "" } else { " or a later one" };
-                format!(
-                    "block {to}, from block {from},{or_later} differs from its checksum: it changed while it was moved, \
-                     or on its way; move the blocks again"
-                )
-            })
-        });
-        // Works end before the end of the session is reported: whoever sees one of them sees this too.
+        let (pieces, outcome) = (
+            &completion.pieces,
+            outcome_of(completion.outcome, &completion.pieces),
+        );
+        let num_bytes = pieces.num_bytes;
+        let was_late = read.owner.was_late();
         if let Err(error @ Error::PeerLost { .. }) = &outcome {
             read.peer.lose(error);
         }
-        let num_bytes = completion.pieces.num_bytes;
-        let was_late = read.owner.was_late();
-        self.end_transfer(read.region, &completion.pieces.to_ids, was_late);
+        self.end_transfer(read.region, &pieces.to_ids, was_late);
         if !(was_late || matches!(read.owner, ReadOwner::Offer { .. })) {
             let moved = outcome.is_ok().then_some(num_bytes);
             self.count(&read.peer, |counters| counters.end_read(moved));
         }
-        let outcome = outcome.map(|()| BlocksRead {
-            memory: completion.memory,
-            layout: read.layout,
-            num_bytes,
-            elapsed: completion.elapsed,
-        });
+        let outcome = outcome.map(|()| num_bytes);
         self.end_read(cx, read.peer.session(), read.owner, outcome);
     }
 
@@ -323,21 +260,71 @@ impl AgentCore {
         cx: &mut Cx<'_>,
         session: SessionKey,
         owner: ReadOwner,
-        outcome: Result<BlocksRead>,
+        outcome: Result<u64>,
     ) {
         match owner {
             ReadOwner::Caller(caller) => {
                 if let Some(notify) = caller.notify {
                     notify.transfer_ended(cx.links, session, outcome.is_ok());
                 }
-                caller
-                    .completer
-                    .complete(outcome.map(|read| read.num_bytes));
+                caller.completer.complete(outcome);
             }
             ReadOwner::Offer { id, notification } => {
                 self.answer(cx, session, id, notification, outcome.map(|_| ()));
             }
-            ReadOwner::Service { token, .. } => self.ended_reads.push_back((token, outcome)),
         }
     }
+}
+
+/// Reads of the service above, which knows them by tokens of its own, and begins and ends their transfers.
+impl AgentCore {
+    /// Counts such a read as begun, and returns where its blocks go.
+    ///
+    /// # Errors
+    /// As of [`begin_transfer`](Self::begin_transfer).
+    pub(crate) fn service_read_begins(
+        &mut self,
+        links: &ReactorContext,
+        transfer: &BlockTransfer,
+    ) -> Result<(Arc<Memory>, Layout)> {
+        let destination = self.begin_transfer(links, transfer, &transfer.pieces.to_ids)?;
+        self.count(&transfer.peer, Counters::begin);
+        Ok(destination)
+    }
+
+    /// Counts such a read as over.
+    pub(crate) fn service_read_ends(
+        &mut self,
+        peer: &Peer,
+        region: RegionId,
+        outcome: &Result<u64>,
+    ) {
+        if let Err(error @ Error::PeerLost { .. }) = outcome {
+            peer.lose(error);
+        }
+        let nothing_is_busy = &[];
+        self.end_transfer(region, nothing_is_busy, false);
+        let moved = outcome.as_ref().ok().copied();
+        self.count(peer, |counters| counters.end_read(moved));
+    }
+}
+
+/// The outcome of a transfer of blocks, whose errors name a block that has come wrong.
+pub(crate) fn outcome_of(
+    outcome: std::result::Result<(), TransferError>,
+    pieces: &Pieces,
+) -> Result<()> {
+    outcome.map_err(|error| {
+        error.into_error(|corruption| {
+            let index = (corruption.at / pieces.unit_bytes) as usize;
+            let id = |ids: &[u32]| ids.get(index).copied().unwrap_or_default();
+            let (to, from) = (id(&pieces.to_ids), id(&pieces.from_ids));
+            // A piece of a stream can have many small blocks.
+            let or_later = if corruption.is_exact { "" } else { " or a later one" };
+            format!(
+                "block {to}, from block {from},{or_later} differs from its checksum: it changed while it was moved, \
+                 or on its way; move the blocks again"
+            )
+        })
+    })
 }

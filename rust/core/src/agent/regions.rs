@@ -209,7 +209,7 @@ impl AgentCore {
             };
         };
         let error = closed_region(&region.name);
-        self.withdraw_reads(cx, id, &error);
+        cx.transfers.withdraw_into(cx.links, &region.memory, &error);
         let sessions = self.peers.keys().copied().collect::<Vec<_>>();
         for session in sessions {
             self.withdraw_writes(cx, session, |transfer| transfer.region == id, &error);

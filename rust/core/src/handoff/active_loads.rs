@@ -1,12 +1,11 @@
 //! The loads under way at a worker, and what finds those of a session and those whose deadline has passed.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::time::Instant;
 
 use super::agent::LoadReport;
 use super::consumer::Load;
 use super::load_request::LoadCounts;
-use super::read_batch::ReadBatch;
 use crate::agent::peers::transport;
 use crate::clock;
 use crate::ids::{HandoffId, SessionKey};
@@ -27,8 +26,8 @@ pub(super) struct ActiveLoad {
     pub(super) has_selected: bool,
     /// Why a session was lost.
     pub(super) lost: Option<String>,
-    /// Its reads under way, by the tokens that name them to the agent.
-    pub(super) batches: BTreeMap<u64, ReadBatch>,
+    /// Its batches that are being read, by the owners of their transfers.
+    pub(super) batches: BTreeSet<u64>,
 }
 
 impl ActiveLoad {
@@ -41,12 +40,19 @@ impl ActiveLoad {
             gate: None,
             has_selected: false,
             lost: None,
-            batches: BTreeMap::new(),
+            batches: BTreeSet::new(),
         }
     }
 
     pub(super) fn session(&self) -> SessionKey {
         self.session
+    }
+
+    /// A read has ended: notes whether all that was announced is here, and how long that took.
+    pub(super) fn catch_up(&mut self) {
+        let since = self.announced.unwrap_or(self.started);
+        let after = clock::now().saturating_duration_since(since);
+        self.load.caught_up(after);
     }
 
     pub(super) fn report(&self, cx: &ReactorContext, counts: LoadCounts) -> LoadReport {

@@ -6,69 +6,114 @@ use super::announcements::block_bytes;
 use super::read_batch::ReadBatch;
 use super::service::HandoffService;
 use super::{ReadyBlock, checksum};
-use crate::agent::{BlockTransfer, BlocksRead, ReadOwner, region_gone};
-use crate::clock;
+use crate::agent::{BlockTransfer, Peer, grant, outcome_of, region_gone};
 use crate::error::Result;
 use crate::ids::{HandoffId, SessionKey};
 use crate::transfer::Cx;
-use crate::transfer::region::coalesce;
+use crate::transfer::region::{Layout, coalesce};
+use crate::transfer::{Checksums, Completion, TransferRequest};
+use crate::transport::Memory;
+
+/// A batch whose blocks are being read.
+pub(super) struct ActiveBatch {
+    handoff: HandoffId,
+    batch: ReadBatch,
+    /// Its number in the engine.
+    pub(super) transfer: u64,
+    peer: Peer,
+    layout: Layout,
+}
 
 impl HandoffService {
+    /// Begins to read a batch; false if that failed at once, so that the load has to go on.
     pub(super) fn read_batch(
         &mut self,
         cx: &mut Cx<'_>,
         session: SessionKey,
         handoff: HandoffId,
         batch: ReadBatch,
-    ) {
-        let transfer = self.plan_batch(session, &batch);
-        let (token, is_retry) = (cx.links.token(), batch.is_retry);
-        let (has_checksums, epoch) = (batch.has_checksums(), batch.epoch);
-        if let Some(active) = self.loads.get_mut(&handoff) {
-            active.batches.insert(token, batch);
-            self.batches.insert(token, handoff);
-        }
-        let owner = ReadOwner::Service {
-            token,
-            is_retry,
-            has_checksums,
-            epoch,
+    ) -> bool {
+        let planned = self.plan_batch(session, &batch);
+        let Some(active) = self.loads.get_mut(&handoff) else {
+            return true;
         };
-        self.agent.read(cx, session, transfer, owner);
+        let begun = planned.and_then(|transfer| {
+            let destination = self.agent.service_read_begins(cx.links, &transfer)?;
+            Ok((transfer, destination))
+        });
+        let (transfer, (memory, layout)) = match begun {
+            Ok(begun) => begun,
+            Err(error) => {
+                active.load.read_failed(&batch, &error.to_string());
+                active.catch_up();
+                return false;
+            }
+        };
+        let token = cx.links.token();
+        let id = cx.transfers.add(TransferRequest {
+            owner: token,
+            session,
+            source: transfer.remote_region.into(),
+            grant: grant(batch.epoch),
+            memory,
+            pieces: transfer.pieces,
+            // Without checksums of the blocks, the parts of a stream have some.
+            checksums: if batch.has_checksums() {
+                Checksums::None
+            } else {
+                Checksums::OfStream
+            },
+            is_verified_by_owner: true,
+            is_retry: batch.is_retry,
+            deadline: None,
+        });
+        active.batches.insert(token);
+        let reading = ActiveBatch {
+            handoff,
+            batch,
+            transfer: id,
+            peer: transfer.peer,
+            layout,
+        };
+        self.batches.insert(token, reading);
+        cx.transfers.enqueue(cx.links, id);
+        true
     }
 
-    /// A read of blocks has ended.
-    pub(super) fn batch_ended(&mut self, cx: &mut Cx<'_>, token: u64, outcome: Result<BlocksRead>) {
-        let Some(handoff) = self.batches.remove(&token) else {
-            return;
-        };
+    /// The read of a batch has ended.
+    pub(super) fn batch_ended(
+        &mut self,
+        cx: &mut Cx<'_>,
+        reading: ActiveBatch,
+        completion: Completion,
+    ) {
+        let (handoff, batch) = (reading.handoff, reading.batch);
+        let num_bytes = completion.pieces.num_bytes;
+        let outcome = outcome_of(completion.outcome, &completion.pieces).map(|()| num_bytes);
+        self.agent
+            .service_read_ends(&reading.peer, batch.region, &outcome);
         let Some(active) = self.loads.get_mut(&handoff) else {
             return;
         };
-        let Some(batch) = active.batches.remove(&token) else {
-            return;
-        };
+        active.batches.remove(&completion.owner);
         match outcome {
-            Ok(read) => {
-                let verified = verify(&handoff, &batch, &read);
+            Ok(num_bytes) => {
+                let arrived = (&*completion.memory, &reading.layout);
+                let verified = verify(&handoff, &batch, arrived);
                 let num_verified = verified.iter().filter(|is_verified| **is_verified).count();
                 let facts = [
                     ("layer", batch.place as u64),
                     ("blocks", verified.len() as u64),
                     ("verified", num_verified as u64),
-                    ("bytes", read.num_bytes),
+                    ("bytes", num_bytes),
                 ];
-                let began = self.trace.now().saturating_sub(read.elapsed);
+                let began = self.trace.now().saturating_sub(completion.elapsed);
                 self.trace.overlapping("arrived", &handoff, began, &facts);
-                active
-                    .load
-                    .read_completed(&batch, &verified, read.num_bytes);
+                active.load.read_completed(&batch, &verified, num_bytes);
             }
             Err(error) => active.load.read_failed(&batch, &error.to_string()),
         }
-        let since = active.announced.unwrap_or(active.started);
-        let after = clock::now().saturating_duration_since(since);
-        active.load.caught_up(after);
+        active.catch_up();
         self.continue_load(cx, handoff);
     }
 
@@ -93,12 +138,16 @@ impl HandoffService {
 }
 
 /// For each block of a batch, whether it is here with the checksum that the producer computed, if it has one.
-fn verify(handoff: &HandoffId, batch: &ReadBatch, read: &BlocksRead) -> Vec<bool> {
+fn verify(
+    handoff: &HandoffId,
+    batch: &ReadBatch,
+    (memory, layout): (&Memory, &Layout),
+) -> Vec<bool> {
     let is_verified = |(block, &local): (&ReadyBlock, &u32)| {
         let Some(theirs) = block.checksum else {
             return true;
         };
-        block_bytes(&read.memory, &read.layout, local).is_some_and(|bytes| {
+        block_bytes(memory, layout, local).is_some_and(|bytes| {
             checksum(handoff, batch.epoch, block.region, block.position, bytes) == theirs
         })
     };

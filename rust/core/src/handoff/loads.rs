@@ -142,8 +142,13 @@ impl HandoffService {
         if self.agent.is_lost(cx.links, session) {
             return; // its end, which is about to be reported, leads to a fresh one
         }
+        let mut has_failed = false;
         for batch in active.load.next_retries() {
-            self.read_batch(cx, session, handoff, batch);
+            has_failed |= !self.read_batch(cx, session, handoff, batch);
+        }
+        // Blocks are read twice at most.
+        if has_failed {
+            self.continue_load(cx, handoff);
         }
     }
 
@@ -165,8 +170,12 @@ impl HandoffService {
         }
         match active.load.blocks_announced(epoch, blocks) {
             Ok(batches) => {
+                let mut has_failed = false;
                 for batch in batches {
-                    self.read_batch(cx, session, handoff, batch);
+                    has_failed |= !self.read_batch(cx, session, handoff, batch);
+                }
+                if has_failed {
+                    self.continue_load(cx, handoff);
                 }
             }
             Err(Unreadable::Region(region)) => {
@@ -231,8 +240,10 @@ impl HandoffService {
             let had_ended = active.load.has_ended();
             active.load.fail(cause, reason);
             let closed = Error::Closed(reason.to_owned());
-            for token in active.batches.keys() {
-                self.agent.fail_read(cx, *token, &closed);
+            for token in &active.batches {
+                if let Some(reading) = self.batches.get(token) {
+                    cx.transfers.fail(cx.links, reading.transfer, &closed);
+                }
             }
             let is_asked = active.load.awaits_validation();
             // The answer to one that had ended before has its deadline.

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use super::active_loads::ActiveLoads;
 use super::agent::{Event, HandoffShared};
+use super::batches::ActiveBatch;
 use super::grant_check::grant_holds;
 use super::load_request::LoadRequest;
 use super::messages::HandoffMessage;
@@ -73,8 +74,8 @@ pub(super) struct HandoffService {
     pub(super) ready: ReadyQueue,
     pub(super) producer: Producer,
     pub(super) loads: ActiveLoads,
-    /// Which load has a batch, by the tokens that name batches to the agent.
-    pub(super) batches: HashMap<u64, HandoffId>,
+    /// Batches of loads that are being read, by the owners of their transfers.
+    pub(super) batches: HashMap<u64, ActiveBatch>,
     /// Sessions that are gone, whose loads go on once their reads are handed over.
     lost_sessions: Vec<(SessionKey, Error)>,
 }
@@ -252,7 +253,10 @@ impl TransferService for HandoffService {
     }
 
     fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion) {
-        self.agent.transferred(cx, completion);
+        match self.batches.remove(&completion.owner) {
+            Some(reading) => self.batch_ended(cx, reading, completion),
+            None => self.agent.transferred(cx, completion),
+        }
     }
 
     fn late(&mut self, cx: &mut Cx<'_>, owner: u64, error: Error) {
@@ -260,9 +264,6 @@ impl TransferService for HandoffService {
     }
 
     fn advance(&mut self, cx: &mut Cx<'_>) {
-        while let Some((token, outcome)) = self.agent.next_ended_read() {
-            self.batch_ended(cx, token, outcome);
-        }
         for (session, error) in std::mem::take(&mut self.lost_sessions) {
             for handoff in self.loads.of_session(session) {
                 self.session_lost(cx, handoff, &error);

@@ -152,8 +152,22 @@ impl TransferEngine {
         self.settle(cx, id);
     }
 
+    /// Fails transfers into a memory that have not begun.
+    pub(crate) fn withdraw_into(
+        &mut self,
+        cx: &mut ReactorContext,
+        memory: &Arc<Memory>,
+        error: &Error,
+    ) {
+        let transfers = self.transfers.iter();
+        let into = transfers.filter(|(_, it)| Arc::ptr_eq(&it.request.memory, memory));
+        for id in into.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.withdraw(cx, id, error);
+        }
+    }
+
     /// Fails a transfer that has not begun; others go on.
-    pub(crate) fn withdraw(&mut self, cx: &mut ReactorContext, id: u64, error: &Error) {
+    fn withdraw(&mut self, cx: &mut ReactorContext, id: u64, error: &Error) {
         let transfer = self.transfers.get(&id);
         if transfer.is_some_and(|transfer| !transfer.has_begun()) {
             self.fail(cx, id, error);

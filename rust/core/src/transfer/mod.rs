@@ -38,5 +38,5 @@ mod verifier;
 pub(crate) use engine::{Completion, TransferEngine};
 pub(crate) use host::{Cx, TransferService};
 pub(crate) use message::Message;
-pub(crate) use transfer::TransferRequest;
+pub(crate) use transfer::{TransferError, TransferRequest};
 pub(crate) use verifier::Checksums;
