@@ -1,8 +1,8 @@
 //! How bytes move. [`TransferEngine`] owns everything that is under way between registered memories, in both directions:
 //! reads of a peer's memory over UCX or by `process_vm_readv`, streams with credits, and checksums of either. It knows
-//! neither regions nor handoffs nor users. A service above (agent, pipe, lookup) hands it [requests](TransferRequest) that
-//! carry an owner of its choice, answers [which memory](SourceRequest) a peer's read is of, and drains
-//! [completions](Completion) after each call.
+//! neither regions nor handoffs nor users. A [service](TransferService) above (agent, pipe, lookup, store) hands it
+//! [requests](TransferRequest) that carry an owner of its choice, and answers which memory a peer's read is of; its
+//! [host] hands it what has ended.
 //!
 //! A transfer, at its destination:
 //!
