@@ -10,9 +10,9 @@ SIZES = re.compile(r"fn (?:sizes|len|num_\w+)\(.*?\n    }\n", re.DOTALL)
 
 # What bounds a field that nothing counts, by file and name.
 NOT_COUNTED = {
-    ("agent/regions.rs", "waiting_for"): "the sessions, for each closing region",
+    ("blocks/regions.rs", "waiting_for"): "the sessions, for each closing region",
     ("control/producer.rs", "watchers"): "the sessions that watch a handoff, which are counted by session",
-    ("handoff/ready.rs", "left"): "the ready blocks of a step in the ready queue",
+    ("blocks/handoff/ready.rs", "left"): "the ready blocks of a step in the ready queue",
     ("lookup/transfer.rs", "offered"): "the five tensors of an entry",
     ("transfer/incoming_stream.rs", "coming"): "one part on each connection of a session, which has 17 at most",
     ("transport/memory.rs", "connected"): "the endpoints; the transport in memory is for tests",

@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
 
-use crate::agent::Metadata;
-use crate::agent::messages::{self as agent, AgentMessage, OFFER};
+use crate::blocks::Metadata;
+use crate::blocks::handoff::messages::HandoffMessage;
+use crate::blocks::messages::{self as agent, AgentMessage, OFFER};
 use crate::checksum;
 use crate::control::messages::ControlMessage;
 use crate::error::{Error, Result};
-use crate::handoff::messages::HandoffMessage;
 use crate::lookup::messages::{self as lookup, LookupMessage};
 use crate::lookup::transfer::EntryTransfer;
 use crate::net::codec::{Reader, Writer};

@@ -12,7 +12,7 @@
 //! ```
 #![deny(unsafe_code)]
 
-pub mod agent;
+pub mod blocks;
 pub mod checksum;
 mod clock;
 pub mod completions;
@@ -22,7 +22,6 @@ mod error;
 pub mod events;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
-pub mod handoff;
 pub mod ids;
 mod integrity;
 #[cfg(test)]

@@ -3,8 +3,8 @@
 use std::os::fd::RawFd;
 use std::time::Instant;
 
-use kvpipe_core::agent::{Notification, Options};
-use kvpipe_core::handoff::{AgentConfig, Event, HandoffAgent, LoadReport, LoadRequest};
+use kvpipe_core::blocks::handoff::{Event, LoadReport, LoadRequest};
+use kvpipe_core::blocks::{self, AgentConfig, Notification, Options};
 use kvpipe_core::ids::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Waited;
@@ -42,7 +42,7 @@ pub(crate) fn timeouts(silence: Option<f64>) -> PyResult<SessionTimeouts> {
 }
 
 #[pyclass(frozen)]
-pub(crate) struct Agent(HandoffAgent);
+pub(crate) struct Agent(blocks::Agent);
 
 #[pymethods]
 impl Agent {
@@ -66,7 +66,7 @@ impl Agent {
         let integrity = integrity.parse().map_err(to_py)?;
         let (timeouts, transport) = (timeouts(silence)?, transport.core());
         let agent = py.detach(|| {
-            HandoffAgent::new(AgentConfig {
+            blocks::Agent::new(AgentConfig {
                 listen,
                 token: token.core(),
                 transport,

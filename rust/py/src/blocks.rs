@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use kvpipe_core::blocks::{self, handoff};
 use kvpipe_core::region::RemoteRegion;
-use kvpipe_core::{agent, handoff};
 use pyo3::prelude::*;
 
 use crate::agent::id;
@@ -12,7 +12,7 @@ use crate::error::to_py;
 /// `(bytes_read, bytes_written, num_reads, num_writes, in_flight)`.
 pub(crate) type Counts = (u64, u64, u64, u64, u64);
 
-pub(crate) fn counts(stats: agent::Stats) -> Counts {
+pub(crate) fn counts(stats: blocks::Stats) -> Counts {
     (
         stats.bytes_read,
         stats.bytes_written,
@@ -23,7 +23,7 @@ pub(crate) fn counts(stats: agent::Stats) -> Counts {
 }
 
 #[pyclass(frozen)]
-pub(crate) struct Region(pub(crate) agent::Region);
+pub(crate) struct Region(pub(crate) blocks::Region);
 
 #[pymethods]
 impl Region {
@@ -39,7 +39,7 @@ impl Region {
 }
 
 #[pyclass(frozen)]
-pub(crate) struct Peer(pub(crate) agent::Peer);
+pub(crate) struct Peer(pub(crate) blocks::Peer);
 
 #[pymethods]
 impl Peer {
@@ -105,4 +105,4 @@ impl ReadyBlocks {
 }
 
 #[pyclass(frozen)]
-pub(crate) struct Plan(pub(crate) agent::Plan);
+pub(crate) struct Plan(pub(crate) blocks::Plan);

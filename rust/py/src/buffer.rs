@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use kvpipe_core::Error;
-use kvpipe_core::handoff::DeviceEvent;
+use kvpipe_core::blocks::handoff::DeviceEvent;
 use kvpipe_core::tensor::Received;
 use kvpipe_ucx::{Buffer, MemoryKind};
 use pyo3::buffer::PyBuffer;

@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_core::agent;
+use kvpipe_core::blocks;
 use kvpipe_core::completions::Completions as CoreCompletions;
 use kvpipe_core::lookup::{Operation, Selected};
 use kvpipe_core::store;
@@ -23,8 +23,8 @@ pub(crate) enum Kind {
     Nothing(CoreWork<()>),
     Received(CoreWork<Arc<Received>>),
     Bytes(CoreWork<u64>),
-    Region(CoreWork<agent::Region>),
-    Peer(CoreWork<agent::Peer>),
+    Region(CoreWork<blocks::Region>),
+    Peer(CoreWork<blocks::Peer>),
     Text(CoreWork<String>),
     Inserted(Operation<()>),
     Selected(Operation<Selected>),

@@ -7,8 +7,9 @@ use kvpipe_ucx::Buffer;
 
 use super::{LATE, MANY_BYTES, Rng, TIMEOUTS, TOKEN, is_busy};
 use crate::Integrity;
-use crate::agent::{Options, Peer, Region};
-use crate::handoff::{AgentConfig, Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange};
+use crate::blocks::handoff::{Event, LoadRequest, ReadyBlocks, ReadyRange};
+use crate::blocks::{Agent, AgentConfig};
+use crate::blocks::{Options, Peer, Region};
 use crate::ids::{HandoffId, Incarnation};
 use crate::reactor::manual::{Sizes, without_threads};
 use crate::transport::{MemoryPath, Transport};
@@ -20,7 +21,7 @@ pub(super) const NUM_BLOCKS: usize = MANY_BYTES / BLOCK;
 
 /// An agent with a region.
 pub(super) struct Node {
-    pub(super) agent: HandoffAgent,
+    pub(super) agent: Agent,
     pub(super) region: Region,
 }
 
@@ -31,7 +32,7 @@ impl Node {
             integrity,
             ..AgentConfig::new("127.0.0.1:0", token, transport)
         };
-        let agent = without_threads(|| HandoffAgent::new(config)).expect("agent");
+        let agent = without_threads(|| Agent::new(config)).expect("agent");
         let region = register(&agent, "kv");
         Self { agent, region }
     }
@@ -75,7 +76,7 @@ impl Node {
     }
 }
 
-fn register(agent: &HandoffAgent, name: &str) -> Region {
+fn register(agent: &Agent, name: &str) -> Region {
     let buffer = Buffer::zeroed(NUM_BLOCKS * BLOCK);
     let size = BLOCK as u64;
     let registered = agent.register_writable(name, buffer, size, size);

@@ -1,8 +1,8 @@
 //! Two agents with a region each, and what tests do with them.
 
 use kvpipe_core::Result;
-use kvpipe_core::agent::{Options, Peer, Region};
-use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
+use kvpipe_core::blocks::{Agent, AgentConfig};
+use kvpipe_core::blocks::{Options, Peer, Region};
 use kvpipe_core::transport::Transport;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::Buffer;
@@ -12,18 +12,12 @@ use crate::common::{PATIENCE, TOKEN, bytes, eventually, local, pattern};
 pub const BLOCK: usize = 4096;
 pub const COUNT: usize = 64;
 
-pub fn agent(transport: &(impl Clone + Into<Transport>)) -> HandoffAgent {
+pub fn agent(transport: &(impl Clone + Into<Transport>)) -> Agent {
     let (listen, transport) = (local(), transport.clone().into());
-    HandoffAgent::new(AgentConfig::new(&listen, TOKEN, transport)).expect("agent")
+    Agent::new(AgentConfig::new(&listen, TOKEN, transport)).expect("agent")
 }
 
-pub fn register(
-    agent: &HandoffAgent,
-    name: &str,
-    buffer: &Buffer,
-    block: usize,
-    stride: usize,
-) -> Region {
+pub fn register(agent: &Agent, name: &str, buffer: &Buffer, block: usize, stride: usize) -> Region {
     agent
         .register(name, buffer.clone(), block as u64, stride as u64)
         .expect("register")
@@ -32,7 +26,7 @@ pub fn register(
 }
 
 /// Blocks of `BLOCK` bytes, which peers may write.
-pub fn register_writable(agent: &HandoffAgent, name: &str, buffer: &Buffer) -> Region {
+pub fn register_writable(agent: &Agent, name: &str, buffer: &Buffer) -> Region {
     agent
         .register_writable(name, buffer.clone(), BLOCK as u64, BLOCK as u64)
         .expect("register")
@@ -40,7 +34,7 @@ pub fn register_writable(agent: &HandoffAgent, name: &str, buffer: &Buffer) -> R
         .expect("registered")
 }
 
-pub fn connect(agent: &HandoffAgent, peer: &HandoffAgent) -> Peer {
+pub fn connect(agent: &Agent, peer: &Agent) -> Peer {
     let address = peer.address().expect("address").to_string();
     let connected = agent.connect(&address).expect("connect");
     connected.wait_for(PATIENCE).expect("connected")
@@ -54,7 +48,7 @@ pub fn tagged(tag: &[u8]) -> Options {
 }
 
 /// The tags of the next `count` notifications.
-pub fn tags(agent: &HandoffAgent, count: usize) -> Vec<Vec<u8>> {
+pub fn tags(agent: &Agent, count: usize) -> Vec<Vec<u8>> {
     let mut seen = Vec::new();
     eventually("notifications", || {
         let come = agent.notifications().expect("open");
@@ -66,9 +60,9 @@ pub fn tags(agent: &HandoffAgent, count: usize) -> Vec<Vec<u8>> {
 
 pub struct Pair {
     /// Has `from` as its region "kv".
-    pub source: HandoffAgent,
+    pub source: Agent,
     /// Has `to` as its region "kv".
-    pub destination: HandoffAgent,
+    pub destination: Agent,
     pub from: Buffer,
     pub to: Buffer,
     pub region: Region,

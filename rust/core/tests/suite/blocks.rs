@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use kvpipe_core::Error;
-use kvpipe_core::agent::Options;
+use kvpipe_core::blocks::Options;
+use kvpipe_core::blocks::{Agent, AgentConfig};
 use kvpipe_core::checksum;
-use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::session::SessionTimeouts;
@@ -150,7 +150,7 @@ fn a_peer_that_is_gone_ends_reads_as_lost_and_can_be_reached_again() {
 
 // --- an initiator that keeps to no rules
 
-fn raw(search: &Search) -> (Raw, HandoffAgent) {
+fn raw(search: &Search) -> (Raw, Agent) {
     let source = agent(search);
     register(
         &source,
@@ -219,7 +219,7 @@ fn a_peer_that_does_not_describe_its_regions_is_given_up() {
         timeouts,
         ..AgentConfig::new("127.0.0.1:0", TOKEN, search.clone().into())
     };
-    let agent = HandoffAgent::new(config).expect("agent");
+    let agent = Agent::new(config).expect("agent");
     let address = agent.address().expect("address");
     let mut raw = Raw::connect(address, SessionKind::Agent);
     assert!(raw.is_closed());

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvpipe_core::Error;
-use kvpipe_core::agent::Options;
+use kvpipe_core::blocks::Options;
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_ucx::Buffer;

@@ -3,8 +3,8 @@
 use std::collections::HashSet;
 
 use kvpipe_core::Error;
-use kvpipe_core::agent::TAG_CAP;
-use kvpipe_core::handoff::HandoffAgent;
+use kvpipe_core::blocks::Agent;
+use kvpipe_core::blocks::TAG_CAP;
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_ucx::{Buffer, Search};
@@ -235,7 +235,7 @@ fn a_lost_peer_fails_what_it_was_to_be_told() {
 
 // --- a peer that keeps to no rules
 
-fn raw(search: &Search) -> (Raw, HandoffAgent) {
+fn raw(search: &Search) -> (Raw, Agent) {
     let agent = agent(search);
     register(&agent, "kv", &Buffer::zeroed(BLOCK), BLOCK, BLOCK);
     let address = agent.address().expect("address");

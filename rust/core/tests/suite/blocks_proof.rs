@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvpipe_core::Integrity;
-use kvpipe_core::agent::{Options, Plan, Region};
-use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
+use kvpipe_core::blocks::{Agent, AgentConfig};
+use kvpipe_core::blocks::{Options, Plan, Region};
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::{Error, checksum};
@@ -29,12 +29,12 @@ pub struct Source {
 }
 
 impl Source {
-    fn connect(search: &Search, agent: &HandoffAgent) -> Self {
+    fn connect(search: &Search, agent: &Agent) -> Self {
         Self::on("cpu", search, agent)
     }
 
     /// Says that its region is on a device, whose blocks it sends as they are: the host's memory stands in for a GPU's.
-    fn on(device: &str, _search: &Search, agent: &HandoffAgent) -> Self {
+    fn on(device: &str, _search: &Search, agent: &Agent) -> Self {
         let address = agent.address().expect("address");
         let raw = Raw::connect(address, SessionKind::Agent);
         let memory = Buffer::from_vec(pattern(COUNT * BLOCK, 1));
@@ -52,7 +52,7 @@ impl Source {
     pub fn meet(
         device: &str,
         search: &Search,
-        agent: &HandoffAgent,
+        agent: &Agent,
         ours: &[u32],
         theirs: &[u32],
     ) -> (Self, Plan, Buffer) {
@@ -234,7 +234,7 @@ fn without_checksums_the_source_is_asked_for_none() {
             integrity: Integrity::None,
             ..AgentConfig::new(&listen, TOKEN, transport)
         };
-        let reader = HandoffAgent::new(config).expect("agent");
+        let reader = Agent::new(config).expect("agent");
         let (source, plan, to) = Source::meet("cpu", search, &reader, &[0], &[3]);
         let work = reader.read(&plan, Options::default()).expect("read");
         if common::is_tcp() {
@@ -270,7 +270,7 @@ fn blocks_larger_than_a_slice_are_proved_too() {
 // --- a destination that keeps to no rules
 
 /// An agent with a region of `COUNT` blocks, and who asks it.
-fn asked(search: &Search) -> (Raw, HandoffAgent, Region) {
+fn asked(search: &Search) -> (Raw, Agent, Region) {
     let source = agent(search);
     let from = Buffer::from_vec(pattern(COUNT * BLOCK, 1));
     let region = register(&source, "kv", &from, BLOCK, BLOCK);

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use kvpipe_core::Error;
-use kvpipe_core::agent::Options;
-use kvpipe_core::handoff::HandoffAgent;
+use kvpipe_core::blocks::Agent;
+use kvpipe_core::blocks::Options;
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_ucx::{Buffer, Search};
@@ -201,7 +201,7 @@ fn a_plan_moves_the_blocks_of_the_day_both_ways() {
 // --- a writer that keeps to no rules
 
 /// An agent with a writable region 0 and one that is not, 1; and a peer that says it has a region 0.
-fn raw(search: &Search) -> (Raw, HandoffAgent, Buffer) {
+fn raw(search: &Search) -> (Raw, Agent, Buffer) {
     let target = agent(search);
     let memory = Buffer::zeroed(COUNT * BLOCK);
     register_writable(&target, "kv", &memory);

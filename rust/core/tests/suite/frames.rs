@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use kvpipe_core::Error;
-use kvpipe_core::agent::Options;
-use kvpipe_core::handoff::HandoffAgent;
+use kvpipe_core::blocks::Agent;
+use kvpipe_core::blocks::Options;
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::work::Work;
@@ -169,7 +169,7 @@ fn a_peer_that_leaves_within_a_frame_ends_its_own_session_alone() {
 
 /// An agent that reads one block of a peer as a stream.
 struct Reading {
-    agent: HandoffAgent,
+    agent: Agent,
     source: Source,
     work: Work<u64>,
     transfer: u64,

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use kvpipe_core::handoff::Event;
+use kvpipe_core::blocks::handoff::Event;
 use kvpipe_ucx::Buffer;
 
 use crate::common::{

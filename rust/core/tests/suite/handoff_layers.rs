@@ -1,6 +1,6 @@
 //! Handoffs whose layers become final one after the other, over every data path.
 
-use kvpipe_core::handoff::{Event, ReadyBlocks, ReadyRange};
+use kvpipe_core::blocks::handoff::{Event, ReadyBlocks, ReadyRange};
 
 use crate::common::{self, eventually, on_every_path};
 use crate::workers::{BLOCK, ID, LAYERS, Worker, pair, step, worker};

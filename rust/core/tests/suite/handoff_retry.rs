@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use kvpipe_core::handoff::Event;
-use kvpipe_core::handoff::LoadCounts;
+use kvpipe_core::blocks::handoff::Event;
+use kvpipe_core::blocks::handoff::LoadCounts;
 
 use crate::common::{self, eventually, on_every_path};
 use crate::workers::{BLOCK, ID, LAYERS, Worker, pair, worker};

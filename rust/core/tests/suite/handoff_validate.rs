@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvpipe_core::Integrity;
-use kvpipe_core::handoff::Event;
+use kvpipe_core::blocks::handoff::Event;
 use kvpipe_core::transport::Transport;
 
 use crate::common::{eventually, on_every_path};

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
-use kvpipe_core::agent::{Options, Region};
-use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
+use kvpipe_core::blocks::{Agent, AgentConfig};
+use kvpipe_core::blocks::{Options, Region};
 use kvpipe_core::pipe::{Deadline, Pipe};
 use kvpipe_core::tensor::Meta;
 use kvpipe_core::work::Then;
@@ -86,12 +86,12 @@ fn send(pipe: &Pipe) -> Work<()> {
     .expect("send")
 }
 
-fn agent(search: &Search) -> HandoffAgent {
+fn agent(search: &Search) -> Agent {
     let (listen, transport) = (common::local(), search.clone().into());
-    HandoffAgent::new(AgentConfig::new(&listen, TOKEN, transport)).expect("agent")
+    Agent::new(AgentConfig::new(&listen, TOKEN, transport)).expect("agent")
 }
 
-fn register(agent: &HandoffAgent, block: usize) -> Region {
+fn register(agent: &Agent, block: usize) -> Region {
     agent
         .register("kv", Buffer::zeroed(large()), block as u64, block as u64)
         .expect("register")

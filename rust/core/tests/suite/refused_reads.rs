@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_core::agent::Options;
+use kvpipe_core::blocks::Options;
 use kvpipe_core::lookup::{Items, LookupBuffer, LookupQuery};
 use kvpipe_core::pipe::{Deadline, Pipe};
 use kvpipe_core::tensor::{Meta, Received};

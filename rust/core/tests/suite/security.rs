@@ -6,8 +6,8 @@ use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::time::Duration;
 
 use kvpipe_core::Error;
+use kvpipe_core::blocks::{Agent, AgentConfig};
 use kvpipe_core::control::{Control, ControlEvent, ControlQuery, ControlTimeouts};
-use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
 use kvpipe_core::net::secret::Tokens;
 use kvpipe_core::pipe::Pipe;
 use kvpipe_core::session::SessionTimeouts;
@@ -165,7 +165,7 @@ fn nothing_listens_beyond_loopback_without_a_token() {
     for address in ["0.0.0.0:0", "[::]:0", "203.0.113.1:0"] {
         let memory = || Transport::Memory(MemoryPath::RemoteRead);
         let control = Control::new(Some(address), b"", "", vec![], PATIENT);
-        let agent = HandoffAgent::new(AgentConfig::new(address, b"", memory()));
+        let agent = Agent::new(AgentConfig::new(address, b"", memory()));
         let pipe = Pipe::listen(address, b"", memory(), Duration::ZERO);
         for error in [control.err(), agent.err(), pipe.err()] {
             let is_refused = |error: &Error| matches!(error, Error::Config(text) if text.contains("needs a token"));

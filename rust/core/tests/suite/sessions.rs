@@ -5,8 +5,8 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
+use kvpipe_core::blocks::{Agent, AgentConfig};
 use kvpipe_core::control::{Control, ControlEvent, ControlQuery, ControlTimeouts};
-use kvpipe_core::handoff::{AgentConfig, HandoffAgent};
 use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Identity, SessionKind};
 use kvpipe_core::net::secret::Secrets;
@@ -43,16 +43,16 @@ fn ask(from: &Control, to: &Control) -> kvpipe_core::Result<String> {
         .wait_for(PATIENCE)
 }
 
-fn agent(search: &Search) -> HandoffAgent {
+fn agent(search: &Search) -> Agent {
     agent_with(search, SessionTimeouts::default())
 }
 
-fn agent_with(search: &Search, timeouts: SessionTimeouts) -> HandoffAgent {
+fn agent_with(search: &Search, timeouts: SessionTimeouts) -> Agent {
     let config = AgentConfig {
         timeouts,
         ..AgentConfig::new("127.0.0.1:0", TOKEN, search.clone().into())
     };
-    HandoffAgent::new(config).expect("agent")
+    Agent::new(config).expect("agent")
 }
 
 #[test]
@@ -225,7 +225,7 @@ fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
             .prepare(&peer, (&region, ids.clone()), ("kv", ids))
             .expect("plan");
         let read = |_| {
-            let options = kvpipe_core::agent::Options::default();
+            let options = kvpipe_core::blocks::Options::default();
             destination.read(&plan, options).expect("read")
         };
         let begun = Instant::now();

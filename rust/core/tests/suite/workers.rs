@@ -4,10 +4,9 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use kvpipe_core::Integrity;
-use kvpipe_core::agent::Region;
-use kvpipe_core::handoff::{
-    AgentConfig, Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange,
-};
+use kvpipe_core::blocks::Region;
+use kvpipe_core::blocks::handoff::{Event, LoadRequest, ReadyBlocks, ReadyRange};
+use kvpipe_core::blocks::{Agent, AgentConfig};
 use kvpipe_core::ids::HandoffId;
 use kvpipe_core::transport::Transport;
 use kvpipe_ucx::Buffer;
@@ -20,7 +19,7 @@ pub const LAYERS: usize = 3;
 pub const ID: HandoffId = [9; 16];
 
 pub struct Worker {
-    pub agent: HandoffAgent,
+    pub agent: Agent,
     pub layers: Vec<Buffer>,
     pub regions: Vec<Region>,
     pub seen: RefCell<Vec<Event>>,
@@ -37,7 +36,7 @@ pub fn worker_with(transport: &Transport, seed: u64, integrity: Integrity) -> Wo
         integrity,
         ..AgentConfig::new(&listen, TOKEN, transport.clone())
     };
-    let agent = HandoffAgent::new(config).expect("agent");
+    let agent = Agent::new(config).expect("agent");
     let layers: Vec<Buffer> = (0..LAYERS as u64)
         .map(|layer| Buffer::from_vec(pattern(COUNT * BLOCK, seed + layer)))
         .collect();

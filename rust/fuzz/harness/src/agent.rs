@@ -4,11 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpipe_core::Result;
-use kvpipe_core::agent::{Agent, Options, Peer, Region};
+use kvpipe_core::blocks::handoff::{Event, LoadRequest, ReadyBlocks, ReadyRange};
+use kvpipe_core::blocks::{Agent, AgentConfig, Options, Peer, Region};
 use kvpipe_core::fuzzing::{Round, without_threads};
-use kvpipe_core::handoff::{
-    AgentConfig, Event, HandoffAgent, HandoffCommand, LoadRequest, ReadyBlocks, ReadyRange,
-};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::Buffer;
@@ -46,7 +44,7 @@ pub(crate) mod user {
 }
 
 struct Side {
-    agent: HandoffAgent,
+    agent: Agent,
     address: String,
     regions: Vec<Region>,
     works: Vec<Work<u64>>,
@@ -58,7 +56,7 @@ struct Side {
 }
 
 impl Side {
-    fn new(agent: HandoffAgent, address: String) -> Self {
+    fn new(agent: Agent, address: String) -> Self {
         let mut side = Self {
             agent,
             address,
@@ -79,9 +77,9 @@ impl Side {
         let whole = Buffer::zeroed(COUNT * BLOCK);
         let buffer = whole.first(COUNT * BLOCK, owner).expect("all of it");
         let register = if is_writable {
-            Agent::<HandoffCommand>::register_writable
+            Agent::register_writable
         } else {
-            Agent::<HandoffCommand>::register
+            Agent::register
         };
         let region = register(&self.agent, name, buffer, BLOCK as u64, BLOCK as u64);
         let region = region.expect("region");
@@ -211,7 +209,7 @@ pub(crate) fn agent(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let agent = || {
-        HandoffAgent::new(AgentConfig {
+        Agent::new(AgentConfig {
             engine_id: "engine",
             integrity: flags.integrity(),
             ..AgentConfig::new("127.0.0.1:0", TOKEN, transport.clone())

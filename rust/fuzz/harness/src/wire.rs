@@ -1,7 +1,7 @@
 //! Parts of messages as docs/reference/wire-*.md have them, written without the product's own encoders.
 
+use kvpipe_core::blocks::handoff::ReadyBlock;
 use kvpipe_core::control::{Opening, SequenceState};
-use kvpipe_core::handoff::ReadyBlock;
 use kvpipe_core::net::codec::Writer;
 
 use crate::kinds::{agent, control, session};

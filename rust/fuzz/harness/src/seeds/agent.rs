@@ -1,7 +1,7 @@
 //! Seeds of an agent.
 
+use kvpipe_core::blocks::handoff::{self, ReadyBlock};
 use kvpipe_core::checksum;
-use kvpipe_core::handoff::{self, ReadyBlock};
 use kvpipe_core::net::codec::Writer;
 
 use super::{aborted_stream, broken, goodbye, in_pieces, send, stream};

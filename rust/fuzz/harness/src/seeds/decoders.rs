@@ -1,9 +1,9 @@
 //! Seeds of the decoders.
 
-use kvpipe_core::agent::Metadata;
+use kvpipe_core::blocks::Metadata;
+use kvpipe_core::blocks::handoff::ReadyBlock;
 use kvpipe_core::checksum;
 use kvpipe_core::fuzzing::DECODERS;
-use kvpipe_core::handoff::ReadyBlock;
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
 

@@ -34,7 +34,7 @@ fn an_answer_of_another_producer_counts_nothing_although_it_repeats_the_question
         }
     });
     let ([producer, consumer], another) = (awaiting_answer(), side(MemoryPath::RemoteRead, 2));
-    producer.agent.shared.mark_ended(ID);
+    producer.agent.handoffs.mark_ended(ID);
     another.mark_ready([OTHER].into_iter());
     consumer.load(OTHER, &another);
     settle(&[&another.agent, &consumer.agent]);

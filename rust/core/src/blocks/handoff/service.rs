@@ -6,14 +6,16 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::active_loads::ActiveLoads;
-use super::agent::{Event, HandoffShared};
 use super::batches::ActiveBatch;
 use super::grant_check::grant_holds;
 use super::load_request::LoadRequest;
 use super::messages::HandoffMessage;
 use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, send_all};
 use super::ready::{ReadyBlocks, ReadyQueue};
-use crate::agent::{AgentCommand, AgentCore, TRANSFERS_IN_FLIGHT, grant, revoke};
+use super::shared::{Event, HandoffShared};
+use crate::blocks::agent_core::TRANSFERS_IN_FLIGHT;
+use crate::blocks::regions::{grant, revoke};
+use crate::blocks::{AgentCommand, AgentCore};
 use crate::error::{Error, FailureCause, Result};
 use crate::ids::{HandoffId, RegionId, SessionKey};
 use crate::integrity::Integrity;
@@ -27,13 +29,9 @@ use crate::transfer::source::SourceRequest;
 use crate::transfer::{Completion, Cx, TransferService};
 use crate::transport::{DataPath, Memory};
 
-/// What users of an agent and its handoffs ask for.
+/// What users ask for of handoffs.
 #[derive(Debug)]
-pub struct HandoffCommand(pub(super) HandoffCommandKind);
-
-#[derive(Debug)]
-pub(super) enum HandoffCommandKind {
-    Agent(AgentCommand),
+pub(crate) enum HandoffCommand {
     /// A step is ready in these regions.
     MarkReady(ReadyBlocks, Vec<RegionId>),
     End {
@@ -59,13 +57,7 @@ pub(super) enum HandoffCommandKind {
     Trace(Trace),
 }
 
-impl From<AgentCommand> for HandoffCommand {
-    fn from(command: AgentCommand) -> Self {
-        Self(HandoffCommandKind::Agent(command))
-    }
-}
-
-pub(super) struct HandoffService {
+pub(in crate::blocks) struct HandoffService {
     pub(super) agent: AgentCore,
     pub(super) shared: Arc<HandoffShared>,
     pub(super) integrity: Integrity,
@@ -81,7 +73,11 @@ pub(super) struct HandoffService {
 }
 
 impl HandoffService {
-    pub(super) fn new(agent: AgentCore, shared: Arc<HandoffShared>, integrity: Integrity) -> Self {
+    pub(in crate::blocks) fn new(
+        agent: AgentCore,
+        shared: Arc<HandoffShared>,
+        integrity: Integrity,
+    ) -> Self {
         Self {
             agent,
             shared,
@@ -116,22 +112,21 @@ impl HandoffService {
         self.shared.log_line(text);
     }
 
-    fn run_command(&mut self, cx: &mut Cx<'_>, command: HandoffCommandKind) {
+    fn run_command(&mut self, cx: &mut Cx<'_>, command: HandoffCommand) {
         match command {
-            HandoffCommandKind::Agent(command) => self.agent.command(cx, command),
-            HandoffCommandKind::MarkReady(ready, regions) => self.ready.push(ready, regions),
-            HandoffCommandKind::End { handoff, reason } => {
+            HandoffCommand::MarkReady(ready, regions) => self.ready.push(ready, regions),
+            HandoffCommand::End { handoff, reason } => {
                 self.end(cx, handoff, &reason);
                 // From now on the producer remembers it.
                 self.shared.end_processed(handoff);
             }
-            HandoffCommandKind::Load(request, gate) => self.load(cx, request, gate),
-            HandoffCommandKind::OpenGate {
+            HandoffCommand::Load(request, gate) => self.load(cx, request, gate),
+            HandoffCommand::OpenGate {
                 handoff,
                 gate,
                 completed,
             } => self.open_gate(cx, handoff, gate, completed),
-            HandoffCommandKind::Commit { handoff } => {
+            HandoffCommand::Commit { handoff } => {
                 self.trace
                     .instant(Track::Reactor, "committed", &handoff, &[]);
                 if let Some(active) = self.loads.get_mut(&handoff) {
@@ -139,7 +134,7 @@ impl HandoffService {
                 }
                 self.continue_load(cx, handoff);
             }
-            HandoffCommandKind::Cancel {
+            HandoffCommand::Cancel {
                 handoff,
                 reason,
                 is_withdrawn,
@@ -149,7 +144,7 @@ impl HandoffService {
                 }
                 self.fail_load(cx, handoff, FailureCause::Cancelled, &reason);
             }
-            HandoffCommandKind::Trace(trace) => self.trace = trace,
+            HandoffCommand::Trace(trace) => self.trace = trace,
         }
     }
 
@@ -206,11 +201,14 @@ impl HandoffService {
 }
 
 impl TransferService for HandoffService {
-    type Command = HandoffCommand;
+    type Command = AgentCommand;
     const TRANSFERS_IN_FLIGHT: usize = TRANSFERS_IN_FLIGHT;
 
-    fn command(&mut self, cx: &mut Cx<'_>, command: HandoffCommand) {
-        self.run_command(cx, command.0);
+    fn command(&mut self, cx: &mut Cx<'_>, command: AgentCommand) {
+        match command {
+            AgentCommand::Handoff(command) => self.run_command(cx, command),
+            AgentCommand::Blocks(command) => self.agent.command(cx, command),
+        }
     }
 
     fn session_up(&mut self, cx: &mut Cx<'_>, session: SessionKey, peer: &Identity) {

@@ -19,7 +19,7 @@ const OFFERS_IN_FLIGHT: usize = 8;
 
 /// A write, at the writer.
 #[derive(Debug)]
-pub(super) struct Write {
+pub(crate) struct Write {
     pub(super) transfer: BlockTransfer,
     pub(super) caller: Caller,
 }

@@ -4,7 +4,7 @@ use super::*;
 
 const SOON: Duration = Duration::from_secs(10);
 
-pub(in crate::handoff) type Outcome = std::result::Result<(), String>;
+pub(in crate::blocks::handoff) type Outcome = std::result::Result<(), String>;
 
 /// Completed when the sender sends how it ended.
 struct Late(Mutex<Receiver<Outcome>>);
@@ -15,7 +15,7 @@ impl DeviceEvent for Late {
     }
 }
 
-pub(in crate::handoff) fn late() -> (Sender<Outcome>, Arc<dyn DeviceEvent>) {
+pub(in crate::blocks::handoff) fn late() -> (Sender<Outcome>, Arc<dyn DeviceEvent>) {
     let (complete, completed) = channel();
     (complete, Arc::new(Late(Mutex::new(completed))))
 }

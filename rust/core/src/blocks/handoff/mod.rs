@@ -4,8 +4,8 @@
 //! reads have ended, whether its grant still holds.
 
 mod active_loads;
-mod agent;
 mod announcements;
+mod api;
 mod batches;
 mod consumer;
 mod event_waiter;
@@ -17,13 +17,18 @@ mod producer;
 mod read_batch;
 mod ready;
 mod service;
+mod shared;
 mod validation;
 
-pub use agent::{AgentConfig, Event, HandoffAgent, LoadReport};
 pub use event_waiter::DeviceEvent;
 pub use load_request::{LoadCounts, LoadFailure, LoadRequest};
 pub use ready::{ReadyBlocks, ReadyRange};
-pub use service::HandoffCommand;
+pub use shared::{Event, LoadReport};
+
+pub(super) use event_waiter::EventWaiter;
+pub(crate) use service::HandoffCommand;
+pub(super) use service::HandoffService;
+pub(super) use shared::HandoffShared;
 
 use kvpipe_ucx::SharedBytes;
 

@@ -27,7 +27,7 @@ impl Ending {
     fn begin(self, producer: &Side) {
         match self {
             Self::Processed => producer.agent.end(ID, "preempted").expect("it runs"),
-            Self::MarkedOnly => producer.agent.shared.mark_ended(ID),
+            Self::MarkedOnly => producer.agent.handoffs.mark_ended(ID),
             Self::Reused => end_and_forget(producer),
         }
         // The blocks may change from now on.

@@ -1,21 +1,23 @@
 //! What an agent that was closed says of reads that UCX has not ended. That it hears of them is a test of reactors.
 
+use std::time::Duration;
+
 use kvpipe_ucx::Buffer;
 
 use super::*;
-use crate::agent::{Options, Peer};
-use crate::error::Error;
-use crate::handoff::ReadyRange;
-use crate::transport::MemoryPath;
+use crate::blocks::handoff::ReadyRange;
+use crate::blocks::{AgentConfig, Options, Peer};
+use crate::integrity::Integrity;
+use crate::transport::{MemoryPath, Transport};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-fn agent() -> HandoffAgent {
+fn agent() -> Agent {
     let transport = Transport::Memory(MemoryPath::RemoteRead);
-    HandoffAgent::new(AgentConfig::new("127.0.0.1:0", b"", transport)).expect("agent")
+    Agent::new(AgentConfig::new("127.0.0.1:0", b"", transport)).expect("agent")
 }
 
-fn agent_with_region() -> (HandoffAgent, Region) {
+fn agent_with_region() -> (Agent, Region) {
     let agent = agent();
     let region = agent.register("kv", Buffer::zeroed(64), 64, 64);
     let region = region.expect("open").wait_for(PATIENCE).expect("region");
@@ -131,7 +133,7 @@ mod by_messages {
     const BLOCK: u64 = 1 << 16; // less than is credited, so that all of it is sent at once
 
     struct Side {
-        agent: HandoffAgent,
+        agent: Agent,
         region: Region,
     }
 
@@ -141,7 +143,7 @@ mod by_messages {
                 integrity,
                 ..AgentConfig::new("127.0.0.1:0", b"", Transport::Memory(MemoryPath::Stream))
             };
-            let agent = without_threads(|| HandoffAgent::new(config)).expect("agent");
+            let agent = without_threads(|| Agent::new(config)).expect("agent");
             let buffer = Buffer::zeroed(BLOCK as usize);
             let registered = agent.register_writable("kv", buffer, BLOCK, BLOCK);
             let registered = registered.expect("open");

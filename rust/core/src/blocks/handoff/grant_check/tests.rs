@@ -10,9 +10,9 @@ use std::time::Instant;
 
 use super::*;
 use crate::Integrity;
+use crate::blocks::handoff::loads::tests::{BLOCK, ID, KIND_AT, Side, load_in_part, settle};
+use crate::blocks::handoff::{Event, LoadCounts};
 use crate::clock;
-use crate::handoff::loads::tests::{BLOCK, ID, KIND_AT, Side, load_in_part, settle};
-use crate::handoff::{Event, LoadCounts};
 use crate::reactor::manual::Round;
 use crate::transport::MemoryPath;
 
@@ -136,7 +136,7 @@ fn an_answer_to_an_earlier_load_is_none_to_the_next() {
     producer.agent.round();
     // The second one reads what has changed since, and its own question is not answered yet.
     consumer.load(ID, &producer);
-    producer.agent.shared.mark_ended(ID);
+    producer.agent.handoffs.mark_ended(ID);
     producer.fill(9);
     settle(&[&producer.agent, &consumer.agent]);
     assert_nothing_counts(consumer.ended());
@@ -232,7 +232,10 @@ fn two_ends_of_a_handoff_are_marked_until_both_are_processed() {
 fn an_end_is_marked_when_the_call_returns_and_before_the_reactor_runs() {
     let producer = side(MemoryPath::RemoteRead, 1);
     producer.agent.end(ID, "preempted").expect("it runs");
-    assert!(producer.agent.shared.has_ended(&ID));
+    assert!(producer.agent.handoffs.has_ended(&ID));
     settle(&[&producer.agent]);
-    assert!(!producer.agent.shared.has_ended(&ID), "the producer knows");
+    assert!(
+        !producer.agent.handoffs.has_ended(&ID),
+        "the producer knows"
+    );
 }

@@ -5,11 +5,11 @@ mod tests;
 
 use std::time::Duration;
 
-use super::agent::HandoffShared;
 use super::messages::HandoffMessage;
 use super::producer::Producer;
 use super::service::HandoffService;
-use crate::agent::grant;
+use super::shared::HandoffShared;
+use crate::blocks::regions::grant;
 use crate::error::FailureCause;
 use crate::ids::{Epoch, HandoffId, SessionKey};
 use crate::transfer::Cx;

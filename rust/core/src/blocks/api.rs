@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::Buffer;
 
-use super::agent_core::AgentCommandKind;
+use super::agent_core::BlocksCommand;
 use super::metadata::Metadata;
 use super::notices::check_tag;
 use super::offers::Write;
@@ -21,13 +21,13 @@ use crate::net::address::check_address;
 use crate::transfer::region::{Layout, NAME_CAP, Pieces};
 use crate::work::{Completer, Waited, Work};
 
-impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
-    fn send(&self, command: AgentCommandKind) -> Result<()> {
-        self.reactor.send(AgentCommand(command).into())
+impl Agent {
+    fn send(&self, command: BlocksCommand) -> Result<()> {
+        self.reactor.send(AgentCommand::Blocks(command))
     }
 
     /// Sends a command that ends a work.
-    fn ask<T>(&self, command: impl FnOnce(Completer<T>) -> AgentCommandKind) -> Result<Work<T>> {
+    fn ask<T>(&self, command: impl FnOnce(Completer<T>) -> BlocksCommand) -> Result<Work<T>> {
         let (done, completer) = self.reactor.work();
         self.send(command(completer))?;
         Ok(done)
@@ -75,7 +75,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     }
 
     pub(crate) fn register_region(&self, region: LocalRegion) -> Result<Work<Region>> {
-        self.ask(|completer| AgentCommandKind::Register { region, completer })
+        self.ask(|completer| BlocksCommand::Register { region, completer })
     }
 
     /// Takes a region back. The work ends when nothing reads or writes its memory any more, or with `Timeout`: then the
@@ -87,7 +87,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
         region.check_agent(self.incarnation)?;
         let (done, completer) = self.reactor.work();
         let was_open = region.close();
-        let sent = self.send(AgentCommandKind::Close {
+        let sent = self.send(BlocksCommand::Close {
             region: region.id(),
             until: timeout.map(|timeout| clock::now() + timeout),
             completer,
@@ -123,7 +123,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
 
     fn connect_to(&self, address: &str, incarnation: Option<Incarnation>) -> Result<Work<Peer>> {
         check_address(address)?;
-        self.ask(|completer| AgentCommandKind::Connect {
+        self.ask(|completer| BlocksCommand::Connect {
             address: address.to_owned(),
             incarnation,
             completer,
@@ -173,9 +173,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     pub fn read(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
         let transfer = self.transfer(plan, plan.reading()?, deadline);
-        self.ask(|completer| {
-            AgentCommandKind::Read(transfer, Caller::new(completer, options.notify))
-        })
+        self.ask(|completer| BlocksCommand::Read(transfer, Caller::new(completer, options.notify)))
     }
 
     /// Offers our blocks to a peer, which reads them. The work ends with the number of bytes once they are there.
@@ -187,7 +185,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
         let transfer = self.transfer(plan, plan.writing()?, deadline);
         self.ask(|completer| {
             let caller = Caller::new(completer, options.notify);
-            AgentCommandKind::Write(Write { transfer, caller })
+            BlocksCommand::Write(Write { transfer, caller })
         })
     }
 
@@ -215,7 +213,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     pub fn notify(&self, peer: &Peer, tag: Vec<u8>) -> Result<Work<()>> {
         check_tag(&tag)?;
         peer.check()?;
-        self.ask(|completer| AgentCommandKind::Notify {
+        self.ask(|completer| BlocksCommand::Notify {
             session: peer.session(),
             tag,
             completer,
@@ -230,7 +228,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
         let (notifications, drained) = self.shared.inbox.drain()?;
         if !drained.is_empty() {
             // A closed agent has nobody to tell, and what had come is still the user's.
-            let _ = self.send(AgentCommandKind::Drained(drained));
+            let _ = self.send(BlocksCommand::Drained(drained));
         }
         Ok(notifications)
     }

@@ -39,7 +39,7 @@ struct Waiting {
 }
 
 /// The thread and its queue. The first event starts the thread.
-pub(super) struct EventWaiter {
+pub(in crate::blocks) struct EventWaiter {
     process: Process,
     running: Mutex<Option<Running>>,
     is_closing: Arc<AtomicBool>,
@@ -52,7 +52,7 @@ struct Running {
 }
 
 impl EventWaiter {
-    pub(super) fn new() -> Self {
+    pub(in crate::blocks) fn new() -> Self {
         Self {
             process: Process::this(),
             running: Mutex::default(),
@@ -96,7 +96,7 @@ impl EventWaiter {
     }
 
     /// Ends the thread. Events that are still waited for are forgotten.
-    pub(super) fn close(&self) {
+    pub(in crate::blocks) fn close(&self) {
         if self.process.check().is_err() {
             return;
         }

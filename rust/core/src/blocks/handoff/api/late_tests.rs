@@ -1,17 +1,16 @@
 //! Late reads, late writes and cancelled loads of agents without threads: what else is under way is not touched.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvpipe_ucx::Buffer;
 
 use super::*;
-use crate::agent::{Options, Peer};
-use crate::error::Error;
-use crate::handoff::ReadyRange;
+use crate::blocks::handoff::ReadyRange;
+use crate::blocks::{AgentConfig, Options, Peer};
 use crate::reactor::manual::{Round, without_threads};
 use crate::session::wire;
 use crate::transfer::message::DATA;
-use crate::transport::MemoryPath;
+use crate::transport::{MemoryPath, Transport};
 use crate::work::{Waited, Work};
 
 /// Several windows of a stream, and more reads than are in flight at once.
@@ -20,7 +19,7 @@ const NUM_BLOCKS: usize = 3;
 const TIMEOUT: Duration = Duration::from_millis(30);
 
 struct Side {
-    agent: HandoffAgent,
+    agent: Agent,
     region: Region,
     memory: Buffer,
 }
@@ -29,7 +28,7 @@ impl Side {
     /// With blocks whose bytes are all `fill`.
     fn new(path: MemoryPath, fill: u8) -> Self {
         let config = AgentConfig::new("127.0.0.1:0", b"", Transport::Memory(path));
-        let agent = without_threads(|| HandoffAgent::new(config)).unwrap();
+        let agent = without_threads(|| Agent::new(config)).unwrap();
         let memory = Buffer::from_vec(vec![fill; NUM_BLOCKS * BLOCK as usize]);
         let registered = agent.register_writable("kv", memory.clone(), BLOCK, BLOCK);
         let registered = registered.unwrap();

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use super::Event;
 use crate::FailureCause;
 use crate::Integrity;
-use crate::handoff::event_waiter::tests::{Outcome, late};
-use crate::handoff::loads::tests::{BLOCK, ID, Side, settle};
-use crate::handoff::{DeviceEvent, LoadFailure, LoadRequest, ReadyBlocks, ReadyRange};
+use crate::blocks::handoff::event_waiter::tests::{Outcome, late};
+use crate::blocks::handoff::loads::tests::{BLOCK, ID, Side, settle};
+use crate::blocks::handoff::{DeviceEvent, LoadFailure, LoadRequest, ReadyBlocks, ReadyRange};
 use crate::reactor::manual::Round;
 use crate::transport::MemoryPath;
 

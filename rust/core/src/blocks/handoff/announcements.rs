@@ -8,7 +8,7 @@ use super::producer::send_all;
 use super::ready::ReadyRange;
 use super::service::HandoffService;
 use super::{ReadyBlock, checksum as checksum_of};
-use crate::agent::{grant, revoke};
+use crate::blocks::regions::{grant, revoke};
 use crate::ids::{HandoffId, RegionId};
 use crate::integrity::Integrity;
 use crate::trace::Track;

@@ -3,10 +3,10 @@
 use std::collections::{BTreeSet, HashMap};
 use std::time::Instant;
 
-use super::agent::LoadReport;
 use super::consumer::Load;
 use super::load_request::LoadCounts;
-use crate::agent::peers::transport;
+use super::shared::LoadReport;
+use crate::blocks::peers::transport;
 use crate::clock;
 use crate::ids::{HandoffId, SessionKey};
 use crate::multimap::Multimap;
@@ -153,7 +153,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::handoff::LoadRequest;
+    use crate::blocks::handoff::LoadRequest;
 
     const ID: HandoffId = [1; 16];
     const OTHER: HandoffId = [2; 16];

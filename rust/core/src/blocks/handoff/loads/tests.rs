@@ -3,28 +3,29 @@ use std::ops::Range;
 
 use kvpipe_ucx::Buffer;
 
-use crate::agent::Region;
-use crate::agent::regions::LocalRegion;
-use crate::handoff::messages::HandoffMessage;
-use crate::handoff::{
-    AgentConfig, Event, HandoffAgent, LoadFailure, LoadReport, LoadRequest, ReadyBlocks, ReadyRange,
+use crate::blocks::Region;
+use crate::blocks::handoff::messages::HandoffMessage;
+use crate::blocks::handoff::{
+    Event, LoadFailure, LoadReport, LoadRequest, ReadyBlocks, ReadyRange,
 };
+use crate::blocks::regions::LocalRegion;
+use crate::blocks::{Agent, AgentConfig};
 use crate::reactor::manual::{Round, without_threads};
 use crate::session::wire;
 use crate::transfer::region::Layout;
 use crate::transport::{MemoryPath, Transport};
 use crate::{FailureCause, Integrity};
 
-pub(in crate::handoff) const BLOCK: usize = 1 << 10;
-pub(in crate::handoff) const ID: [u8; 16] = [7; 16];
+pub(in crate::blocks::handoff) const BLOCK: usize = 1 << 10;
+pub(in crate::blocks::handoff) const ID: [u8; 16] = [7; 16];
 /// Where a header has the kind of its message, after the session's id.
-pub(in crate::handoff) const KIND_AT: usize = 0;
+pub(in crate::blocks::handoff) const KIND_AT: usize = 0;
 
-pub(in crate::handoff) struct Side {
-    pub(in crate::handoff) agent: HandoffAgent,
+pub(in crate::blocks::handoff) struct Side {
+    pub(in crate::blocks::handoff) agent: Agent,
     regions: Vec<Region>,
     /// Of each region.
-    pub(in crate::handoff) memories: Vec<Buffer>,
+    pub(in crate::blocks::handoff) memories: Vec<Buffer>,
     num_blocks: usize,
 }
 
@@ -39,7 +40,7 @@ impl Side {
         Self::on(MemoryPath::RemoteRead, Integrity::Auto, content, change)
     }
 
-    pub(in crate::handoff) fn on(
+    pub(in crate::blocks::handoff) fn on(
         path: MemoryPath,
         integrity: Integrity,
         content: u8,
@@ -51,7 +52,7 @@ impl Side {
     }
 
     /// One that validates, with two regions of two blocks.
-    pub(in crate::handoff) fn with_two_regions(path: MemoryPath, content: u8) -> Self {
+    pub(in crate::blocks::handoff) fn with_two_regions(path: MemoryPath, content: u8) -> Self {
         let mut side = Self::without_regions(path, Integrity::Validate, 2);
         for name in ["first", "second"] {
             side.add_region(name, content, |_| {});
@@ -64,7 +65,7 @@ impl Side {
             integrity,
             ..AgentConfig::new("127.0.0.1:0", b"token", Transport::Memory(path))
         };
-        let agent = without_threads(|| HandoffAgent::new(config)).expect("agent");
+        let agent = without_threads(|| Agent::new(config)).expect("agent");
         Self {
             agent,
             regions: Vec::new(),
@@ -88,7 +89,7 @@ impl Side {
         self.memories.push(memory);
     }
 
-    pub(in crate::handoff) fn regions(&self) -> &[Region] {
+    pub(in crate::blocks::handoff) fn regions(&self) -> &[Region] {
         &self.regions
     }
 
@@ -97,12 +98,12 @@ impl Side {
     }
 
     /// Its blocks are ready for each of these.
-    pub(in crate::handoff) fn mark_ready(&self, handoffs: impl Iterator<Item = [u8; 16]>) {
+    pub(in crate::blocks::handoff) fn mark_ready(&self, handoffs: impl Iterator<Item = [u8; 16]>) {
         self.mark_ready_in(0..self.regions.len(), 0, handoffs);
     }
 
     /// Its blocks are ready in some regions, from this position on.
-    pub(in crate::handoff) fn mark_ready_in(
+    pub(in crate::blocks::handoff) fn mark_ready_in(
         &self,
         regions: Range<usize>,
         first: u32,
@@ -119,7 +120,7 @@ impl Side {
         settle(&[&self.agent]);
     }
 
-    pub(in crate::handoff) fn load(&self, handoff: [u8; 16], producer: &Self) {
+    pub(in crate::blocks::handoff) fn load(&self, handoff: [u8; 16], producer: &Self) {
         self.load_from(
             handoff,
             producer,
@@ -128,7 +129,7 @@ impl Side {
     }
 
     /// Loads from a producer that is reached at this address.
-    pub(in crate::handoff) fn load_from(
+    pub(in crate::blocks::handoff) fn load_from(
         &self,
         handoff: [u8; 16],
         producer: &Self,
@@ -146,32 +147,35 @@ impl Side {
     }
 
     /// All that its regions hold.
-    pub(in crate::handoff) fn content(&self) -> Vec<u8> {
+    pub(in crate::blocks::handoff) fn content(&self) -> Vec<u8> {
         let bytes = |memory: &Buffer| memory.bytes(0, memory.len()).expect("its bytes").to_vec();
         self.memories.iter().flat_map(bytes).collect()
     }
 
     /// Writes into all its blocks.
-    pub(in crate::handoff) fn fill(&self, content: u8) {
+    pub(in crate::blocks::handoff) fn fill(&self, content: u8) {
         for memory in &self.memories {
             assert!(memory.write(0, &vec![content; memory.len()]));
         }
     }
 
-    pub(in crate::handoff) fn ended(&self) -> Option<Event> {
+    pub(in crate::blocks::handoff) fn ended(&self) -> Option<Event> {
         let mut events = self.agent.drain().into_iter();
         events.find(|event| !matches!(event, Event::Log(_)))
     }
 }
 
 /// Runs reactors until they have nothing more to do.
-pub(in crate::handoff) fn settle(agents: &[&HandoffAgent]) {
-    let is_at_rest = |agent: &&HandoffAgent| matches!(agent.round(), Round::AtRest { .. });
+pub(in crate::blocks::handoff) fn settle(agents: &[&Agent]) {
+    let is_at_rest = |agent: &&Agent| matches!(agent.round(), Round::AtRest { .. });
     while !(0..5).all(|_| agents.iter().filter(|it| is_at_rest(it)).count() == agents.len()) {}
 }
 
 /// A producer, and a consumer that loads two blocks, of which the first one is here.
-pub(in crate::handoff) fn load_in_part(path: MemoryPath, integrity: Integrity) -> (Side, Side) {
+pub(in crate::blocks::handoff) fn load_in_part(
+    path: MemoryPath,
+    integrity: Integrity,
+) -> (Side, Side) {
     let [producer, consumer] = [1, 0].map(|content| Side::on(path, integrity, content, |_| {}));
     producer.mark_ready([ID].into_iter());
     let request = LoadRequest {
@@ -243,7 +247,7 @@ fn blocks_of_a_handoff_whose_end_its_owner_has_marked_are_not_announced() {
     consumer.load(ID, &producer);
     settle(&[&producer.agent, &consumer.agent]);
     // The reactor processes the end later.
-    producer.agent.shared.mark_ended(ID);
+    producer.agent.handoffs.mark_ended(ID);
     producer.mark_ready([ID].into_iter());
     settle(&[&producer.agent, &consumer.agent]);
     assert_eq!((producer.agent.num_leased(), consumer.ended()), (0, None));

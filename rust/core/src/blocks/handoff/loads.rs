@@ -11,14 +11,14 @@ use std::time::Duration;
 
 use super::ReadyBlock;
 use super::active_loads::ActiveLoad;
-use super::agent::Event;
 use super::announcements::slice_of;
 use super::consumer::{Load, Unreadable};
 use super::grant_check::ANSWER_WITHIN;
 use super::load_request::LoadRequest;
 use super::messages::HandoffMessage;
 use super::service::HandoffService;
-use crate::agent::regions::LocalRegion;
+use super::shared::Event;
+use crate::blocks::regions::LocalRegion;
 use crate::error::{Error, FailureCause};
 use crate::ids::{Epoch, HandoffId, RegionId, SessionKey};
 use crate::integrity::Integrity;

@@ -1,7 +1,7 @@
 //! Messages of handoffs between two agents; see docs/reference/wire-agent.md.
 
 use super::ReadyBlock;
-use crate::agent::reason;
+use crate::blocks::reason;
 use crate::error::{Error, Result};
 use crate::ids::{Epoch, HandoffId, SessionKey};
 use crate::net::codec::{Reader, Writer};

@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::SharedState;
 use super::inbox::Drained;
 use super::messages::{AgentMessage, REGIONS, RELEASED, read_regions};
 use super::notices::Notice;
@@ -15,6 +14,7 @@ use super::peers::PeerState;
 use super::plan::Region;
 use super::reads::{ActiveRead, BlockTransfer, Caller, ReadOwner};
 use super::regions::{Closing, LocalRegion};
+use super::shared::SharedState;
 use crate::error::{Error, Result};
 use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::codec::Reader;
@@ -26,12 +26,9 @@ use crate::work::Completer;
 /// Transfers from one peer under way at once; more wait.
 pub(crate) const TRANSFERS_IN_FLIGHT: usize = 4;
 
-/// What users of an agent ask for.
+/// What users ask for of blocks and notifications.
 #[derive(Debug)]
-pub struct AgentCommand(pub(super) AgentCommandKind);
-
-#[derive(Debug)]
-pub(super) enum AgentCommandKind {
+pub(crate) enum BlocksCommand {
     Register {
         region: LocalRegion,
         completer: Completer<Region>,
@@ -100,32 +97,32 @@ impl AgentCore {
         }
     }
 
-    pub(crate) fn command(&mut self, cx: &mut Cx<'_>, command: AgentCommand) {
-        match command.0 {
-            AgentCommandKind::Register { region, completer } => {
+    pub(crate) fn command(&mut self, cx: &mut Cx<'_>, command: BlocksCommand) {
+        match command {
+            BlocksCommand::Register { region, completer } => {
                 completer.complete(self.register(cx, region));
             }
-            AgentCommandKind::Close {
+            BlocksCommand::Close {
                 region,
                 until,
                 completer,
             } => self.close_region(cx, region, until, completer),
-            AgentCommandKind::Connect {
+            BlocksCommand::Connect {
                 address,
                 incarnation,
                 completer,
             } => self.connect(cx.links, &address, incarnation, completer),
-            AgentCommandKind::Read(transfer, caller) => {
+            BlocksCommand::Read(transfer, caller) => {
                 let session = transfer.peer.session();
                 self.read(cx, session, Ok(transfer), ReadOwner::Caller(caller));
             }
-            AgentCommandKind::Write(write) => self.write_command(cx, write),
-            AgentCommandKind::Notify {
+            BlocksCommand::Write(write) => self.write_command(cx, write),
+            BlocksCommand::Notify {
                 session,
                 tag,
                 completer,
             } => self.notice(cx, session, Notice::Tag(tag), Some(completer)),
-            AgentCommandKind::Drained(drained) => self.drained(drained),
+            BlocksCommand::Drained(drained) => self.drained(drained),
         }
     }
 

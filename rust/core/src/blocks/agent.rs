@@ -1,0 +1,151 @@
+//! An agent: its reactor, and what other threads see of it.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use super::agent_core::{AgentCore, BlocksCommand};
+use super::handoff::{EventWaiter, HandoffCommand, HandoffService, HandoffShared};
+use super::shared::SharedState;
+use crate::error::Result;
+use crate::ids::Incarnation;
+use crate::integrity::Integrity;
+use crate::net::address::listen_address;
+use crate::net::encryption::Encryption;
+use crate::net::identity::{Identity, SessionKind};
+use crate::net::secret::{Secrets, Tokens};
+use crate::reactor::{Reactor, default_busy_poll};
+use crate::session::{ReactorConfig, SessionTimeouts, Streams};
+use crate::transfer::host::spawn;
+use crate::transport::Transport;
+
+/// What a [`Agent`] starts with.
+pub struct AgentConfig<'a> {
+    /// `host:port`, or `host:first-last` for the first free port of a range; of port 0 the system chooses one.
+    pub listen: &'a str,
+    /// The tokens that its peers know too.
+    pub token: Tokens<'a>,
+    /// How blocks get to and from its peers.
+    pub transport: Transport,
+    /// Its engine, which its peers name in errors.
+    pub engine_id: &'a str,
+    /// What its peers have to have alike: names and values.
+    pub fingerprint: Vec<(String, String)>,
+    /// Its deadlines.
+    pub timeouts: SessionTimeouts,
+    /// The integrity of its handoffs; with `None` it has none. The blocks that it reads and writes have checksums, unless
+    /// this is `None`.
+    pub integrity: Integrity,
+}
+
+impl<'a> AgentConfig<'a> {
+    /// The defaults: without a name and a fingerprint.
+    pub fn new(listen: &'a str, token: impl Into<Tokens<'a>>, transport: Transport) -> Self {
+        Self {
+            listen,
+            token: token.into(),
+            transport,
+            engine_id: "",
+            fingerprint: Vec::new(),
+            timeouts: SessionTimeouts::default(),
+            integrity: Integrity::default(),
+        }
+    }
+}
+
+/// What users of an agent ask for.
+#[derive(Debug)]
+pub(crate) enum AgentCommand {
+    Blocks(BlocksCommand),
+    Handoff(HandoffCommand),
+}
+
+/// One end of block transfers and handoffs; any thread may call.
+#[derive(Debug)]
+pub struct Agent {
+    /// Closed before the reactor is.
+    pub(super) events: EventWaiter,
+    /// The number of the next load that waits for an event.
+    pub(super) next_gate: AtomicU64,
+    pub(super) reactor: Reactor<AgentCommand>,
+    pub(super) incarnation: Incarnation,
+    pub(super) shared: Arc<SharedState>,
+    pub(super) handoffs: Arc<HandoffShared>,
+    /// Whether the blocks that it reads and writes have checksums.
+    pub(super) is_checksummed: bool,
+}
+
+impl Agent {
+    /// Starts an agent.
+    ///
+    /// # Errors
+    /// The address cannot be bound (`Config`), UCX is missing (`Unavailable`).
+    pub fn new(config: AgentConfig<'_>) -> Result<Self> {
+        let integrity = config.integrity;
+        let address = listen_address(config.listen, config.token)?;
+        let config = ReactorConfig {
+            listen: Some(address),
+            secrets: Secrets::new(config.token),
+            encryption: Encryption::of_environment()?,
+            streams: Streams::of_environment()?,
+            identity: Identity::new(SessionKind::Agent, config.engine_id, config.fingerprint)?,
+            transport: Some(config.transport),
+            timeouts: config.timeouts,
+            busy_poll: default_busy_poll(),
+        };
+        let incarnation = config.identity.incarnation;
+        let shared = Arc::new(SharedState::new()?);
+        let handoffs = Arc::new(HandoffShared::default());
+        let in_thread = (Arc::clone(&shared), Arc::clone(&handoffs));
+        let reactor = spawn(config, move || {
+            HandoffService::new(AgentCore::new(in_thread.0), in_thread.1, integrity)
+        })?;
+        Ok(Self {
+            events: EventWaiter::new(),
+            next_gate: AtomicU64::new(0),
+            reactor,
+            incarnation,
+            shared,
+            handoffs,
+            is_checksummed: integrity != Integrity::None,
+        })
+    }
+
+    /// Runs one round of a reactor without a thread.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub fn round(&self) -> crate::reactor::manual::Round {
+        self.reactor.round()
+    }
+
+    /// What the maps and queues of a reactor without a thread hold.
+    #[cfg(test)]
+    pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        self.reactor.sizes()
+    }
+
+    /// Where peers connect.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.reactor.address()
+    }
+
+    /// The incarnation of this agent.
+    pub fn incarnation(&self) -> Incarnation {
+        self.incarnation
+    }
+
+    /// Ends the agent: what waits for events of a device is forgotten, its sessions are closed, its thread ends. See
+    /// [`check_reads_ended`](Self::check_reads_ended).
+    pub fn close(&self) {
+        self.events.close();
+        self.reactor.stop();
+    }
+
+    /// Whether nothing is read into the memory of an agent that was closed: UCX may take longer to end reads than `close`
+    /// waits for them.
+    ///
+    /// # Errors
+    /// `Timeout` says how many reads have not ended. Their memory is kept until they have.
+    pub fn check_reads_ended(&self) -> Result<()> {
+        self.reactor.pending_reads().check()
+    }
+}
