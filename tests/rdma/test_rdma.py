@@ -222,8 +222,8 @@ def link_down():
 
 
 def test_blocks_under_way_when_the_rdma_link_goes_down_arrive_as_streams_of_the_same_session(start, monkeypatch):
-    # UCX (1.13, 1.23) aborts the process when its ud queue pair fails, as that of rxe does when it sends without a link.
-    # So ud only connects rc here, and shared memory carries UCX's own messages.
+    # UCX (1.13, 1.23) aborts the process when its ud queue pair fails, as that of rxe does without a link. So ud only
+    # connects rc here, and shared memory carries UCX's own messages.
     monkeypatch.setenv("UCX_TLS", "rc_verbs,ud_verbs:aux,posix,self")
     monkeypatch.setenv("UCX_MM_ERROR_HANDLING", "y")
     source = start("expose_blocks", NUM_BLOCKS, 64 << 10)
