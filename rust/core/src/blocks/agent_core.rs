@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::codec::Reader;
 use crate::reactor::Timers;
-use crate::session::{Payload, ReactorContext};
+use crate::session::{Links, Payload};
 use crate::transfer::Cx;
 use crate::work::Completer;
 
@@ -233,7 +233,7 @@ impl AgentCore {
     }
 
     /// Ends everything that is left when the engine has stopped and its reads have been drained.
-    pub(crate) fn stop(&mut self, links: &ReactorContext, reason: &str) {
+    pub(crate) fn stop(&mut self, links: &Links, reason: &str) {
         let closed = links.closed(reason);
         for session in self.peers.keys().copied().collect::<Vec<_>>() {
             self.peer_down(session, &closed);

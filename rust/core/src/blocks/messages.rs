@@ -6,7 +6,7 @@ use super::notices::TAG_CAP;
 use crate::error::{Error, Result};
 use crate::ids::{RegionId, SessionKey};
 use crate::net::codec::{Reader, Writer};
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::transfer::message::{BLOCKS_CAP, REASON_CAP};
 use crate::transfer::region::RemoteRegion;
 
@@ -155,8 +155,8 @@ impl AgentMessage<'_> {
         Ok(message)
     }
 
-    pub(super) fn send(self, cx: &mut ReactorContext, session: SessionKey) {
-        let header = ReactorContext::header(self.kind());
+    pub(super) fn send(self, cx: &mut Links, session: SessionKey) {
+        let header = Links::header(self.kind());
         let (header, payload) = self.encode(header);
         cx.message(session, header, &payload);
     }

@@ -7,7 +7,7 @@ use super::notices::Notice;
 use super::plan::peer_gone;
 use crate::error::Result;
 use crate::ids::SessionKey;
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::transfer::Cx;
 use crate::work::Completer;
 
@@ -100,7 +100,7 @@ impl AgentCore {
     }
 
     /// Tells peers what has come and what was drained of it, once a round.
-    pub(super) fn note(&mut self, links: &mut ReactorContext) {
+    pub(super) fn note(&mut self, links: &mut Links) {
         for session in std::mem::take(&mut self.to_note) {
             let peer = self.peers.get_mut(&session);
             if let Some((received, drained)) = peer.and_then(|peer| peer.arrivals.note()) {

@@ -11,7 +11,7 @@ use super::peer::{Counters, Peer, Regions};
 use crate::error::Error;
 use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::identity::Identity;
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::transfer::Cx;
 use crate::transfer::region::RemoteRegion;
 use crate::work::Completer;
@@ -76,7 +76,7 @@ impl PeerState {
 impl AgentCore {
     pub(super) fn connect(
         &mut self,
-        links: &mut ReactorContext,
+        links: &mut Links,
         address: &str,
         incarnation: Option<Incarnation>,
         completer: Completer<Peer>,
@@ -90,7 +90,7 @@ impl AgentCore {
 
     /// The session to an address: the one there is, or a new one. One whose loss its users know of already is
     /// not there any more, although its end is still to be reported.
-    pub(crate) fn session_to(&mut self, links: &mut ReactorContext, address: &str) -> SessionKey {
+    pub(crate) fn session_to(&mut self, links: &mut Links, address: &str) -> SessionKey {
         let known = self.by_address.get(address);
         if let Some(&session) = known.filter(|session| !self.is_lost(links, **session)) {
             return session;
@@ -103,7 +103,7 @@ impl AgentCore {
     }
 
     /// Whether a session has ended, be its end reported or not.
-    pub(crate) fn is_lost(&self, links: &ReactorContext, session: SessionKey) -> bool {
+    pub(crate) fn is_lost(&self, links: &Links, session: SessionKey) -> bool {
         let peer = self.peers.get(&session);
         links.has_failed(session) || peer.is_none_or(|peer| peer.handle.lost().is_some())
     }
@@ -142,7 +142,7 @@ impl AgentCore {
 
     pub(crate) fn session_up(
         &mut self,
-        links: &mut ReactorContext,
+        links: &mut Links,
         session: SessionKey,
         identity: &Identity,
     ) {
@@ -169,14 +169,14 @@ impl AgentCore {
         links.send(session, &self.describe_regions());
     }
 
-    pub(crate) fn data_path_changed(&self, links: &ReactorContext, session: SessionKey) {
+    pub(crate) fn data_path_changed(&self, links: &Links, session: SessionKey) {
         if let Some(peer) = self.peers.get(&session) {
             peer.handle.set_transport(transport(links, session));
         }
     }
 
     /// Gives up peers that do not describe their regions in time.
-    pub(super) fn expire_peers(&mut self, links: &mut ReactorContext) {
+    pub(super) fn expire_peers(&mut self, links: &mut Links) {
         while let Some(session) = self.described_by.pop_expired(links.now()) {
             let waited = links.timeouts().handshake;
             let text = format!("it did not describe its regions within {waited:?}");
@@ -214,6 +214,6 @@ impl AgentCore {
     }
 }
 
-pub(crate) fn transport(links: &ReactorContext, session: SessionKey) -> String {
+pub(crate) fn transport(links: &Links, session: SessionKey) -> String {
     links.shown_transport(session).unwrap_or_default()
 }

@@ -10,7 +10,7 @@ use super::peer::Peer;
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::{Incarnation, RegionId, SessionKey};
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::transfer::message::BLOCKS_CAP;
 use crate::transfer::region::{Layout, Pieces, RemoteRegion, check_sizes, coalesce};
 
@@ -98,7 +98,7 @@ pub(crate) fn region_gone() -> Error {
 }
 
 /// It was there when the transfer was asked for, or the notification.
-pub(super) fn peer_gone(cx: &ReactorContext, session: SessionKey) -> Error {
+pub(super) fn peer_gone(cx: &Links, session: SessionKey) -> Error {
     Error::lost(
         &cx.peer(session),
         "it is gone; connect again for a new peer",

@@ -10,7 +10,7 @@ use super::peer::{Counters, Peer};
 use super::plan::{peer_gone, region_gone};
 use crate::error::{Error, Result};
 use crate::ids::{RegionId, SessionKey};
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::transfer::region::{Layout, Pieces};
 use crate::transfer::{Checksums, Completion, Cx, TransferError, TransferRequest};
 use crate::transport::Memory;
@@ -39,12 +39,7 @@ pub(crate) struct Notify {
 
 impl Notify {
     /// The transfer has ended: the peer waits for the number, if there is one.
-    pub(super) fn transfer_ended(
-        self,
-        links: &mut ReactorContext,
-        session: SessionKey,
-        is_ok: bool,
-    ) {
+    pub(super) fn transfer_ended(self, links: &mut Links, session: SessionKey, is_ok: bool) {
         let (Some(number), tag) = (self.number, self.tag) else {
             return;
         };
@@ -165,7 +160,7 @@ impl AgentCore {
     /// Since the transfer was asked for, a region was closed or the peer was lost; or a block is busy.
     pub(super) fn begin_transfer(
         &mut self,
-        links: &ReactorContext,
+        links: &Links,
         transfer: &BlockTransfer,
         ids: &[u32],
     ) -> Result<(Arc<Memory>, Layout)> {
@@ -284,7 +279,7 @@ impl AgentCore {
     /// As of [`begin_transfer`](Self::begin_transfer).
     pub(crate) fn service_read_begins(
         &mut self,
-        links: &ReactorContext,
+        links: &Links,
         transfer: &BlockTransfer,
     ) -> Result<(Arc<Memory>, Layout)> {
         let destination = self.begin_transfer(links, transfer, &transfer.pieces.to_ids)?;

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
 use crate::net::identity::Identity;
-use crate::session::{Payload, ReactorContext, Service};
+use crate::session::{Links, Payload, Service};
 use crate::trace::{Trace, Track};
 
 #[derive(Debug)]
@@ -79,7 +79,7 @@ impl ControlOutbox {
         self.events.push_minor(ControlEvent::Log(text));
     }
 
-    fn flush(&mut self, cx: &mut ReactorContext) {
+    fn flush(&mut self, cx: &mut Links) {
         for (session, message) in self.messages.drain(..) {
             cx.send(session, &message.encode());
         }
@@ -122,7 +122,7 @@ impl ControlService {
     }
 
     /// The session to an address: the present one, unless it has failed, or a new one.
-    fn session_to(&mut self, cx: &mut ReactorContext, address: &str) -> SessionKey {
+    fn session_to(&mut self, cx: &mut Links, address: &str) -> SessionKey {
         let known = self.by_address.get(address);
         if let Some(&session) = known.filter(|session| !cx.has_failed(**session)) {
             return session;
@@ -133,7 +133,7 @@ impl ControlService {
         session
     }
 
-    fn watch(&mut self, cx: &mut ReactorContext, handoff: HandoffId, producer: &str) {
+    fn watch(&mut self, cx: &mut Links, handoff: HandoffId, producer: &str) {
         let session = self.session_to(cx, producer);
         self.consumer.watch(cx.now(), handoff, session);
         if cx.is_up(session) {
@@ -142,7 +142,7 @@ impl ControlService {
     }
 
     /// Connects to a producer on behalf of a peer, and replies whether that succeeds.
-    fn check(&mut self, cx: &mut ReactorContext, check: Check) {
+    fn check(&mut self, cx: &mut Links, check: Check) {
         if let Some(check) = self.checks.admit(&mut self.out, check) {
             let to_producer = self.session_to(cx, &check.producer);
             let is_up = cx.is_up(to_producer);
@@ -150,7 +150,7 @@ impl ControlService {
         }
     }
 
-    fn receive(&mut self, cx: &mut ReactorContext, session: SessionKey, message: ControlMessage) {
+    fn receive(&mut self, cx: &mut Links, session: SessionKey, message: ControlMessage) {
         let now = cx.now();
         let (producer, consumer, out) = (&mut self.producer, &mut self.consumer, &mut self.out);
         match message {
@@ -172,7 +172,7 @@ impl ControlService {
 
     fn reply_or_defer(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         session: SessionKey,
         id: u64,
         query: ControlQuery,
@@ -226,7 +226,7 @@ impl ControlService {
 impl Service for ControlService {
     type Command = ControlCommand;
 
-    fn command(&mut self, cx: &mut ReactorContext, command: ControlCommand) {
+    fn command(&mut self, cx: &mut Links, command: ControlCommand) {
         let (producer, out) = (&mut self.producer, &mut self.out);
         match command {
             ControlCommand::Describe(json) => self.description = json,
@@ -258,7 +258,7 @@ impl Service for ControlService {
         self.out.flush(cx);
     }
 
-    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
+    fn session_up(&mut self, cx: &mut Links, session: SessionKey, peer: &Identity) {
         let (address, engine) = (cx.peer(session), &peer.engine_id);
         let text = format!("control.open peer={address} engine_id={engine}");
         self.out.log(text);
@@ -268,7 +268,7 @@ impl Service for ControlService {
         self.out.flush(cx);
     }
 
-    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
+    fn session_down(&mut self, cx: &mut Links, session: SessionKey, error: Error) {
         let out = &mut self.out;
         if !self.checks.session_down(out, session, &error) {
             out.log(format!("control.closed {error}"));
@@ -287,7 +287,7 @@ impl Service for ControlService {
 
     fn message(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         session: SessionKey,
         header: &[u8],
         _payload: Payload,
@@ -297,7 +297,7 @@ impl Service for ControlService {
         Ok(())
     }
 
-    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+    fn timer(&mut self, cx: &mut Links) -> Option<Instant> {
         let (out, now) = (&mut self.out, cx.now());
         let deadlines = [
             self.producer.expire(out, now),
@@ -348,7 +348,7 @@ mod tests {
             handoff: Duration::ZERO,
         };
         let (mut cx, mut service) = (
-            ReactorContext::manual(None),
+            Links::manual(None),
             ControlService::new(Events::default(), timeouts),
         );
         let session = service.session_to(&mut cx, "127.0.0.1:9");

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{Payload, ReactorContext};
+use crate::session::{Links, Payload};
 use crate::transfer::region::Layout;
 use crate::transfer::source::SourceRequest;
 use crate::transfer::{Completion, Cx, TransferService};
@@ -250,7 +250,7 @@ impl TransferService for LookupClient {
         self.expire_selects(cx);
     }
 
-    fn next_deadline(&mut self, _links: &ReactorContext) -> Option<Instant> {
+    fn next_deadline(&mut self, _links: &Links) -> Option<Instant> {
         let next_insert = self.inserts.next_deadline();
         next_insert.into_iter().chain(self.next_looks.at()).min()
     }

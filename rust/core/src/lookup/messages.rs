@@ -11,7 +11,7 @@ use crate::net::codec::{Reader, Writer};
 use crate::net::fields::{
     check_seal, read_refusal, read_timeout, seal, write_refusal, write_timeout,
 };
-use crate::session::ReactorContext;
+use crate::session::Links;
 
 // Kinds besides those of `crate::transfer::Message`.
 const INSERT: u8 = 16;
@@ -68,8 +68,8 @@ pub(crate) enum LookupMessage<'a> {
 }
 
 impl LookupMessage<'_> {
-    pub(super) fn send(self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
-        let header = ReactorContext::header(self.kind()).u64(operation);
+    pub(super) fn send(self, cx: &mut Links, session: SessionKey, operation: u64) {
+        let header = Links::header(self.kind()).u64(operation);
         let (header, payload) = self.encode(header);
         cx.message(session, header, &payload);
     }

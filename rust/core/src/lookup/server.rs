@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{Payload, ReactorContext};
+use crate::session::{Links, Payload};
 use crate::transfer::region::Layout;
 use crate::transfer::source::SourceRequest;
 use crate::transfer::{Completion, Cx, TransferService};
@@ -235,7 +235,7 @@ impl TransferService for LookupServer {
         }
     }
 
-    fn next_deadline(&mut self, links: &ReactorContext) -> Option<Instant> {
+    fn next_deadline(&mut self, links: &Links) -> Option<Instant> {
         let idle = self.shared.pool.expire(links.now());
         idle.into_iter().chain(self.shared.next_deadline()).min()
     }

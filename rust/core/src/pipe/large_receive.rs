@@ -9,7 +9,7 @@ use super::messages::ReceiverMessage;
 use super::receiver::Receiver;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::tensor::{Meta, Received};
 use crate::transfer::exposed::BufferDescription;
@@ -276,7 +276,7 @@ impl Receiver {
     }
 
     /// When to look again at large tensors that may be late.
-    pub(super) fn next_expiry(&self, cx: &ReactorContext) -> Option<Instant> {
+    pub(super) fn next_expiry(&self, cx: &Links) -> Option<Instant> {
         let session = self.session?;
         let graces = self.large_receives.iter();
         let graces = graces.filter_map(|large| large.grace.as_ref());

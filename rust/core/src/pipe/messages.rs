@@ -10,7 +10,7 @@ use crate::checksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::tensor::Meta;
 use crate::transfer::exposed::BufferDescription;
 
@@ -55,7 +55,7 @@ impl<'a> SenderMessage<'a> {
     /// Sends it; false if the session is lost. With `is_checksummed`, a tensor's message has a checksum.
     pub(super) fn send(
         &self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         session: SessionKey,
         sequence: u64,
         is_checksummed: bool,
@@ -69,7 +69,7 @@ impl<'a> SenderMessage<'a> {
         };
         let payload = payload.finish();
         let checksum = is_checksummed.then(|| checksum::of(&payload));
-        let header = ReactorContext::header(kind).u64(sequence);
+        let header = Links::header(kind).u64(sequence);
         let header = header.u8(is_checksummed.into()).u64(checksum.unwrap_or(0));
         cx.message(session, header, &payload)
     }
@@ -111,8 +111,8 @@ impl<'a> SenderMessage<'a> {
 }
 
 /// Sends a message that is its kind and its tensor; false if the session is lost.
-fn send_bare(cx: &mut ReactorContext, session: SessionKey, kind: u8, sequence: u64) -> bool {
-    let header = ReactorContext::header(kind).u64(sequence);
+fn send_bare(cx: &mut Links, session: SessionKey, kind: u8, sequence: u64) -> bool {
+    let header = Links::header(kind).u64(sequence);
     cx.message(session, header, &[])
 }
 
@@ -142,7 +142,7 @@ pub(super) enum ReceiverMessage<'a> {
 }
 
 impl ReceiverMessage<'_> {
-    pub(super) fn send(&self, cx: &mut ReactorContext, session: SessionKey, sequence: u64) {
+    pub(super) fn send(&self, cx: &mut Links, session: SessionKey, sequence: u64) {
         let (kind, payload) = match self {
             Self::Ack { others } => {
                 let list = Writer::default().list(others, |w, sequence| w.u64(*sequence));
@@ -156,7 +156,7 @@ impl ReceiverMessage<'_> {
                 (REFUSED, reason.finish())
             }
         };
-        let header = ReactorContext::header(kind).u64(sequence);
+        let header = Links::header(kind).u64(sequence);
         cx.message(session, header, &payload);
     }
 

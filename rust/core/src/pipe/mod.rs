@@ -24,7 +24,7 @@ use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::{Secrets, Tokens};
 use crate::reactor::Reactor;
-use crate::session::{ReactorConfig, ReactorContext, SessionTimeouts, Streams};
+use crate::session::{Links, ReactorConfig, SessionTimeouts, Streams};
 use crate::sync::lock;
 use crate::tensor::{Meta, Received};
 use crate::transfer::host::spawn;
@@ -96,7 +96,7 @@ impl SharedInfo {
     }
 
     /// Both ends are connected.
-    fn open(&self, cx: &ReactorContext, session: SessionKey) {
+    fn open(&self, cx: &Links, session: SessionKey) {
         let mut info = self.get();
         info.state = "open";
         info.peer = cx.peer(session);

@@ -9,7 +9,7 @@ use super::messages::SenderMessage;
 use super::sender::Sender;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::tensor::Meta;
 use crate::transfer::exposed::ExposedBuffer;
@@ -77,14 +77,14 @@ impl PostedSend {
     }
 
     /// The time of the next call of [`expire`](Self::expire).
-    pub(super) fn next(&self, cx: &ReactorContext, session: SessionKey) -> Option<Instant> {
+    pub(super) fn next(&self, cx: &Links, session: SessionKey) -> Option<Instant> {
         let grace = self.large.as_ref()?.grace.as_ref()?;
         Some(grace.next(cx, &[session]))
     }
 
     /// Withdraws an offer whose deadline has passed; whether it did. Without an answer within the grace period the send fails
     /// unsettled: the receiver may still be reading.
-    pub(super) fn expire(&mut self, cx: &mut ReactorContext, session: SessionKey) -> bool {
+    pub(super) fn expire(&mut self, cx: &mut Links, session: SessionKey) -> bool {
         let Some(large) = &mut self.large else {
             return false;
         };
@@ -122,7 +122,7 @@ mod tests {
     fn a_tensor_is_offered_until_it_is_withdrawn_and_under_its_own_sequence_number() {
         let transport = Transport::Memory(MemoryPath::RemoteRead);
         let opened = transport.open();
-        let mut cx = ReactorContext::manual(Some(opened.unwrap()));
+        let mut cx = Links::manual(Some(opened.unwrap()));
         let buffer = Buffer::zeroed(8);
         let (exposed, _) = ExposedBuffer::new(&cx, 20, buffer, Integrity::Validate).unwrap();
         let (_sent, completer) = work();

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{Payload, ReactorContext};
+use crate::session::{Links, Payload};
 use crate::tensor::Received;
 use crate::transfer::region::Layout;
 use crate::transfer::source::SourceRequest;
@@ -69,12 +69,7 @@ impl Receiver {
 
     /// Counts and acknowledges a received tensor. Acknowledgements of small ones are batched: their sends have completed,
     /// and each message would wake the sender.
-    pub(super) fn record_received(
-        &mut self,
-        links: &mut ReactorContext,
-        sequence: u64,
-        len: usize,
-    ) {
+    pub(super) fn record_received(&mut self, links: &mut Links, sequence: u64, len: usize) {
         self.unacknowledged.push(sequence);
         if len > EAGER_CAP || self.unacknowledged.len() >= MESSAGES_IN_FLIGHT / 4 {
             self.send_acks(links);
@@ -86,7 +81,7 @@ impl Receiver {
         info.num_bytes += len as u64;
     }
 
-    fn send_acks(&mut self, links: &mut ReactorContext) {
+    fn send_acks(&mut self, links: &mut Links) {
         self.ack_at = None;
         let received = std::mem::take(&mut self.unacknowledged);
         if let Some((first, others)) = received.split_first() {
@@ -96,12 +91,7 @@ impl Receiver {
     }
 
     /// Sends a message about one tensor.
-    pub(super) fn reply(
-        &self,
-        links: &mut ReactorContext,
-        sequence: u64,
-        reply: &ReceiverMessage<'_>,
-    ) {
+    pub(super) fn reply(&self, links: &mut Links, sequence: u64, reply: &ReceiverMessage<'_>) {
         if let Some(session) = self.session {
             reply.send(links, session, sequence);
         }
@@ -228,7 +218,7 @@ impl TransferService for Receiver {
         self.expire_large(cx);
     }
 
-    fn next_deadline(&mut self, links: &ReactorContext) -> Option<Instant> {
+    fn next_deadline(&mut self, links: &Links) -> Option<Instant> {
         self.next_expiry(links)
             .into_iter()
             .chain(self.deadlines.at())

@@ -16,7 +16,7 @@ use crate::integrity::Integrity;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::grace::GracePeriod;
-use crate::session::{Payload, ReactorContext};
+use crate::session::{Links, Payload};
 use crate::transfer::exposed::ExposedBuffer;
 use crate::transfer::region::Layout;
 use crate::transfer::source::SourceRequest;
@@ -102,7 +102,7 @@ impl Sender {
     /// The message of a tensor, and the memory that the receiver may read if it is large.
     fn tensor_message<'a>(
         &self,
-        links: &ReactorContext,
+        links: &Links,
         session: SessionKey,
         send: &'a QueuedSend,
     ) -> Result<(SenderMessage<'a>, Option<ExposedBuffer>)> {
@@ -167,7 +167,7 @@ impl Sender {
     }
 
     /// Ends the pipe when it is closing and everything has been acknowledged.
-    fn finish_closing(&mut self, links: &mut ReactorContext) {
+    fn finish_closing(&mut self, links: &mut Links) {
         if self.closing.is_empty() || !self.queue.is_empty() || !self.posted.is_empty() {
             return;
         }
@@ -351,7 +351,7 @@ impl TransferService for Sender {
         }
     }
 
-    fn next_deadline(&mut self, links: &ReactorContext) -> Option<Instant> {
+    fn next_deadline(&mut self, links: &Links) -> Option<Instant> {
         let session = self.session?;
         let posted = self.posted.iter();
         let posted = posted.filter_map(|it| it.next(links, session));

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Status};
 
-use super::ReactorContext;
+use super::Links;
 use super::probe::{DataPaths, new_canary};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -77,7 +77,7 @@ const NO_ENDPOINT: Status = Status {
 };
 
 /// The data plane of one session.
-impl ReactorContext {
+impl Links {
     /// Both sides know the session, each by the other's token: connects to this worker of the peer. False if one of the two
     /// has no worker, or their devices have no way to each other.
     #[expect(unsafe_code, reason = "UCX does not check what it parses")]
@@ -163,7 +163,7 @@ impl ReactorContext {
 
 /// Remote memory, for services. A session whose endpoint cannot take an operation goes on without it; a posted read ends with
 /// exactly one `done`.
-impl ReactorContext {
+impl Links {
     /// Reads remote memory.
     pub(crate) fn get(&mut self, session: SessionKey, get: Get<'_>) -> bool {
         // The peer may have its memory back already: what is read from now on verifies nothing.

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use crate::ids::SessionKey;
-use crate::session::ReactorContext;
+use crate::session::Links;
 
 /// How long before the deadline the peer is sent the first PING.
 const PING_LEAD: Duration = Duration::from_millis(500);
@@ -59,7 +59,7 @@ impl GracePeriod {
     }
 
     /// The stage now. Sends PINGs when it is time.
-    pub(crate) fn look(&mut self, cx: &mut ReactorContext, sessions: &[SessionKey]) -> AnswerStage {
+    pub(crate) fn look(&mut self, cx: &mut Links, sessions: &[SessionKey]) -> AnswerStage {
         let stage = self.stage(cx.now(), last_rx(cx, sessions));
         let is_waited_for = matches!(stage, AnswerStage::InTime | AnswerStage::Late);
         if is_waited_for && self.is_time_to_ping(cx.now(), last_rx(cx, sessions)) {
@@ -82,7 +82,7 @@ impl GracePeriod {
     }
 
     /// When to look again.
-    pub(crate) fn next(&self, cx: &ReactorContext, sessions: &[SessionKey]) -> Instant {
+    pub(crate) fn next(&self, cx: &Links, sessions: &[SessionKey]) -> Instant {
         let over = self.over(last_rx(cx, sessions));
         let next = over.map_or(self.ping_at, |at| at.min(self.ping_at));
         if self.deadline > cx.now() {
@@ -145,7 +145,7 @@ impl GracePeriod {
 }
 
 /// When bytes of the peer came last that has been silent longest.
-fn last_rx(cx: &ReactorContext, sessions: &[SessionKey]) -> Option<Instant> {
+fn last_rx(cx: &Links, sessions: &[SessionKey]) -> Option<Instant> {
     sessions
         .iter()
         .map(|session| cx.last_rx(*session))

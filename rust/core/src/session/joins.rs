@@ -6,14 +6,14 @@ use super::bulk::BulkEnd;
 use super::connection::Connection;
 use super::session::{Session, SessionEvent};
 use super::sessions::Sessions;
-use super::{ReactorContext, Service};
+use super::{Links, Service};
 use crate::error::Result;
 use crate::ids::SessionKey;
 use crate::net::framing::SessionFrame;
 use crate::net::handshake::JoinRequest;
 use crate::reactor::{ConnectFailure, Token};
 
-impl ReactorContext {
+impl Links {
     /// A session is established: the side that was dialled lets further connections join it, the other one may dial them.
     pub(super) fn allow_bulk(&mut self, key: SessionKey, is_on_host: bool) {
         let Some(session) = self.sessions.get_mut(&key) else {

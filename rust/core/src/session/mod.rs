@@ -1,12 +1,11 @@
 //! Sessions: the authenticated connection to a peer, its UCX endpoint, and what a caller may expect of a peer that is late.
 //!
-//! What runs on top (pipe, lookup, control, handoff on an agent) is a [`Service`]: events in, calls on [`ReactorContext`] out, on one
+//! What runs on top (pipe, lookup, control, handoff on an agent) is a [`Service`]: events in, calls on [`Links`] out, on one
 //! thread at a time, without locks.
 
 mod attempts;
 mod bulk;
 mod connection;
-mod context;
 mod data_plane;
 pub(crate) mod fair_waitlist;
 pub(crate) mod grace;
@@ -14,6 +13,7 @@ mod handshake_places;
 mod inbox;
 mod joins;
 mod link;
+mod links;
 mod listener;
 mod outbox;
 mod probe;
@@ -46,9 +46,9 @@ use listener::{LISTENER, Listener};
 use sessions::Sessions;
 
 pub use bulk::Streams;
-pub(crate) use context::ReactorContext;
 #[cfg(test)]
 pub(crate) use data_plane::tests::FarEnd;
+pub(crate) use links::Links;
 pub(crate) use outbox::{StreamPart, StreamTag};
 pub(crate) use stream_sinks::{PART_KIND, RegisteredSink, StreamSink};
 pub use timeouts::SessionTimeouts;
@@ -91,7 +91,7 @@ pub(crate) trait Service {
     type Command: Send + 'static;
 
     /// Another thread asks. Commands that come while the reactor stops come right before [`stop`](Self::stop).
-    fn command(&mut self, cx: &mut ReactorContext, command: Self::Command);
+    fn command(&mut self, cx: &mut Links, command: Self::Command);
     /// Whether a peer that has proved the token may connect. The reason goes to the peer. `session_up` follows, or
     /// `dismissed`.
     fn accept(
@@ -104,18 +104,18 @@ pub(crate) trait Service {
     /// A session of a peer that had connected ended before it was established, perhaps even before `accept`.
     fn dismissed(&mut self, _session: SessionKey) {}
     /// A session is established.
-    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity);
+    fn session_up(&mut self, cx: &mut Links, session: SessionKey, peer: &Identity);
     /// A session is gone, or could never be made; once for each session that was up or asked for. It was removed before
     /// this call.
-    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error);
+    fn session_down(&mut self, cx: &mut Links, session: SessionKey, error: Error);
     /// A side of an established session gets the other's bytes by another data path from now on.
-    fn data_path_changed(&mut self, _cx: &mut ReactorContext, _session: SessionKey) {}
+    fn data_path_changed(&mut self, _cx: &mut Links, _session: SessionKey) {}
     /// A further connection of a session is lost, and with it parts of streams that were on their way.
-    fn streams_lost(&mut self, _cx: &mut ReactorContext, _session: SessionKey) {}
+    fn streams_lost(&mut self, _cx: &mut Links, _session: SessionKey) {}
     /// A message came. An error closes the session.
     fn message(
         &mut self,
-        _cx: &mut ReactorContext,
+        _cx: &mut Links,
         _session: SessionKey,
         _header: &[u8],
         _payload: Payload,
@@ -123,9 +123,9 @@ pub(crate) trait Service {
         Err(Error::protocol("a message for a service without messages"))
     }
     /// A UCX operation has ended.
-    fn done(&mut self, _cx: &mut ReactorContext, _token: u64, _result: UcxResult<()>) {}
+    fn done(&mut self, _cx: &mut Links, _token: u64, _result: UcxResult<()>) {}
     /// Runs a slice of long work, between two looks at sockets and UCX; whether more of it waits.
-    fn poll(&mut self, _cx: &mut ReactorContext) -> bool {
+    fn poll(&mut self, _cx: &mut Links) -> bool {
         false
     }
     /// Whether there is work that has come since.
@@ -133,16 +133,16 @@ pub(crate) trait Service {
         false
     }
     /// Handles the deadlines that have passed, and returns the next one.
-    fn timer(&mut self, _cx: &mut ReactorContext) -> Option<Instant> {
+    fn timer(&mut self, _cx: &mut Links) -> Option<Instant> {
         None
     }
     /// Logs a line for people; at most one for each event in the life of a session.
     fn log(&mut self, _text: String) {}
     /// The reactor is about to stop: messages that are sent now still leave.
-    fn closing(&mut self, _cx: &mut ReactorContext) {}
+    fn closing(&mut self, _cx: &mut Links) {}
     /// The reactor stops. Its data plane has ended before this call: nothing reads or writes registered memory, but for
-    /// the reads that [`ReactorContext::closed`] reports.
-    fn stop(&mut self, _cx: &mut ReactorContext) {}
+    /// the reads that [`Links::closed`] reports.
+    fn stop(&mut self, _cx: &mut Links) {}
     /// What its maps and queues hold.
     #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
@@ -198,7 +198,7 @@ where
             if let Some(socket) = &socket {
                 poller.add(socket, LISTENER, EventFlags::IN)?;
             }
-            let cx = ReactorContext::new(config, context, poller, pending_reads)?;
+            let cx = Links::new(config, context, poller, pending_reads)?;
             Ok(Sessions {
                 cx,
                 service: make(),

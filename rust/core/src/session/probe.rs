@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use kvpipe_ucx::{Buffer, Lane, LanesError, MemoryKind, ProcessVmError, ProcessVmReader};
 
-use super::ReactorContext;
+use super::Links;
 use super::data_plane::DataPlane;
 use crate::checksum;
 use crate::error::{Error, Result};
@@ -123,7 +123,7 @@ impl Probe {
 }
 
 /// Before a session is up.
-impl ReactorContext {
+impl Links {
     /// Probes how this side gets the peer's bytes. UCX, if it is used, has connected: before, it may still change the lanes.
     pub(super) fn probe(&mut self, key: SessionKey) {
         let Some(session) = self.sessions.get(&key) else {
@@ -337,7 +337,7 @@ impl ReactorContext {
 }
 
 /// Data paths, for services.
-impl ReactorContext {
+impl Links {
     /// How this side gets the peer's bytes.
     pub(crate) fn data_path(&self, session: SessionKey) -> Option<DataPath> {
         self.endpoint(session)?.paths.ours.clone()

@@ -9,7 +9,7 @@ use super::listener::{LISTENER, Listener};
 use super::probe::canary_of;
 use super::session::{SessionEnd, SessionEvent, SessionState};
 use super::stream_sinks::PART_KIND;
-use super::{Payload, ReactorContext, Service};
+use super::{Links, Payload, Service};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::reactor::{CommandReceiver, ConnectFailure, Connected, EventHandler, Token};
@@ -31,7 +31,7 @@ const READS_LATE: Status = Status {
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(super) struct Sessions<S: Service> {
-    pub(super) cx: ReactorContext,
+    pub(super) cx: Links,
     pub(super) service: S,
     pub(super) commands: CommandReceiver<S::Command>,
     pub(super) listener: Option<Listener>,

@@ -8,7 +8,7 @@ use std::rc::{Rc, Weak};
 use kvpipe_ucx::socket::Range;
 use kvpipe_ucx::{Buffer, SharedBytes};
 
-use super::ReactorContext;
+use super::Links;
 use crate::error::Result;
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
@@ -115,7 +115,7 @@ impl std::fmt::Debug for RegisteredSink {
     }
 }
 
-impl ReactorContext {
+impl Links {
     /// Gives the parts of a stream (messages of this kind and id) to `sink`, until the result is dropped.
     pub(crate) fn register_sink(
         &self,

@@ -20,12 +20,12 @@ struct Busy {
 impl Service for Busy {
     type Command = ();
 
-    fn command(&mut self, _cx: &mut ReactorContext, _command: ()) {
+    fn command(&mut self, _cx: &mut Links, _command: ()) {
         let _ = self.begun.send(());
         let _ = self.may_end.recv_timeout(TIMEOUT);
     }
-    fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
-    fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
+    fn session_up(&mut self, _cx: &mut Links, _session: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _cx: &mut Links, _session: SessionKey, _error: Error) {}
 }
 
 fn config() -> ReactorConfig {
@@ -73,10 +73,10 @@ struct SlowToEnd {
 impl Service for SlowToEnd {
     type Command = ();
 
-    fn command(&mut self, _cx: &mut ReactorContext, _command: ()) {}
-    fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
-    fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
-    fn stop(&mut self, _cx: &mut ReactorContext) {
+    fn command(&mut self, _cx: &mut Links, _command: ()) {}
+    fn session_up(&mut self, _cx: &mut Links, _session: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _cx: &mut Links, _session: SessionKey, _error: Error) {}
+    fn stop(&mut self, _cx: &mut Links) {
         let _ = self.ends.send(());
         let _ = self.may_end.recv_timeout(TIMEOUT);
         self.has_ended.store(true, Ordering::Release);
@@ -117,11 +117,11 @@ struct CommandCounter(Arc<AtomicUsize>);
 impl Service for CommandCounter {
     type Command = ();
 
-    fn command(&mut self, _cx: &mut ReactorContext, _command: ()) {
+    fn command(&mut self, _cx: &mut Links, _command: ()) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
-    fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
-    fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
+    fn session_up(&mut self, _cx: &mut Links, _session: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _cx: &mut Links, _session: SessionKey, _error: Error) {}
 }
 
 #[test]

@@ -19,7 +19,7 @@ use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::grace::{AnswerStage, GracePeriod};
-use crate::session::{Payload, ReactorContext};
+use crate::session::{Links, Payload};
 use crate::sync::lock;
 use crate::transfer::exposed::ExposedBuffers;
 use crate::transfer::region::Layout;
@@ -353,7 +353,7 @@ impl TransferService for Client {
         self.end_overdue(cx);
     }
 
-    fn next_deadline(&mut self, _links: &ReactorContext) -> Option<Instant> {
+    fn next_deadline(&mut self, _links: &Links) -> Option<Instant> {
         self.next_looks.at()
     }
 

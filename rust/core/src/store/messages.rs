@@ -14,7 +14,7 @@ use crate::net::codec::{Reader, Writer};
 use crate::net::fields::{
     check_seal, read_refusal, read_timeout, seal, write_refusal, write_timeout,
 };
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::transfer::exposed::BufferDescription;
 use fields::{
     read_bits, read_key, read_keys, read_lease, read_page, read_record, write_bits, write_keys,
@@ -195,8 +195,8 @@ pub(crate) enum StoreMessage<'a> {
 }
 
 impl StoreMessage<'_> {
-    pub(super) fn send(self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
-        let header = ReactorContext::header(self.kind()).u64(operation);
+    pub(super) fn send(self, cx: &mut Links, session: SessionKey, operation: u64) {
+        let header = Links::header(self.kind()).u64(operation);
         let (header, payload) = self.encode(header);
         cx.message(session, header, &payload);
     }

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{Payload, ReactorContext};
+use crate::session::{Links, Payload};
 use crate::transfer::exposed::ExposedBuffers;
 use crate::transfer::region::Layout;
 use crate::transfer::source::SourceRequest;
@@ -281,7 +281,7 @@ impl TransferService for Server {
         self.state.expire(clock::now());
     }
 
-    fn next_deadline(&mut self, _links: &ReactorContext) -> Option<Instant> {
+    fn next_deadline(&mut self, _links: &Links) -> Option<Instant> {
         self.state.next_deadline()
     }
 

@@ -19,7 +19,7 @@ use super::transfer::{
 use super::verifier::{Checksums, Verifier};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::session::{Payload, ReactorContext};
+use crate::session::{Links, Payload};
 
 /// What a transfer's share of a slice counts at least, so that one slice ends.
 const LEAST_WORK: u64 = 16 << 10;
@@ -27,7 +27,7 @@ const LEAST_WORK: u64 = 16 << 10;
 /// From the beginning of a transfer to its end.
 impl TransferEngine {
     /// Starts transfers of a peer as far as the bound on those under way allows.
-    pub(super) fn start_waiting(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+    pub(super) fn start_waiting(&mut self, cx: &mut Links, session: SessionKey) {
         let mut has_started = false;
         while let Some(peer) = self.peers.get_mut(&session)
             && peer.num_busy() < self.max_in_flight
@@ -50,18 +50,14 @@ impl TransferEngine {
     }
 
     /// Completes a transfer if it is over, and lets the next begin.
-    pub(super) fn settle(&mut self, cx: &mut ReactorContext, id: u64) {
+    pub(super) fn settle(&mut self, cx: &mut Links, id: u64) {
         if let Some(session) = self.complete_if_over(cx, id) {
             self.start_waiting(cx, session);
         }
     }
 
     /// Completes a transfer to which nothing more will happen; the session whose place is free then.
-    pub(super) fn complete_if_over(
-        &mut self,
-        cx: &mut ReactorContext,
-        id: u64,
-    ) -> Option<SessionKey> {
+    pub(super) fn complete_if_over(&mut self, cx: &mut Links, id: u64) -> Option<SessionKey> {
         self.transfers
             .get(&id)
             .filter(|transfer| transfer.is_over())?;
@@ -93,12 +89,7 @@ impl PeerTransfers {
     }
 
     /// Chooses the path of a transfer, and asks the source for what is needed of it.
-    fn start(
-        &mut self,
-        cx: &mut ReactorContext,
-        id: u64,
-        request: &TransferRequest,
-    ) -> Result<State> {
+    fn start(&mut self, cx: &mut Links, id: u64, request: &TransferRequest) -> Result<State> {
         let Some(source) = self.sources.get_mut(&request.source) else {
             let text = "the source of the transfer has been closed meanwhile";
             return Err(Error::Config(text.to_owned()));
@@ -137,7 +128,7 @@ impl PeerTransfers {
 
 /// Has the source stream what a transfer wants, with checksums if those are compared and it can.
 fn begin_stream(
-    cx: &mut ReactorContext,
+    cx: &mut Links,
     id: u64,
     request: &TransferRequest,
     can_checksum: bool,
@@ -159,7 +150,7 @@ fn begin_stream(
 }
 
 /// Sends what a destination wants of its source.
-fn send_read(cx: &mut ReactorContext, transfer: u64, request: &TransferRequest, wanted: Wanted) {
+fn send_read(cx: &mut Links, transfer: u64, request: &TransferRequest, wanted: Wanted) {
     let message = Message::Read {
         source: request.source | request.grant,
         wanted,
@@ -170,7 +161,7 @@ fn send_read(cx: &mut ReactorContext, transfer: u64, request: &TransferRequest, 
 
 /// Whether what has come is what was exposed. Without checksums that is so if the source still exposes it; what differs from
 /// them is not the source's fault if it does not.
-fn outcome_of(cx: &ReactorContext, transfer: &Transfer) -> std::result::Result<(), TransferError> {
+fn outcome_of(cx: &Links, transfer: &Transfer) -> std::result::Result<(), TransferError> {
     let request = &transfer.request;
     let (is_verified, corruption) = match &transfer.state {
         State::Failed(error) => return Err(TransferError::Failed(error.clone())),
@@ -211,7 +202,7 @@ impl TransferEngine {
     /// A message about a transfer. It is dropped if the transfer has ended meanwhile.
     pub(super) fn receive(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         session: SessionKey,
         (id, attempt): (u64, u8),
         message: Message<'_>,
@@ -235,12 +226,7 @@ impl TransferEngine {
     }
 
     /// The source sends nothing more of a transfer that was cancelled.
-    pub(super) fn cancelled(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        id: u64,
-    ) -> Result<()> {
+    pub(super) fn cancelled(&mut self, cx: &mut Links, session: SessionKey, id: u64) -> Result<()> {
         let peer = self.peers.get_mut(&session);
         if peer.is_some_and(|peer| peer.cancelling.remove(&id).is_none()) {
             let text = format_args!("transfer {id} was cancelled, which was not asked for");
@@ -253,7 +239,7 @@ impl TransferEngine {
     /// The checksums of the next units of a source, which come unasked. Of one that is not known any more: nothing.
     pub(super) fn receive_source_checksums(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         session: SessionKey,
         id: u64,
         first: u64,
@@ -283,7 +269,7 @@ impl TransferEngine {
 /// Streams over several connections.
 impl TransferEngine {
     /// A connection of a session is lost: its peer streams what has not come whole once more, from the beginning.
-    pub(crate) fn streams_lost(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+    pub(crate) fn streams_lost(&mut self, cx: &mut Links, session: SessionKey) {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
@@ -314,7 +300,7 @@ impl TransferEngine {
 impl TransferEngine {
     /// Keeps reads from a peer in flight, those of its first transfers first. More are due when a transfer has started, and
     /// when few are left. Where they have failed, or none can be posted any more, the transfer begins again as a stream.
-    fn post(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+    fn post(&mut self, cx: &mut Links, session: SessionKey) {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
@@ -347,7 +333,7 @@ impl TransferEngine {
     /// A read has ended.
     pub(crate) fn read_ended(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
@@ -395,7 +381,7 @@ fn schedule(scheduled: &mut VecDeque<u64>, id: u64, transfer: &mut Transfer) {
 /// Work of this thread, slice by slice: reads by calls of our own, and checksums.
 impl TransferEngine {
     /// Works for as many transfers as make a slice together; whether there was any.
-    pub(super) fn run_transfer_slice(&mut self, cx: &mut ReactorContext) -> bool {
+    pub(super) fn run_transfer_slice(&mut self, cx: &mut Links) -> bool {
         let (mut has_worked, mut num_bytes) = (false, 0);
         while num_bytes < CHECKSUMMED_BYTES
             && let Some(id) = self.scheduled.pop_front()
@@ -407,7 +393,7 @@ impl TransferEngine {
     }
 
     /// Reads and hashes a piece of a transfer; about how many bytes that were.
-    fn run_transfer(&mut self, cx: &mut ReactorContext, id: u64) -> u64 {
+    fn run_transfer(&mut self, cx: &mut Links, id: u64) -> u64 {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return 0; // over
         };

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::reactor::Timers;
-use crate::session::{Payload, ReactorContext};
+use crate::session::{Links, Payload};
 use crate::transport::Memory;
 
 /// How a transfer ended.
@@ -116,7 +116,7 @@ impl TransferEngine {
     }
 
     /// Lets a transfer begin when it is its turn among those from its peer.
-    pub(crate) fn enqueue(&mut self, cx: &mut ReactorContext, id: u64) {
+    pub(crate) fn enqueue(&mut self, cx: &mut Links, id: u64) {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };
@@ -138,7 +138,7 @@ impl TransferEngine {
     }
 
     /// Fails a transfer: its source sends nothing more, and it completes when no read can write any more.
-    pub(crate) fn fail(&mut self, cx: &mut ReactorContext, id: u64, error: &Error) {
+    pub(crate) fn fail(&mut self, cx: &mut Links, id: u64, error: &Error) {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };
@@ -153,12 +153,7 @@ impl TransferEngine {
     }
 
     /// Fails transfers into a memory that have not begun.
-    pub(crate) fn withdraw_into(
-        &mut self,
-        cx: &mut ReactorContext,
-        memory: &Arc<Memory>,
-        error: &Error,
-    ) {
+    pub(crate) fn withdraw_into(&mut self, cx: &mut Links, memory: &Arc<Memory>, error: &Error) {
         let transfers = self.transfers.iter();
         let into = transfers.filter(|(_, it)| Arc::ptr_eq(&it.request.memory, memory));
         for id in into.map(|(id, _)| *id).collect::<Vec<_>>() {
@@ -167,7 +162,7 @@ impl TransferEngine {
     }
 
     /// Fails a transfer that has not begun; others go on.
-    fn withdraw(&mut self, cx: &mut ReactorContext, id: u64, error: &Error) {
+    fn withdraw(&mut self, cx: &mut Links, id: u64, error: &Error) {
         let transfer = self.transfers.get(&id);
         if transfer.is_some_and(|transfer| !transfer.has_begun()) {
             self.fail(cx, id, error);
@@ -184,7 +179,7 @@ impl TransferEngine {
     /// A peer does not expose it any more: transfers that have not begun fail.
     pub(crate) fn remove_source(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         session: SessionKey,
         source: u64,
         error: &Error,
@@ -273,12 +268,7 @@ impl TransferEngine {
     }
 
     /// A session has ended: its transfers fail, and nothing is served to it.
-    pub(crate) fn session_down(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        error: &Error,
-    ) {
+    pub(crate) fn session_down(&mut self, cx: &mut Links, session: SessionKey, error: &Error) {
         let peer = self.peers.remove(&session).unwrap_or_default();
         for id in peer.transfers {
             self.fail(cx, id, error);
@@ -301,7 +291,7 @@ impl TransferEngine {
     /// It is not to come: the session ends.
     pub(crate) fn message(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         session: SessionKey,
         (kind, header): (u8, Reader<'_>),
         data: &Payload,
@@ -343,7 +333,7 @@ impl TransferEngine {
     }
 
     /// Does a slice of each kind of work; whether there was any.
-    pub(crate) fn run_slice(&mut self, cx: &mut ReactorContext) -> bool {
+    pub(crate) fn run_slice(&mut self, cx: &mut Links) -> bool {
         let has_checksummed = self.run_checksum_slice(cx);
         self.run_transfer_slice(cx) || has_checksummed
     }
@@ -354,7 +344,7 @@ impl TransferEngine {
     }
 
     /// Fails transfers that are late.
-    pub(crate) fn expire(&mut self, cx: &mut ReactorContext) {
+    pub(crate) fn expire(&mut self, cx: &mut Links) {
         while let Some(id) = self.deadlines.pop_expired(cx.now()) {
             self.fail_late(cx, id);
         }
@@ -365,7 +355,7 @@ impl TransferEngine {
         self.deadlines.next()
     }
 
-    fn fail_late(&mut self, cx: &mut ReactorContext, id: u64) {
+    fn fail_late(&mut self, cx: &mut Links, id: u64) {
         let Some(transfer) = self.transfers.get(&id) else {
             return;
         };

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
 use crate::net::codec::{Reader, Writer};
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::transport::{DataPath, Memory};
 
 /// What one checksum of a buffer covers: a read of UCX's, so that it is computed while the bytes are in the cache.
@@ -48,7 +48,7 @@ impl ExposedBuffer {
     /// Registers a buffer for a peer to read. What is on a GPU has no checksums: nobody computes any there.
     /// Where the integrity is `Validate`, its owner answers whether it is still exposed.
     pub(crate) fn new(
-        cx: &ReactorContext,
+        cx: &Links,
         session: SessionKey,
         buffer: Buffer,
         integrity: Integrity,
@@ -59,7 +59,7 @@ impl ExposedBuffer {
 
     /// As [`new`](Self::new), of the first `len` bytes of registered memory.
     pub(crate) fn of(
-        cx: &ReactorContext,
+        cx: &Links,
         session: SessionKey,
         memory: Arc<Memory>,
         len: usize,

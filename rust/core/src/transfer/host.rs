@@ -14,7 +14,7 @@ use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::reactor::Reactor;
-use crate::session::{Payload, ReactorConfig, ReactorContext, Service};
+use crate::session::{Links, Payload, ReactorConfig, Service};
 use crate::transport::{Memory, Pool};
 
 /// Buffers from this size are kept in memory of a pool with huge pages: the first use of a page costs more than the copy.
@@ -24,7 +24,7 @@ pub(crate) const HUGE: usize = 4 << 20;
 /// What a service that moves bytes works with during a call.
 pub(crate) struct Cx<'a> {
     /// The sessions of the reactor.
-    pub(crate) links: &'a mut ReactorContext,
+    pub(crate) links: &'a mut Links,
     /// The transfers, in both directions.
     pub(crate) transfers: &'a mut TransferEngine,
     /// Memory for what arrives.
@@ -122,7 +122,7 @@ pub(crate) trait TransferService {
     /// Handles the deadlines that have passed.
     fn expire(&mut self, _cx: &mut Cx<'_>) {}
     /// The time of the next call of [`expire`](Self::expire).
-    fn next_deadline(&mut self, _links: &ReactorContext) -> Option<Instant> {
+    fn next_deadline(&mut self, _links: &Links) -> Option<Instant> {
         None
     }
     /// As of [`Service`].
@@ -169,7 +169,7 @@ impl<S: TransferService> Host<S> {
     /// Calls the service, then hands it what has ended by that, until nothing more has.
     pub(crate) fn call<R>(
         &mut self,
-        links: &mut ReactorContext,
+        links: &mut Links,
         call: impl FnOnce(&mut S, &mut Cx<'_>) -> R,
     ) -> R {
         let cx = &mut Cx {
@@ -194,7 +194,7 @@ impl<S: TransferService> Host<S> {
 
     fn transfer_message(
         &mut self,
-        links: &mut ReactorContext,
+        links: &mut Links,
         session: SessionKey,
         message: (u8, Reader<'_>),
         data: &Payload,
@@ -212,7 +212,7 @@ impl<S: TransferService> Host<S> {
     }
 
     /// Hands the service what has ended.
-    fn drain(&mut self, links: &mut ReactorContext) {
+    fn drain(&mut self, links: &mut Links) {
         self.call(links, |_, _| ());
     }
 }
@@ -220,7 +220,7 @@ impl<S: TransferService> Host<S> {
 impl<S: TransferService> Service for Host<S> {
     type Command = S::Command;
 
-    fn command(&mut self, links: &mut ReactorContext, command: S::Command) {
+    fn command(&mut self, links: &mut Links, command: S::Command) {
         self.call(links, |service, cx| service.command(cx, command));
     }
 
@@ -232,30 +232,30 @@ impl<S: TransferService> Service for Host<S> {
         self.service.dismissed(session);
     }
 
-    fn session_up(&mut self, links: &mut ReactorContext, session: SessionKey, peer: &Identity) {
+    fn session_up(&mut self, links: &mut Links, session: SessionKey, peer: &Identity) {
         self.transfers.session_up(session);
         self.call(links, |service, cx| service.session_up(cx, session, peer));
     }
 
-    fn session_down(&mut self, links: &mut ReactorContext, session: SessionKey, error: Error) {
+    fn session_down(&mut self, links: &mut Links, session: SessionKey, error: Error) {
         self.transfers.session_down(links, session, &error);
         self.call(links, |service, cx| {
             service.session_down(cx, session, error);
         });
     }
 
-    fn data_path_changed(&mut self, links: &mut ReactorContext, session: SessionKey) {
+    fn data_path_changed(&mut self, links: &mut Links, session: SessionKey) {
         self.call(links, |service, cx| service.data_path_changed(cx, session));
     }
 
-    fn streams_lost(&mut self, links: &mut ReactorContext, session: SessionKey) {
+    fn streams_lost(&mut self, links: &mut Links, session: SessionKey) {
         self.transfers.streams_lost(links, session);
         self.drain(links);
     }
 
     fn message(
         &mut self,
-        links: &mut ReactorContext,
+        links: &mut Links,
         session: SessionKey,
         header: &[u8],
         data: Payload,
@@ -273,17 +273,12 @@ impl<S: TransferService> Service for Host<S> {
         })
     }
 
-    fn done(
-        &mut self,
-        links: &mut ReactorContext,
-        token: u64,
-        result: std::result::Result<(), Status>,
-    ) {
+    fn done(&mut self, links: &mut Links, token: u64, result: std::result::Result<(), Status>) {
         self.transfers.read_ended(links, token, result);
         self.drain(links);
     }
 
-    fn poll(&mut self, links: &mut ReactorContext) -> bool {
+    fn poll(&mut self, links: &mut Links) -> bool {
         let has_run = self.call(links, TransferService::run_slice);
         self.transfers.run_slice(links);
         self.drain(links);
@@ -294,7 +289,7 @@ impl<S: TransferService> Service for Host<S> {
         self.transfers.has_work() || self.service.has_work()
     }
 
-    fn timer(&mut self, links: &mut ReactorContext) -> Option<Instant> {
+    fn timer(&mut self, links: &mut Links) -> Option<Instant> {
         self.transfers.expire(links);
         self.call(links, TransferService::expire);
         let deadlines = [
@@ -309,11 +304,11 @@ impl<S: TransferService> Service for Host<S> {
         self.service.log(text);
     }
 
-    fn closing(&mut self, links: &mut ReactorContext) {
+    fn closing(&mut self, links: &mut Links) {
         self.call(links, TransferService::closing);
     }
 
-    fn stop(&mut self, links: &mut ReactorContext) {
+    fn stop(&mut self, links: &mut Links) {
         self.call(links, TransferService::stop);
     }
 

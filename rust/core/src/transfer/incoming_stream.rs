@@ -21,7 +21,7 @@ use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::session::{ReactorContext, RegisteredSink, StreamSink};
+use crate::session::{Links, RegisteredSink, StreamSink};
 use crate::transport::Memory;
 
 /// A part that is coming.
@@ -212,7 +212,7 @@ pub(super) struct IncomingStream {
 impl IncomingStream {
     /// Receives the stream of a transfer into `memory`. Where checksums are compared, each part has one, or is sealed.
     pub(super) fn begin(
-        cx: &ReactorContext,
+        cx: &Links,
         session: SessionKey,
         transfer: u64,
         (memory, pieces): (Arc<Memory>, Arc<Pieces>),

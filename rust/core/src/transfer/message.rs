@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
-use crate::session::{PART_KIND, ReactorContext};
+use crate::session::{Links, PART_KIND};
 
 const READ: u8 = 32;
 pub(crate) const DATA: u8 = PART_KIND;
@@ -167,14 +167,14 @@ impl Message<'_> {
     }
 
     /// Sends it; false when the session is lost.
-    pub(super) fn send(&self, cx: &mut ReactorContext, session: SessionKey, id: u64) -> bool {
-        let (header, payload) = self.encode(ReactorContext::header(self.kind()).u64(id));
+    pub(super) fn send(&self, cx: &mut Links, session: SessionKey, id: u64) -> bool {
+        let (header, payload) = self.encode(Links::header(self.kind()).u64(id));
         cx.message(session, header, &payload)
     }
 
     /// The header of a part of a stream.
     pub(super) fn header(&self, id: u64) -> Vec<u8> {
-        let (header, _) = self.encode(ReactorContext::header(self.kind()).u64(id));
+        let (header, _) = self.encode(Links::header(self.kind()).u64(id));
         header.finish()
     }
 }

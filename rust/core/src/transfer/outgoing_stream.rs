@@ -10,7 +10,7 @@ use super::region::{Cursor, Pieces};
 use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::session::{ReactorContext, StreamPart, StreamTag};
+use crate::session::{Links, StreamPart, StreamTag};
 use crate::transport::Memory;
 
 /// Bytes a source may stream before the destination's next credit.
@@ -63,7 +63,7 @@ impl OutgoingStream {
     /// The memory cannot be read.
     pub(super) fn send(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         session: SessionKey,
         transfer: u64,
     ) -> Result<bool> {
@@ -74,12 +74,7 @@ impl OutgoingStream {
     }
 
     /// Sends bytes of a GPU, which come to the host in chunks: while one is sent, the GPU copies the next ones.
-    fn send_device(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        transfer: u64,
-    ) -> Result<bool> {
+    fn send_device(&mut self, cx: &mut Links, session: SessionKey, transfer: u64) -> Result<bool> {
         let ranges = self.credited_ranges();
         let memory = Arc::clone(&self.memory);
         memory
@@ -121,7 +116,7 @@ impl OutgoingStream {
         ranges
     }
 
-    fn send_host(&mut self, cx: &mut ReactorContext, session: SessionKey, transfer: u64) -> bool {
+    fn send_host(&mut self, cx: &mut Links, session: SessionKey, transfer: u64) -> bool {
         while self.cursor.bytes_behind() < self.pieces.num_bytes {
             let before = self.cursor;
             let Some((ranges, checksum)) = self.next_part() else {

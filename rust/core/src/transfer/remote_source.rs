@@ -8,7 +8,7 @@ use kvpipe_ucx::{MemoryKind, ProcessVmReader};
 use super::verifier::add_next;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::transport::{DataPath, Memory, RemoteKey};
 
 /// Most units of a source whose checksums come unasked: a TiB of a buffer.
@@ -76,7 +76,7 @@ impl RemoteSource {
     /// The peer's key cannot be used, or the session is lost.
     pub(super) fn read_path(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         session: SessionKey,
         destination: &Memory,
     ) -> Result<Option<ReadPath>> {
@@ -117,7 +117,7 @@ impl RemoteSource {
     /// It cannot be used.
     fn key(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         session: SessionKey,
         to: MemoryKind,
     ) -> Result<Rc<RemoteKey>> {

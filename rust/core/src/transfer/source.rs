@@ -10,7 +10,7 @@ use super::region::{Layout, Pieces, sequence};
 use super::verifier::UnitHasher;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::transport::Memory;
 
 /// Bytes that are hashed in one go, which sockets and other transfers wait for: less than a millisecond.
@@ -70,12 +70,7 @@ impl ChecksumJob {
 }
 
 impl PeerTransfers {
-    fn withdraw(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        is_over: impl Fn(u64) -> bool,
-    ) {
+    fn withdraw(&mut self, cx: &mut Links, session: SessionKey, is_over: impl Fn(u64) -> bool) {
         cx.abort_stream(session, |tag| is_over(tag.source));
         self.checksum_jobs.retain(|job| !is_over(job.source));
         self.streams.retain(|_, stream| !is_over(stream.source));
@@ -107,7 +102,7 @@ impl TransferEngine {
     /// Serves what a peer has asked for from this memory, or says why not.
     pub(crate) fn serve(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         request: &SourceRequest,
         source: Result<(Arc<Memory>, Layout)>,
     ) {
@@ -178,30 +173,21 @@ impl TransferEngine {
     }
 
     /// Nothing more of a source is sent to a peer, and its memory is let go.
-    pub(crate) fn withdraw_source(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        source: u64,
-    ) {
+    pub(crate) fn withdraw_source(&mut self, cx: &mut Links, session: SessionKey, source: u64) {
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.withdraw(cx, session, |it| it == source);
         }
     }
 
     /// Nothing more of some sources is sent to any peer.
-    pub(crate) fn withdraw_sources(
-        &mut self,
-        cx: &mut ReactorContext,
-        is_over: impl Fn(u64) -> bool,
-    ) {
+    pub(crate) fn withdraw_sources(&mut self, cx: &mut Links, is_over: impl Fn(u64) -> bool) {
         for (session, peer) in &mut self.peers {
             peer.withdraw(cx, *session, &is_over);
         }
     }
 
     /// Sends nothing more of a transfer whose destination has cancelled it. All of it may have been sent before.
-    pub(super) fn cancel(&mut self, cx: &mut ReactorContext, session: SessionKey, transfer: u64) {
+    pub(super) fn cancel(&mut self, cx: &mut Links, session: SessionKey, transfer: u64) {
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.streams.remove(&transfer);
             peer.checksum_jobs
@@ -214,7 +200,7 @@ impl TransferEngine {
     /// Continues a stream as far as its credit goes, to which the destination has added so many bytes.
     pub(super) fn continue_stream(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         session: SessionKey,
         transfer: u64,
         credit_bytes: u64,
@@ -235,7 +221,7 @@ impl TransferEngine {
     }
 
     /// Hashes a slice of what the peer whose turn it is gets checksums of; whether there was any.
-    pub(super) fn run_checksum_slice(&mut self, cx: &mut ReactorContext) -> bool {
+    pub(super) fn run_checksum_slice(&mut self, cx: &mut Links) -> bool {
         let Some(session) = self.checksum_queue.pop_front() else {
             return false;
         };

@@ -15,7 +15,7 @@ use super::verifier::{Checksums, Verifier};
 use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::session::{Payload, ReactorContext};
+use crate::session::{Links, Payload};
 use crate::transport::{self, Get, Memory};
 
 /// Largest piece of one read, so that several are in flight.
@@ -277,7 +277,7 @@ impl Transfer {
     /// the session is lost.
     pub(super) fn post_next(
         &mut self,
-        cx: &mut ReactorContext,
+        cx: &mut Links,
         id: u64,
         reads_in_flight: usize,
     ) -> Option<u64> {
@@ -289,7 +289,7 @@ impl Transfer {
     }
 
     /// Posts one copy of the next pieces. Where that cannot be done, UCX reads from now on.
-    fn post_copy(&mut self, cx: &mut ReactorContext, id: u64) -> Option<u64> {
+    fn post_copy(&mut self, cx: &mut Links, id: u64) -> Option<u64> {
         let State::Reading(reading) = &mut self.state else {
             return None;
         };
@@ -331,7 +331,7 @@ impl Transfer {
         Some(len)
     }
 
-    fn post_read(&mut self, cx: &mut ReactorContext, id: u64) -> Option<u64> {
+    fn post_read(&mut self, cx: &mut Links, id: u64) -> Option<u64> {
         let State::Reading(reading) = &mut self.state else {
             return None;
         };

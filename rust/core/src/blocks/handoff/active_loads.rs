@@ -11,7 +11,7 @@ use crate::clock;
 use crate::ids::{HandoffId, SessionKey};
 use crate::multimap::Multimap;
 use crate::reactor::Timers;
-use crate::session::ReactorContext;
+use crate::session::Links;
 
 /// A load and its session.
 pub(super) struct ActiveLoad {
@@ -55,7 +55,7 @@ impl ActiveLoad {
         self.load.caught_up(after);
     }
 
-    pub(super) fn report(&self, cx: &ReactorContext, counts: LoadCounts) -> LoadReport {
+    pub(super) fn report(&self, cx: &Links, counts: LoadCounts) -> LoadReport {
         LoadReport {
             handoff: self.load.request.handoff,
             counts,

@@ -5,7 +5,7 @@ use crate::blocks::reason;
 use crate::error::{Error, Result};
 use crate::ids::{Epoch, HandoffId, SessionKey};
 use crate::net::codec::{Reader, Writer};
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::transfer::message::{BLOCKS_CAP, REASON_CAP};
 
 const SELECT: u8 = 48;
@@ -116,8 +116,8 @@ impl HandoffMessage {
         Ok((handoff, message))
     }
 
-    pub(super) fn send(&self, cx: &mut ReactorContext, session: SessionKey, handoff: &HandoffId) {
-        let (header, payload) = self.encode(ReactorContext::header(self.kind()), handoff);
+    pub(super) fn send(&self, cx: &mut Links, session: SessionKey, handoff: &HandoffId) {
+        let (header, payload) = self.encode(Links::header(self.kind()), handoff);
         cx.message(session, header, &payload);
     }
 }

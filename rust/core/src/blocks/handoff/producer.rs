@@ -9,7 +9,7 @@ use super::ReadyBlock;
 use super::messages::HandoffMessage;
 use crate::ids::{Epoch, HandoffId, RecentHandoffs, SessionKey};
 use crate::multimap::Multimap;
-use crate::session::ReactorContext;
+use crate::session::Links;
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
 /// Selections that may wait for unknown handoffs: bounds what peers make this worker remember.
@@ -28,7 +28,7 @@ pub(super) struct Outgoing {
     pub(super) message: HandoffMessage,
 }
 
-pub(super) fn send_all(cx: &mut ReactorContext, messages: Vec<Outgoing>) {
+pub(super) fn send_all(cx: &mut Links, messages: Vec<Outgoing>) {
     for outgoing in messages {
         outgoing
             .message

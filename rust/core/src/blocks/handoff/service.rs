@@ -21,7 +21,7 @@ use crate::ids::{HandoffId, RegionId, SessionKey};
 use crate::integrity::Integrity;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::{Payload, ReactorContext};
+use crate::session::{Links, Payload};
 use crate::sync::lock;
 use crate::trace::{Trace, Track};
 use crate::transfer::region::Layout;
@@ -92,7 +92,7 @@ impl HandoffService {
     }
 
     /// Shows others how many sessions there are by data path.
-    fn count_sessions(&self, links: &ReactorContext) {
+    fn count_sessions(&self, links: &Links) {
         let data_paths = self
             .agent
             .peers
@@ -290,7 +290,7 @@ impl TransferService for HandoffService {
         self.agent.expire(cx);
     }
 
-    fn next_deadline(&mut self, _links: &ReactorContext) -> Option<Instant> {
+    fn next_deadline(&mut self, _links: &Links) -> Option<Instant> {
         let first_block = self.producer.next_deadline();
         let fresh_session = self.loads.next_deadline();
         [first_block, fresh_session, self.agent.next_deadline()]

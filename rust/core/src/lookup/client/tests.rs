@@ -199,7 +199,7 @@ fn insert(client: &mut LookupClient) -> Work<()> {
 
 #[test]
 fn an_entry_larger_than_the_machine_is_refused_by_its_size_before_anything_is_allocated() {
-    let (mut cx, (mut client, _command_queue)) = (ReactorContext::manual(None), client());
+    let (mut cx, (mut client, _command_queue)) = (Links::manual(None), client());
     let (server, operation) = (SESSIONS[0], 7);
     let _far = cx.add_manual(server, None);
     client.service.sessions.push(server);
@@ -235,7 +235,7 @@ fn an_entry_larger_than_the_machine_is_refused_by_its_size_before_anything_is_al
 
 #[test]
 fn an_insert_ends_with_the_first_lost_server_once_no_server_can_read_it() {
-    let (mut cx, (mut client, _command_queue)) = (ReactorContext::manual(None), client());
+    let (mut cx, (mut client, _command_queue)) = (Links::manual(None), client());
     let mut far = Vec::new();
     for session in SESSIONS {
         far.push(cx.add_manual(session, None));

@@ -18,16 +18,16 @@ fn receiver() -> Host<Receiver> {
     Host::new(Receiver::new(SharedInfo::connecting(String::new())))
 }
 
-fn advance(cx: &mut ReactorContext, receiver: &mut Host<Receiver>) {
+fn advance(cx: &mut Links, receiver: &mut Host<Receiver>) {
     receiver.call(cx, |_, _| ());
 }
 
-fn withdraw(cx: &mut ReactorContext, receiver: &mut Host<Receiver>, sequence: u64) {
+fn withdraw(cx: &mut Links, receiver: &mut Host<Receiver>, sequence: u64) {
     receiver.call(cx, |receiver, cx| receiver.withdraw(cx, SESSION, sequence));
 }
 
 /// How a receive ends that is under way when the pipe ends.
-fn ended_with(cx: &mut ReactorContext) -> String {
+fn ended_with(cx: &mut Links) -> String {
     let (work, completer) = work();
     let mut receiver = receiver();
     receiver.service.receives.push_back(PendingReceive {
@@ -44,7 +44,7 @@ fn ended_with(cx: &mut ReactorContext) -> String {
 
 #[test]
 fn a_receive_says_that_its_memory_may_still_be_written_to_when_reads_have_not_ended() {
-    let text = ended_with(&mut ReactorContext::with_pending_reads(2));
+    let text = ended_with(&mut Links::with_pending_reads(2));
     for part in [
         "2 reads have not ended",
         "may still be written to",
@@ -57,15 +57,12 @@ fn a_receive_says_that_its_memory_may_still_be_written_to_when_reads_have_not_en
 
 #[test]
 fn a_receive_says_nothing_of_its_memory_when_all_reads_have_ended() {
-    assert_eq!(
-        ended_with(&mut ReactorContext::manual(None)),
-        "the pipe is closed"
-    );
+    assert_eq!(ended_with(&mut Links::manual(None)), "the pipe is closed");
 }
 
 #[test]
 fn a_pipe_that_has_ended_has_no_receives_in_flight() {
-    let (mut cx, mut receiver) = (ReactorContext::manual(None), receiver());
+    let (mut cx, mut receiver) = (Links::manual(None), receiver());
     let (_received, completer) = work();
     receiver.service.receives.push_back(PendingReceive {
         out: None,
@@ -79,7 +76,7 @@ fn a_pipe_that_has_ended_has_no_receives_in_flight() {
 }
 
 /// Two large tensors that are being received: of the first nothing is here, the second is complete and waits for it.
-fn receiving(cx: &mut ReactorContext) -> (Host<Receiver>, [Work<Arc<Received>>; 2]) {
+fn receiving(cx: &mut Links) -> (Host<Receiver>, [Work<Arc<Received>>; 2]) {
     let mut receiver = receiver();
     receiver.service.session = Some(SESSION);
     let works = [1, 2].map(|sequence| {
@@ -94,10 +91,10 @@ fn receiving(cx: &mut ReactorContext) -> (Host<Receiver>, [Work<Arc<Received>>; 
     (receiver, works)
 }
 
-fn with_memory() -> ReactorContext {
+fn with_memory() -> Links {
     use crate::transport::{MemoryPath, Transport};
     let transport = Transport::Memory(MemoryPath::Stream);
-    ReactorContext::manual(Some(transport.open().unwrap()))
+    Links::manual(Some(transport.open().unwrap()))
 }
 
 /// Its sender has reported it as lost.
@@ -170,7 +167,7 @@ fn no_tensor_is_delivered_after_one_that_the_end_of_the_session_has_failed() {
 }
 
 /// As [`receiving`]; the sender has been asked whether it still offers the second tensor.
-fn validating(cx: &mut ReactorContext) -> (Host<Receiver>, [Work<Arc<Received>>; 2]) {
+fn validating(cx: &mut Links) -> (Host<Receiver>, [Work<Arc<Received>>; 2]) {
     let (mut receiver, works) = receiving(cx);
     let memory = cx.register(Buffer::zeroed(8)).unwrap();
     receiver.service.large_receives[1].progress = Progress::Validating(memory);

@@ -22,10 +22,10 @@ const INVALID: u8 = 14;
 const READ: u8 = 32;
 
 /// A sender that has one tensor posted, with its deadline passing now.
-fn posted() -> (ReactorContext, Host<Sender>, Work<()>) {
+fn posted() -> (Links, Host<Sender>, Work<()>) {
     let transport = Transport::Memory(MemoryPath::RemoteRead);
     let opened = transport.open();
-    let cx = ReactorContext::manual(Some(opened.unwrap()));
+    let cx = Links::manual(Some(opened.unwrap()));
     let mut sender = Sender::new(SharedInfo::connecting(String::new()), Integrity::Checksum);
     let buffer = Buffer::zeroed(8);
     let (exposed, _) = ExposedBuffer::new(&cx, SESSION, buffer, sender.integrity).unwrap();
@@ -45,7 +45,7 @@ fn posted() -> (ReactorContext, Host<Sender>, Work<()>) {
 }
 
 /// As [`posted`]: its caller knows that it is late, and its receiver has not answered WITHDRAW.
-fn unsettled() -> (ReactorContext, Host<Sender>, Work<()>) {
+fn unsettled() -> (Links, Host<Sender>, Work<()>) {
     let (cx, mut host, sent) = posted();
     let large = host.service.posted[0].large.as_mut().unwrap();
     (large.grace, large.is_withdrawn) = (None, true);
@@ -54,7 +54,7 @@ fn unsettled() -> (ReactorContext, Host<Sender>, Work<()>) {
     (cx, host, sent)
 }
 
-fn receive(cx: &mut ReactorContext, sender: &mut Host<Sender>, kind: u8) -> Result<()> {
+fn receive(cx: &mut Links, sender: &mut Host<Sender>, kind: u8) -> Result<()> {
     let header = Writer::default().u8(kind).u64(SEQUENCE).finish();
     let others = Writer::default().list::<u64>(&[], |w, _| w).finish();
     let payload = if kind == ACK { others } else { Vec::new() };

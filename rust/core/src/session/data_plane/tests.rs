@@ -17,7 +17,7 @@ pub(crate) struct FarEnd {
     received: FrameReader,
 }
 
-impl ReactorContext {
+impl Links {
     /// Adds a session that is up, and whose endpoint leads to a worker; the other end of its connection.
     pub(crate) fn add_manual(&mut self, key: SessionKey, worker: Option<&[u8]>) -> FarEnd {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();

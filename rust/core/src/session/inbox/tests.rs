@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::net::framing::{FRAME_CAP, SessionFrame};
 use crate::session::stream_sinks::SharedSink;
-use crate::session::{ReactorContext, StreamSink};
+use crate::session::{Links, StreamSink};
 
 const SESSION: SessionKey = 20;
 const KIND: u8 = 33;
@@ -82,7 +82,7 @@ fn message(header: &[u8]) -> Vec<u8> {
 }
 
 /// Receives these bytes, of which `len` are on the socket at a time: headers of messages, and parts.
-fn receive(cx: &ReactorContext, bytes: &[u8], len: usize) -> Vec<(Vec<u8>, Option<bool>)> {
+fn receive(cx: &Links, bytes: &[u8], len: usize) -> Vec<(Vec<u8>, Option<bool>)> {
     let (mut near, far) = UnixStream::pair().unwrap();
     far.set_nonblocking(true).unwrap();
     let (mut inbox, mut received) = (Inbox::default(), Vec::new());
@@ -112,7 +112,7 @@ proptest! {
     fn parts_lie_where_they_belong_and_all_frames_come_in_order_however_they_are_cut(
         payloads in prop::collection::vec(0..3000usize, 1..5), len in 1..4000usize, gives_memory: bool
     ) {
-        let cx = ReactorContext::manual(None);
+        let cx = Links::manual(None);
         let collected = Collected::new(gives_memory);
         let sink: SharedSink = collected.clone();
         let _registered = cx.register_sink(SESSION, (KIND, 7), sink);
@@ -133,7 +133,7 @@ proptest! {
 
 #[test]
 fn a_large_part_is_received_into_the_memory_of_its_sink_but_for_its_beginning() {
-    let cx = ReactorContext::manual(None);
+    let cx = Links::manual(None);
     let collected = Collected::new(true);
     let sink: SharedSink = collected.clone();
     let _registered = cx.register_sink(SESSION, (KIND, 7), sink);
@@ -151,7 +151,7 @@ fn a_large_part_is_received_into_the_memory_of_its_sink_but_for_its_beginning() 
 
 #[test]
 fn a_stream_that_is_let_go_within_a_part_gets_nothing_more_and_its_memory_is_free() {
-    let cx = ReactorContext::manual(None);
+    let cx = Links::manual(None);
     let collected = Collected::new(true);
     let sink: SharedSink = collected.clone();
     let registered = cx.register_sink(SESSION, (KIND, 7), sink);
@@ -174,7 +174,7 @@ fn a_stream_that_is_let_go_within_a_part_gets_nothing_more_and_its_memory_is_fre
 
 #[test]
 fn the_beginning_of_a_part_that_is_too_long_or_too_short_is_refused() {
-    let cx = ReactorContext::manual(None);
+    let cx = Links::manual(None);
     for (length, header_len) in [(FRAME_CAP as u32 + 1, 9), (11, 9), (0, 9)] {
         let (mut near, far) = UnixStream::pair().unwrap();
         let mut inbox = Inbox::default();

@@ -10,7 +10,7 @@ use crate::transport::{MemoryPath, Transport, Worker};
 const SESSION: SessionKey = 20;
 const MEMORY: &str = "memory";
 
-impl ReactorContext {
+impl Links {
     /// Ends the probe of a session as one whose canary has come with other bytes.
     pub(crate) fn end_probe_with_other_bytes(&mut self, key: SessionKey) {
         let into = self.register(Buffer::zeroed(Canary::LEN)).unwrap();
@@ -28,7 +28,7 @@ impl ReactorContext {
 
 /// A session that is about to be probed, with the peer's worker and canary.
 struct Fixture {
-    cx: ReactorContext,
+    cx: Links,
     peer: Worker,
     canary: Arc<Memory>,
     identity: Identity,
@@ -46,7 +46,7 @@ impl Fixture {
         let open = || transport.open().unwrap();
         let (context, peer) = (open(), open().worker().unwrap().unwrap());
         let canary = new_canary(&context).unwrap();
-        let mut cx = ReactorContext::manual(Some(open()));
+        let mut cx = Links::manual(Some(open()));
         let far = cx.add_manual(SESSION, None);
         assert!(cx.open_endpoint(SESSION, &peer.address().unwrap()));
         let mut identity = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();

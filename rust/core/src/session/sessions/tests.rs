@@ -20,15 +20,15 @@ struct FailureNotes(Vec<bool>);
 impl Service for FailureNotes {
     type Command = SessionKey;
 
-    fn command(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+    fn command(&mut self, cx: &mut Links, session: SessionKey) {
         self.0.push(cx.has_failed(session));
     }
-    fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
-    fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
+    fn session_up(&mut self, _cx: &mut Links, _session: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _cx: &mut Links, _session: SessionKey, _error: Error) {}
 }
 
 fn sessions<S: Service>(
-    cx: ReactorContext,
+    cx: Links,
     service: S,
     commands: CommandReceiver<S::Command>,
 ) -> Sessions<S> {
@@ -44,7 +44,7 @@ fn sessions<S: Service>(
 fn a_command_that_comes_while_the_end_of_a_session_is_seen_knows_of_it() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let mut cx = ReactorContext::manual(None);
+    let mut cx = Links::manual(None);
     let session = cx.add_accepted(stream, "peer".to_owned()).unwrap();
     let (send, receiver) = CommandReceiver::manual();
     let mut sessions = sessions(cx, FailureNotes::default(), receiver);
@@ -61,7 +61,7 @@ fn a_command_that_comes_while_the_end_of_a_session_is_seen_knows_of_it() {
 #[test]
 fn one_poll_receives_from_all_peers_that_have_sent() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut cx = ReactorContext::manual(None);
+    let mut cx = Links::manual(None);
     let (begun, poller) = (cx.now(), Arc::clone(&cx.poller));
     let mut peer = |_| {
         let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -85,7 +85,7 @@ const SESSION: SessionKey = 20;
 /// A session with a peer of this UCX address, whose data path is probed next; the other end of its connection.
 fn establishing(address: Vec<u8>) -> (Sessions<FailureNotes>, FarEnd) {
     let context = Transport::Memory(MemoryPath::RemoteRead).open().unwrap();
-    let mut cx = ReactorContext::manual(Some(context));
+    let mut cx = Links::manual(Some(context));
     let far = cx.add_manual(SESSION, None);
     let mut identity = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
     identity.ucx_address = address;
@@ -156,7 +156,7 @@ fn a_session_whose_devices_have_no_way_to_the_peers_goes_on_without() {
 #[test]
 fn a_reactor_that_polls_receives_before_it_sleeps() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut cx = ReactorContext::manual(None);
+    let mut cx = Links::manual(None);
     let (begun, poller) = (cx.now(), Arc::clone(&cx.poller));
     let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let session = cx.add_accepted(listener.accept().unwrap().0, "peer".to_owned());
@@ -206,7 +206,7 @@ impl Service for Reading {
     type Command = ();
 
     #[expect(unsafe_code, reason = "as the data plane connects")]
-    fn command(&mut self, cx: &mut ReactorContext, _command: ()) {
+    fn command(&mut self, cx: &mut Links, _command: ()) {
         let (address, remote, packed) = &self.peer;
         let worker = cx
             .data
@@ -229,9 +229,9 @@ impl Service for Reading {
         };
         worker.get(endpoint, get).expect("get");
     }
-    fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
-    fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
-    fn stop(&mut self, cx: &mut ReactorContext) {
+    fn session_up(&mut self, _cx: &mut Links, _session: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _cx: &mut Links, _session: SessionKey, _error: Error) {}
+    fn stop(&mut self, cx: &mut Links) {
         let _ = self.ended.send(cx.closed("closed").to_string());
     }
 }
@@ -260,7 +260,7 @@ fn a_read_of_a_stopped_peer_outlives_its_reactor_with_its_memory_until_the_peer_
         ended,
     };
     let (send, receiver) = CommandReceiver::manual();
-    let cx = ReactorContext::manual(Some(context));
+    let cx = Links::manual(Some(context));
     let (pending, poller) = (cx.pending_reads().clone(), Arc::clone(&cx.poller));
     let sessions = sessions(cx, reading, receiver);
     let mut core = ReactorCore::new(sessions, poller, Duration::ZERO).unwrap();

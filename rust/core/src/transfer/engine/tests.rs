@@ -26,7 +26,7 @@ const NUM_BLOCKS: usize = 4;
 const MAX_IN_FLIGHT: usize = 2;
 
 struct Fixture {
-    cx: ReactorContext,
+    cx: Links,
     engine: TransferEngine,
     /// Where its endpoint leads.
     _peer: Worker,
@@ -58,7 +58,7 @@ impl Fixture {
         let (context, peer) = (open(), open().worker().unwrap().unwrap());
         let bytes = (0..NUM_BLOCKS * BLOCK).map(|at| (at / 7) as u8).collect();
         let source = context.register(Buffer::from_vec(bytes)).unwrap();
-        let mut cx = ReactorContext::manual(Some(context));
+        let mut cx = Links::manual(Some(context));
         let far = cx.add_manual(SESSION, Some(&peer.address().unwrap()));
         let mut engine = TransferEngine::new(MAX_IN_FLIGHT);
         engine.session_up(SESSION);

@@ -10,7 +10,7 @@ const ID: u64 = 7;
 
 /// A reactor with a session, and 16 bytes of memory.
 struct Fixture {
-    cx: ReactorContext,
+    cx: Links,
     memory: Arc<Memory>,
     _far: FarEnd,
 }
@@ -20,7 +20,7 @@ impl Fixture {
         let transport = Transport::Memory(MemoryPath::Stream);
         let context = transport.open().unwrap();
         let memory = context.register(Buffer::zeroed(16)).unwrap();
-        let mut cx = ReactorContext::manual(Some(context));
+        let mut cx = Links::manual(Some(context));
         let far = cx.add_manual(SESSION, None);
         Self {
             cx,

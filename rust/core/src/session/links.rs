@@ -36,7 +36,7 @@ const HEADER_CAPACITY: usize = 64;
 const WELCOME_OVERHEAD: usize = 1 + TAG_LEN;
 
 /// The sessions of a reactor, as its service sees them.
-pub(crate) struct ReactorContext {
+pub(crate) struct Links {
     pub(super) now: Instant,
     pub(super) config: ReactorConfig,
     pub(super) poller: Arc<Poller>,
@@ -64,7 +64,7 @@ pub(crate) struct ReactorContext {
     next_token: u64,
 }
 
-impl ReactorContext {
+impl Links {
     pub(super) fn new(
         mut config: ReactorConfig,
         context: Option<Arc<Context>>,
@@ -334,7 +334,7 @@ impl ReactorContext {
 }
 
 #[cfg(test)]
-impl ReactorContext {
+impl Links {
     /// What its maps and queues hold.
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let links = self.sessions.values().filter_map(|it| it.link.as_ref());
@@ -374,9 +374,9 @@ fn check_identity(identity: &Identity) -> Result<()> {
     Ok(())
 }
 
-impl std::fmt::Debug for ReactorContext {
+impl std::fmt::Debug for Links {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ReactorContext")
+        f.debug_struct("Links")
             .field("sessions", &self.sessions.len())
             .finish_non_exhaustive()
     }

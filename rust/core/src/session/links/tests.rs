@@ -6,7 +6,7 @@ use crate::net::identity::SessionKind;
 use crate::net::secret::Secrets;
 use crate::session::Streams;
 
-impl ReactorContext {
+impl Links {
     /// A context without a reactor.
     pub(crate) fn manual(context: Option<Context>) -> Self {
         let identity = Identity::new(SessionKind::Control, "", Vec::new());
@@ -41,14 +41,14 @@ impl ReactorContext {
 const PEER: &str = "127.0.0.1:9";
 
 /// A session that is being made.
-fn connecting(cx: &mut ReactorContext) -> SessionKey {
+fn connecting(cx: &mut Links) -> SessionKey {
     let (now, timeouts) = (cx.now(), cx.timeouts());
     cx.add(Session::new(PEER.to_owned(), false, now, timeouts))
 }
 
 #[test]
 fn a_peer_has_its_name_before_the_session_is_up_and_after_it_has_gone() {
-    let mut cx = ReactorContext::manual(None);
+    let mut cx = Links::manual(None);
     let session = connecting(&mut cx);
     assert_eq!(cx.peer(session), PEER);
     assert!(cx.remove(session).is_some());
@@ -59,7 +59,7 @@ fn a_peer_has_its_name_before_the_session_is_up_and_after_it_has_gone() {
 
 #[test]
 fn only_the_latest_sessions_that_are_gone_are_remembered() {
-    let mut cx = ReactorContext::manual(None);
+    let mut cx = Links::manual(None);
     let sessions: Vec<_> = (0..=ENDED_CAP).map(|_| connecting(&mut cx)).collect();
     for session in &sessions {
         cx.remove(*session);
@@ -70,7 +70,7 @@ fn only_the_latest_sessions_that_are_gone_are_remembered() {
 
 #[test]
 fn the_first_of_several_errors_of_a_session_counts() {
-    let mut cx = ReactorContext::manual(None);
+    let mut cx = Links::manual(None);
     let session = connecting(&mut cx);
     cx.close(session, "first");
     cx.close(session, "second");
