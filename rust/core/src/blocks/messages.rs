@@ -155,10 +155,10 @@ impl AgentMessage<'_> {
         Ok(message)
     }
 
-    pub(super) fn send(self, cx: &mut Links, session: SessionKey) {
+    pub(super) fn send(self, links: &mut Links, session: SessionKey) {
         let header = Links::header(self.kind());
         let (header, payload) = self.encode(header);
-        cx.message(session, header, &payload);
+        links.message(session, header, &payload);
     }
 }
 

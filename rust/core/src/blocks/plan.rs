@@ -98,9 +98,9 @@ pub(crate) fn region_gone() -> Error {
 }
 
 /// It was there when the transfer was asked for, or the notification.
-pub(super) fn peer_gone(cx: &Links, session: SessionKey) -> Error {
+pub(super) fn peer_gone(links: &Links, session: SessionKey) -> Error {
     Error::lost(
-        &cx.peer(session),
+        &links.peer(session),
         "it is gone; connect again for a new peer",
     )
 }

@@ -79,9 +79,9 @@ impl ControlOutbox {
         self.events.push_minor(ControlEvent::Log(text));
     }
 
-    fn flush(&mut self, cx: &mut Links) {
+    fn flush(&mut self, links: &mut Links) {
         for (session, message) in self.messages.drain(..) {
-            cx.send(session, &message.encode());
+            links.send(session, &message.encode());
         }
     }
 }
@@ -122,36 +122,36 @@ impl ControlService {
     }
 
     /// The session to an address: the present one, unless it has failed, or a new one.
-    fn session_to(&mut self, cx: &mut Links, address: &str) -> SessionKey {
+    fn session_to(&mut self, links: &mut Links, address: &str) -> SessionKey {
         let known = self.by_address.get(address);
-        if let Some(&session) = known.filter(|session| !cx.has_failed(**session)) {
+        if let Some(&session) = known.filter(|session| !links.has_failed(**session)) {
             return session;
         }
-        let session = cx.connect(address);
+        let session = links.connect(address);
         self.by_address.insert(address.to_owned(), session);
         self.addresses.insert(session, address.to_owned());
         session
     }
 
-    fn watch(&mut self, cx: &mut Links, handoff: HandoffId, producer: &str) {
-        let session = self.session_to(cx, producer);
-        self.consumer.watch(cx.now(), handoff, session);
-        if cx.is_up(session) {
+    fn watch(&mut self, links: &mut Links, handoff: HandoffId, producer: &str) {
+        let session = self.session_to(links, producer);
+        self.consumer.watch(links.now(), handoff, session);
+        if links.is_up(session) {
             self.consumer.send(&mut self.out, handoff);
         }
     }
 
     /// Connects to a producer on behalf of a peer, and replies whether that succeeds.
-    fn check(&mut self, cx: &mut Links, check: Check) {
+    fn check(&mut self, links: &mut Links, check: Check) {
         if let Some(check) = self.checks.admit(&mut self.out, check) {
-            let to_producer = self.session_to(cx, &check.producer);
-            let is_up = cx.is_up(to_producer);
+            let to_producer = self.session_to(links, &check.producer);
+            let is_up = links.is_up(to_producer);
             self.checks.add(&mut self.out, to_producer, check, is_up);
         }
     }
 
-    fn receive(&mut self, cx: &mut Links, session: SessionKey, message: ControlMessage) {
-        let now = cx.now();
+    fn receive(&mut self, links: &mut Links, session: SessionKey, message: ControlMessage) {
+        let now = links.now();
         let (producer, consumer, out) = (&mut self.producer, &mut self.consumer, &mut self.out);
         match message {
             ControlMessage::Watch(handoff) => {
@@ -165,19 +165,19 @@ impl ControlService {
             ControlMessage::Update { handoff, update } => {
                 consumer.update(out, session, handoff, update);
             }
-            ControlMessage::Query { id, query } => self.reply_or_defer(cx, session, id, query),
+            ControlMessage::Query { id, query } => self.reply_or_defer(links, session, id, query),
             ControlMessage::Reply { id, json } => self.queries.reply(session, id, json),
         }
     }
 
     fn reply_or_defer(
         &mut self,
-        cx: &mut Links,
+        links: &mut Links,
         session: SessionKey,
         id: u64,
         query: ControlQuery,
     ) {
-        let now = cx.now();
+        let now = links.now();
         let deadline = now + self.timeouts.open;
         let deferred = |handoff, condition| DeferredQuery {
             session,
@@ -212,7 +212,7 @@ impl ControlService {
                     id,
                     producer,
                 };
-                return self.check(cx, check);
+                return self.check(links, check);
             }
             ControlQuery::Watched(handoff) => {
                 let condition = ReplyCondition::Consumer;
@@ -226,7 +226,7 @@ impl ControlService {
 impl Service for ControlService {
     type Command = ControlCommand;
 
-    fn command(&mut self, cx: &mut Links, command: ControlCommand) {
+    fn command(&mut self, links: &mut Links, command: ControlCommand) {
         let (producer, out) = (&mut self.producer, &mut self.out);
         match command {
             ControlCommand::Describe(json) => self.description = json,
@@ -237,38 +237,38 @@ impl Service for ControlService {
                 producer.predict_end(&handoff, ends_at);
             }
             ControlCommand::Finish(handoff, state) => {
-                producer.finish(out, cx.now(), handoff, state);
+                producer.finish(out, links.now(), handoff, state);
             }
             ControlCommand::Withdraw { handoff, reason } => {
                 producer.end_handoff(out, handoff, &reason);
             }
-            ControlCommand::Watch { handoff, producer } => self.watch(cx, handoff, &producer),
+            ControlCommand::Watch { handoff, producer } => self.watch(links, handoff, &producer),
             ControlCommand::Unwatch {
                 handoff,
                 is_acknowledged,
             } => self.consumer.unwatch(out, handoff, is_acknowledged),
             ControlCommand::SetResult(handoff, json) => self.results.insert(handoff, json),
             ControlCommand::Query(query) => {
-                let session = self.session_to(cx, &query.address);
-                let is_up = cx.is_up(session);
+                let session = self.session_to(links, &query.address);
+                let is_up = links.is_up(session);
                 self.queries.add(&mut self.out, session, query, is_up);
             }
             ControlCommand::Trace(trace) => out.trace = trace,
         }
-        self.out.flush(cx);
+        self.out.flush(links);
     }
 
-    fn session_up(&mut self, cx: &mut Links, session: SessionKey, peer: &Identity) {
-        let (address, engine) = (cx.peer(session), &peer.engine_id);
+    fn session_up(&mut self, links: &mut Links, session: SessionKey, peer: &Identity) {
+        let (address, engine) = (links.peer(session), &peer.engine_id);
         let text = format!("control.open peer={address} engine_id={engine}");
         self.out.log(text);
         self.consumer.session_up(&mut self.out, session);
         self.queries.session_up(&mut self.out, session);
         self.checks.session_up(&mut self.out, session);
-        self.out.flush(cx);
+        self.out.flush(links);
     }
 
-    fn session_down(&mut self, cx: &mut Links, session: SessionKey, error: Error) {
+    fn session_down(&mut self, links: &mut Links, session: SessionKey, error: Error) {
         let out = &mut self.out;
         if !self.checks.session_down(out, session, &error) {
             out.log(format!("control.closed {error}"));
@@ -282,23 +282,23 @@ impl Service for ControlService {
         self.producer.session_down(out, session);
         self.consumer.session_down(out, session, &error);
         self.queries.session_down(session, &error);
-        self.out.flush(cx);
+        self.out.flush(links);
     }
 
     fn message(
         &mut self,
-        cx: &mut Links,
+        links: &mut Links,
         session: SessionKey,
         header: &[u8],
         _payload: Payload,
     ) -> Result<()> {
-        self.receive(cx, session, ControlMessage::decode(header)?);
-        self.out.flush(cx);
+        self.receive(links, session, ControlMessage::decode(header)?);
+        self.out.flush(links);
         Ok(())
     }
 
-    fn timer(&mut self, cx: &mut Links) -> Option<Instant> {
-        let (out, now) = (&mut self.out, cx.now());
+    fn timer(&mut self, links: &mut Links) -> Option<Instant> {
+        let (out, now) = (&mut self.out, links.now());
         let deadlines = [
             self.producer.expire(out, now),
             self.consumer.expire(out, now),
@@ -306,7 +306,7 @@ impl Service for ControlService {
             // Last, so that replies tell of what has just expired.
             self.deferred.poll(out, now, &mut self.producer),
         ];
-        self.out.flush(cx);
+        self.out.flush(links);
         deadlines.into_iter().flatten().min()
     }
 
@@ -347,19 +347,19 @@ mod tests {
             open: Duration::ZERO,
             handoff: Duration::ZERO,
         };
-        let (mut cx, mut service) = (
+        let (mut links, mut service) = (
             Links::manual(None),
             ControlService::new(Events::default(), timeouts),
         );
-        let session = service.session_to(&mut cx, "127.0.0.1:9");
-        assert_eq!(service.session_to(&mut cx, "127.0.0.1:9"), session);
+        let session = service.session_to(&mut links, "127.0.0.1:9");
+        assert_eq!(service.session_to(&mut links, "127.0.0.1:9"), session);
         let lost = Error::lost("127.0.0.1:9", "connection closed");
-        cx.fail(session, lost.clone());
-        let again = service.session_to(&mut cx, "127.0.0.1:9");
+        links.fail(session, lost.clone());
+        let again = service.session_to(&mut links, "127.0.0.1:9");
         assert_ne!(again, session);
-        service.session_down(&mut cx, session, lost.clone());
-        assert_eq!(service.session_to(&mut cx, "127.0.0.1:9"), again);
-        service.session_down(&mut cx, again, lost);
+        service.session_down(&mut links, session, lost.clone());
+        assert_eq!(service.session_to(&mut links, "127.0.0.1:9"), again);
+        service.session_down(&mut links, again, lost);
         assert!(service.by_address.is_empty() && service.addresses.is_empty());
     }
 }

@@ -20,10 +20,10 @@ impl Service for UnreachedService {
     /// Where to connect, and the recipient of the UCX address.
     type Command = (Option<String>, Sender<Vec<u8>>);
 
-    fn command(&mut self, cx: &mut Links, (address, recipient): Self::Command) {
-        let _ = recipient.send(cx.identity().ucx_address.clone());
+    fn command(&mut self, links: &mut Links, (address, recipient): Self::Command) {
+        let _ = recipient.send(links.identity().ucx_address.clone());
         if let Some(address) = address {
-            cx.connect(&address);
+            links.connect(&address);
         }
     }
     fn accept(
@@ -33,16 +33,16 @@ impl Service for UnreachedService {
     ) -> std::result::Result<(), String> {
         panic!("a stranger asks to be accepted")
     }
-    fn session_up(&mut self, _cx: &mut Links, _session: SessionKey, _peer: &Identity) {
+    fn session_up(&mut self, _links: &mut Links, _session: SessionKey, _peer: &Identity) {
         panic!("a session with a stranger")
     }
-    fn session_down(&mut self, _cx: &mut Links, _session: SessionKey, error: Error) {
+    fn session_down(&mut self, _links: &mut Links, _session: SessionKey, error: Error) {
         // A peer influences the text, and must not fill the log.
         assert!(error.to_string().len() < 20_000);
     }
     fn message(
         &mut self,
-        _cx: &mut Links,
+        _links: &mut Links,
         _session: SessionKey,
         _header: &[u8],
         _payload: Payload,

@@ -68,10 +68,10 @@ pub(crate) enum LookupMessage<'a> {
 }
 
 impl LookupMessage<'_> {
-    pub(super) fn send(self, cx: &mut Links, session: SessionKey, operation: u64) {
+    pub(super) fn send(self, links: &mut Links, session: SessionKey, operation: u64) {
         let header = Links::header(self.kind()).u64(operation);
         let (header, payload) = self.encode(header);
-        cx.message(session, header, &payload);
+        links.message(session, header, &payload);
     }
 
     pub(super) fn kind(&self) -> u8 {

@@ -276,11 +276,11 @@ impl Receiver {
     }
 
     /// When to look again at large tensors that may be late.
-    pub(super) fn next_expiry(&self, cx: &Links) -> Option<Instant> {
+    pub(super) fn next_expiry(&self, links: &Links) -> Option<Instant> {
         let session = self.session?;
         let graces = self.large_receives.iter();
         let graces = graces.filter_map(|large| large.grace.as_ref());
-        graces.map(|grace| grace.next(cx, &[session])).min()
+        graces.map(|grace| grace.next(links, &[session])).min()
     }
 
     /// The sender answers whether it still offers a tensor whose last read had ended. The answer is dropped if the tensor

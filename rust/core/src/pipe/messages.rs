@@ -55,7 +55,7 @@ impl<'a> SenderMessage<'a> {
     /// Sends it; false if the session is lost. With `is_checksummed`, a tensor's message has a checksum.
     pub(super) fn send(
         &self,
-        cx: &mut Links,
+        links: &mut Links,
         session: SessionKey,
         sequence: u64,
         is_checksummed: bool,
@@ -63,15 +63,15 @@ impl<'a> SenderMessage<'a> {
         let (kind, payload) = match self {
             Self::Eager { meta, bytes } => (EAGER, meta.write(Writer::default()).shared(*bytes)),
             Self::Offer { meta, buffer } => (OFFER, buffer.write(meta.write(Writer::default()))),
-            Self::Withdraw => return send_bare(cx, session, WITHDRAW, sequence),
-            Self::Valid => return send_bare(cx, session, VALID, sequence),
-            Self::Invalid => return send_bare(cx, session, INVALID, sequence),
+            Self::Withdraw => return send_bare(links, session, WITHDRAW, sequence),
+            Self::Valid => return send_bare(links, session, VALID, sequence),
+            Self::Invalid => return send_bare(links, session, INVALID, sequence),
         };
         let payload = payload.finish();
         let checksum = is_checksummed.then(|| checksum::of(&payload));
         let header = Links::header(kind).u64(sequence);
         let header = header.u8(is_checksummed.into()).u64(checksum.unwrap_or(0));
-        cx.message(session, header, &payload)
+        links.message(session, header, &payload)
     }
 
     /// Decodes the header after the sequence number, and the payload.
@@ -111,9 +111,9 @@ impl<'a> SenderMessage<'a> {
 }
 
 /// Sends a message that is its kind and its tensor; false if the session is lost.
-fn send_bare(cx: &mut Links, session: SessionKey, kind: u8, sequence: u64) -> bool {
+fn send_bare(links: &mut Links, session: SessionKey, kind: u8, sequence: u64) -> bool {
     let header = Links::header(kind).u64(sequence);
-    cx.message(session, header, &[])
+    links.message(session, header, &[])
 }
 
 /// Compares a payload with the checksum in the rest of its header, if there is one.
@@ -142,7 +142,7 @@ pub(super) enum ReceiverMessage<'a> {
 }
 
 impl ReceiverMessage<'_> {
-    pub(super) fn send(&self, cx: &mut Links, session: SessionKey, sequence: u64) {
+    pub(super) fn send(&self, links: &mut Links, session: SessionKey, sequence: u64) {
         let (kind, payload) = match self {
             Self::Ack { others } => {
                 let list = Writer::default().list(others, |w, sequence| w.u64(*sequence));
@@ -157,7 +157,7 @@ impl ReceiverMessage<'_> {
             }
         };
         let header = Links::header(kind).u64(sequence);
-        cx.message(session, header, &payload);
+        links.message(session, header, &payload);
     }
 
     /// Decodes what follows the sequence number.

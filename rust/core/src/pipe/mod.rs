@@ -96,11 +96,11 @@ impl SharedInfo {
     }
 
     /// Both ends are connected.
-    fn open(&self, cx: &Links, session: SessionKey) {
+    fn open(&self, links: &Links, session: SessionKey) {
         let mut info = self.get();
         info.state = "open";
-        info.peer = cx.peer(session);
-        info.advice = cx.advice(session).unwrap_or_default();
+        info.peer = links.peer(session);
+        info.advice = links.advice(session).unwrap_or_default();
     }
 
     /// How the receiver gets large tensors, once that is known.

@@ -77,25 +77,25 @@ impl PostedSend {
     }
 
     /// The time of the next call of [`expire`](Self::expire).
-    pub(super) fn next(&self, cx: &Links, session: SessionKey) -> Option<Instant> {
+    pub(super) fn next(&self, links: &Links, session: SessionKey) -> Option<Instant> {
         let grace = self.large.as_ref()?.grace.as_ref()?;
-        Some(grace.next(cx, &[session]))
+        Some(grace.next(links, &[session]))
     }
 
     /// Withdraws an offer whose deadline has passed; whether it did. Without an answer within the grace period the send fails
     /// unsettled: the receiver may still be reading.
-    pub(super) fn expire(&mut self, cx: &mut Links, session: SessionKey) -> bool {
+    pub(super) fn expire(&mut self, links: &mut Links, session: SessionKey) -> bool {
         let Some(large) = &mut self.large else {
             return false;
         };
         let Some(grace) = &mut large.grace else {
             return false;
         };
-        let stage = grace.look(cx, &[session]);
+        let stage = grace.look(links, &[session]);
         if stage != AnswerStage::InTime && !large.is_withdrawn {
             large.is_withdrawn = true;
-            grace.due_from(cx.now());
-            SenderMessage::Withdraw.send(cx, session, self.sequence, false);
+            grace.due_from(links.now());
+            SenderMessage::Withdraw.send(links, session, self.sequence, false);
             return true;
         }
         match stage {
@@ -122,14 +122,14 @@ mod tests {
     fn a_tensor_is_offered_until_it_is_withdrawn_and_under_its_own_sequence_number() {
         let transport = Transport::Memory(MemoryPath::RemoteRead);
         let opened = transport.open();
-        let mut cx = Links::manual(Some(opened.unwrap()));
+        let mut links = Links::manual(Some(opened.unwrap()));
         let buffer = Buffer::zeroed(8);
-        let (exposed, _) = ExposedBuffer::new(&cx, 20, buffer, Integrity::Validate).unwrap();
+        let (exposed, _) = ExposedBuffer::new(&links, 20, buffer, Integrity::Validate).unwrap();
         let (_sent, completer) = work();
         let large = LargeSend {
             exposed,
             completer,
-            grace: Some(GracePeriod::new(cx.now(), cx.now())),
+            grace: Some(GracePeriod::new(links.now(), links.now())),
             is_withdrawn: false,
         };
         let mut posted = PostedSend {
@@ -138,7 +138,7 @@ mod tests {
         };
         assert!(posted.is_offered_as(3));
         assert!(!posted.is_offered_as(2));
-        assert!(posted.expire(&mut cx, 20), "it is late");
+        assert!(posted.expire(&mut links, 20), "it is late");
         assert!(!posted.is_offered_as(3));
         posted.large = None;
         assert!(!posted.is_offered_as(3), "its bytes were in its message");

@@ -59,12 +59,12 @@ impl GracePeriod {
     }
 
     /// The stage now. Sends PINGs when it is time.
-    pub(crate) fn look(&mut self, cx: &mut Links, sessions: &[SessionKey]) -> AnswerStage {
-        let stage = self.stage(cx.now(), last_rx(cx, sessions));
+    pub(crate) fn look(&mut self, links: &mut Links, sessions: &[SessionKey]) -> AnswerStage {
+        let stage = self.stage(links.now(), last_rx(links, sessions));
         let is_waited_for = matches!(stage, AnswerStage::InTime | AnswerStage::Late);
-        if is_waited_for && self.is_time_to_ping(cx.now(), last_rx(cx, sessions)) {
+        if is_waited_for && self.is_time_to_ping(links.now(), last_rx(links, sessions)) {
             for session in sessions {
-                cx.ping(*session);
+                links.ping(*session);
             }
         }
         stage
@@ -82,10 +82,10 @@ impl GracePeriod {
     }
 
     /// When to look again.
-    pub(crate) fn next(&self, cx: &Links, sessions: &[SessionKey]) -> Instant {
-        let over = self.over(last_rx(cx, sessions));
+    pub(crate) fn next(&self, links: &Links, sessions: &[SessionKey]) -> Instant {
+        let over = self.over(last_rx(links, sessions));
         let next = over.map_or(self.ping_at, |at| at.min(self.ping_at));
-        if self.deadline > cx.now() {
+        if self.deadline > links.now() {
             return next.min(self.deadline);
         }
         next
@@ -145,10 +145,10 @@ impl GracePeriod {
 }
 
 /// When bytes of the peer came last that has been silent longest.
-fn last_rx(cx: &Links, sessions: &[SessionKey]) -> Option<Instant> {
+fn last_rx(links: &Links, sessions: &[SessionKey]) -> Option<Instant> {
     sessions
         .iter()
-        .map(|session| cx.last_rx(*session))
+        .map(|session| links.last_rx(*session))
         .min()
         .flatten()
 }

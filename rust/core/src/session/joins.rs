@@ -142,14 +142,14 @@ impl Links {
 impl<S: Service> Sessions<S> {
     /// Receives what has come on a further connection of a session.
     pub(super) fn receive_bulk(&mut self, token: Token, key: SessionKey) {
-        let now = self.cx.now();
-        let Some(session) = self.cx.sessions.get_mut(&key) else {
+        let now = self.links.now();
+        let Some(session) = self.links.sessions.get_mut(&key) else {
             return;
         };
         if session.is_muted {
             return;
         }
-        let (ours, sinks) = (&self.cx.config.identity, &self.cx.sinks);
+        let (ours, sinks) = (&self.links.config.identity, &self.links.sinks);
         let received = session.bulk.receive(token, (key, sinks), ours, now);
         if received.num_bytes > 0 {
             session.last_rx = now;
@@ -164,12 +164,12 @@ impl<S: Service> Sessions<S> {
             Some(BulkEnd::Lost(reason)) => {
                 // A peer that leaves in order says so on the session's own connection.
                 self.receive(key);
-                if !self.cx.has_failed(key) {
-                    self.cx.lose_bulk(token, &reason, true);
+                if !self.links.has_failed(key) {
+                    self.links.lose_bulk(token, &reason, true);
                 }
             }
             Some(BulkEnd::Failed(error)) => {
-                let session = self.cx.sessions.get(&key);
+                let session = self.links.sessions.get(&key);
                 if let Some(error) = session.map(|session| session.name(error)) {
                     self.cut(key, error);
                 }
@@ -179,25 +179,25 @@ impl<S: Service> Sessions<S> {
 
     /// Gives up further connections that are not made in time, or silent.
     pub(super) fn expire_bulk(&mut self, key: SessionKey) {
-        let (now, silence) = (self.cx.now(), self.cx.config.timeouts.silence);
-        while let Some(session) = self.cx.sessions.get(&key)
+        let (now, silence) = (self.links.now(), self.links.config.timeouts.silence);
+        while let Some(session) = self.links.sessions.get(&key)
             && let Some((token, reason)) = session.bulk.first_late(now, silence)
         {
-            self.cx.lose_bulk(token, &reason, true);
+            self.links.lose_bulk(token, &reason, true);
         }
     }
 
     /// Answers a peer that asks to join a session.
     pub(super) fn answer_join(&mut self, key: SessionKey, request: &JoinRequest) -> Result<()> {
-        let owner = self.cx.joinable.get(&request.session).copied();
-        let session = owner.and_then(|owner| self.cx.sessions.get(&owner));
+        let owner = self.links.joinable.get(&request.session).copied();
+        let session = owner.and_then(|owner| self.links.sessions.get(&owner));
         let session = session.filter(|session| !session.bulk.is_full());
         let secret = session.and_then(|session| {
             let secret = session.bulk.secret.clone()?;
             Some((secret, session.is_sealed()))
         });
         let secret = secret.as_ref().map(|(secret, sealed)| (secret, *sealed));
-        match self.cx.sessions.get_mut(&key) {
+        match self.links.sessions.get_mut(&key) {
             Some(joining) => joining.join(owner.zip(secret), request),
             None => Ok(()),
         }
@@ -205,17 +205,17 @@ impl<S: Service> Sessions<S> {
 
     /// A connection has proved that it joins a session: it is one of that session from now on.
     pub(super) fn finish_join(&mut self, key: SessionKey) {
-        let now = self.cx.now();
-        let Some(mut joining) = self.cx.remove(key) else {
+        let now = self.links.now();
+        let Some(mut joining) = self.links.remove(key) else {
             return;
         };
         if let (Some((owner, number)), Some(link)) = (joining.joins, joining.link.take())
-            && let Some(session) = self.cx.sessions.get_mut(&owner)
+            && let Some(session) = self.links.sessions.get_mut(&owner)
             && !session.bulk.is_full()
         {
             session.bulk.add(key, number, link, now);
-            self.cx.timers.set(owner, session.next_deadline());
-            self.cx.bulk.insert(key, owner);
+            self.links.timers.set(owner, session.next_deadline());
+            self.links.bulk.insert(key, owner);
             // What came with the end of its handshake.
             self.receive_bulk(key, owner);
         }

@@ -91,23 +91,23 @@ pub(super) fn bind(address: ListenAddress) -> Result<TcpListener> {
 impl<S: Service> Sessions<S> {
     /// Accepts connections that wait, as far as there are places for their handshakes. The poller has reported one.
     pub(super) fn accept(&mut self) {
-        if self.cx.places.is_full() && !self.make_place() {
+        if self.links.places.is_full() && !self.make_place() {
             return;
         }
-        while !self.cx.places.is_full() {
+        while !self.links.places.is_full() {
             let Some(listener) = &self.listener else {
                 return;
             };
             match listener.accept() {
                 Ok(Some((stream, peer))) => {
-                    if let Err(error) = self.cx.add_accepted(stream, peer.to_string()) {
+                    if let Err(error) = self.links.add_accepted(stream, peer.to_string()) {
                         self.service.log(format!("refused {peer}: {error}"));
                     }
                 }
                 Ok(None) => return,
                 Err(error) => {
                     // Else the poller would report the listener again and again.
-                    self.pause_accepting(Paused::Refused, self.cx.now() + REFUSED_PAUSE);
+                    self.pause_accepting(Paused::Refused, self.links.now() + REFUSED_PAUSE);
                     let text = format!("cannot accept connections: {error}");
                     return self.service.log(text);
                 }
@@ -117,9 +117,9 @@ impl<S: Service> Sessions<S> {
 
     /// Frees the place of a handshake that is old enough. False if there is none: accepting then pauses until there is.
     fn make_place(&mut self) -> bool {
-        let now = self.cx.now();
+        let now = self.links.now();
         loop {
-            let oldest = match self.cx.places.evictable(now) {
+            let oldest = match self.links.places.evictable(now) {
                 Ok(oldest) => oldest,
                 Err(due) => {
                     self.pause_accepting(Paused::Full, due);
@@ -129,11 +129,11 @@ impl<S: Service> Sessions<S> {
             // What has come counts: it may be this side that is slow.
             self.receive(oldest);
             self.report_failure(oldest);
-            if self.cx.places.evictable(now) == Ok(oldest) {
+            if self.links.places.evictable(now) == Ok(oldest) {
                 let text = "it had not completed its handshake while many others waited";
                 self.end_session(oldest, Error::Connect(text.to_owned()));
             }
-            if !self.cx.places.is_full() {
+            if !self.links.places.is_full() {
                 return true;
             }
         }
@@ -141,7 +141,7 @@ impl<S: Service> Sessions<S> {
 
     fn pause_accepting(&mut self, reason: Paused, until: Instant) {
         self.watch_listener(Some(reason));
-        self.cx.timers.set(LISTENER, until);
+        self.links.timers.set(LISTENER, until);
     }
 
     /// The pause is over: the poller reports connections that wait.
@@ -152,7 +152,9 @@ impl<S: Service> Sessions<S> {
     /// Ends a pause for places once one is free.
     pub(super) fn resume_where_free(&mut self) {
         let listener = self.listener.as_ref();
-        if listener.is_some_and(|it| it.paused == Some(Paused::Full)) && !self.cx.places.is_full() {
+        if listener.is_some_and(|it| it.paused == Some(Paused::Full))
+            && !self.links.places.is_full()
+        {
             self.resume_accepting();
         }
     }
@@ -164,7 +166,7 @@ impl<S: Service> Sessions<S> {
         };
         if let Some(listener) = &mut self.listener {
             listener.paused = paused;
-            self.cx.poller.modify(&listener.socket, LISTENER, events);
+            self.links.poller.modify(&listener.socket, LISTENER, events);
         }
     }
 }

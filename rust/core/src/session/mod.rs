@@ -91,7 +91,7 @@ pub(crate) trait Service {
     type Command: Send + 'static;
 
     /// Another thread asks. Commands that come while the reactor stops come right before [`stop`](Self::stop).
-    fn command(&mut self, cx: &mut Links, command: Self::Command);
+    fn command(&mut self, links: &mut Links, command: Self::Command);
     /// Whether a peer that has proved the token may connect. The reason goes to the peer. `session_up` follows, or
     /// `dismissed`.
     fn accept(
@@ -104,18 +104,18 @@ pub(crate) trait Service {
     /// A session of a peer that had connected ended before it was established, perhaps even before `accept`.
     fn dismissed(&mut self, _session: SessionKey) {}
     /// A session is established.
-    fn session_up(&mut self, cx: &mut Links, session: SessionKey, peer: &Identity);
+    fn session_up(&mut self, links: &mut Links, session: SessionKey, peer: &Identity);
     /// A session is gone, or could never be made; once for each session that was up or asked for. It was removed before
     /// this call.
-    fn session_down(&mut self, cx: &mut Links, session: SessionKey, error: Error);
+    fn session_down(&mut self, links: &mut Links, session: SessionKey, error: Error);
     /// A side of an established session gets the other's bytes by another data path from now on.
-    fn data_path_changed(&mut self, _cx: &mut Links, _session: SessionKey) {}
+    fn data_path_changed(&mut self, _links: &mut Links, _session: SessionKey) {}
     /// A further connection of a session is lost, and with it parts of streams that were on their way.
-    fn streams_lost(&mut self, _cx: &mut Links, _session: SessionKey) {}
+    fn streams_lost(&mut self, _links: &mut Links, _session: SessionKey) {}
     /// A message came. An error closes the session.
     fn message(
         &mut self,
-        _cx: &mut Links,
+        _links: &mut Links,
         _session: SessionKey,
         _header: &[u8],
         _payload: Payload,
@@ -123,9 +123,9 @@ pub(crate) trait Service {
         Err(Error::protocol("a message for a service without messages"))
     }
     /// A UCX operation has ended.
-    fn done(&mut self, _cx: &mut Links, _token: u64, _result: UcxResult<()>) {}
+    fn done(&mut self, _links: &mut Links, _token: u64, _result: UcxResult<()>) {}
     /// Runs a slice of long work, between two looks at sockets and UCX; whether more of it waits.
-    fn poll(&mut self, _cx: &mut Links) -> bool {
+    fn poll(&mut self, _links: &mut Links) -> bool {
         false
     }
     /// Whether there is work that has come since.
@@ -133,16 +133,16 @@ pub(crate) trait Service {
         false
     }
     /// Handles the deadlines that have passed, and returns the next one.
-    fn timer(&mut self, _cx: &mut Links) -> Option<Instant> {
+    fn timer(&mut self, _links: &mut Links) -> Option<Instant> {
         None
     }
     /// Logs a line for people; at most one for each event in the life of a session.
     fn log(&mut self, _text: String) {}
     /// The reactor is about to stop: messages that are sent now still leave.
-    fn closing(&mut self, _cx: &mut Links) {}
+    fn closing(&mut self, _links: &mut Links) {}
     /// The reactor stops. Its data plane has ended before this call: nothing reads or writes registered memory, but for
     /// the reads that [`Links::closed`] reports.
-    fn stop(&mut self, _cx: &mut Links) {}
+    fn stop(&mut self, _links: &mut Links) {}
     /// What its maps and queues hold.
     #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
@@ -198,9 +198,9 @@ where
             if let Some(socket) = &socket {
                 poller.add(socket, LISTENER, EventFlags::IN)?;
             }
-            let cx = Links::new(config, context, poller, pending_reads)?;
+            let links = Links::new(config, context, poller, pending_reads)?;
             Ok(Sessions {
-                cx,
+                links,
                 service: make(),
                 commands,
                 listener: socket.map(Listener::new),

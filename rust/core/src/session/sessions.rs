@@ -31,7 +31,7 @@ const READS_LATE: Status = Status {
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(super) struct Sessions<S: Service> {
-    pub(super) cx: Links,
+    pub(super) links: Links,
     pub(super) service: S,
     pub(super) commands: CommandReceiver<S::Command>,
     pub(super) listener: Option<Listener>,
@@ -39,18 +39,18 @@ pub(super) struct Sessions<S: Service> {
 
 impl<S: Service> EventHandler for Sessions<S> {
     fn worker(&self) -> Option<&Worker> {
-        self.cx.data.as_ref()?.worker.as_ref()
+        self.links.data.as_ref()?.worker.as_ref()
     }
 
     fn set_now(&mut self, now: Instant) {
-        self.cx.now = now;
+        self.links.now = now;
     }
 
     fn drain_commands(&mut self) {
         while let Some(command) = self.commands.next() {
-            self.service.command(&mut self.cx, command);
+            self.service.command(&mut self.links, command);
         }
-        while let Some(connected) = self.cx.connector.next() {
+        while let Some(connected) = self.links.connector.next() {
             self.finish_connect(connected);
         }
     }
@@ -62,7 +62,7 @@ impl<S: Service> EventHandler for Sessions<S> {
     fn handle_readiness(&mut self, token: Token) {
         match token {
             LISTENER => self.accept(),
-            other => match self.cx.bulk.get(&other) {
+            other => match self.links.bulk.get(&other) {
                 Some(session) => self.receive_bulk(other, *session),
                 None => self.receive(other),
             },
@@ -73,13 +73,13 @@ impl<S: Service> EventHandler for Sessions<S> {
         match event {
             Event::Done { token, result } => self.finish_operation(token, result),
             Event::EndpointFailed { endpoint, status } => {
-                let data = self.cx.data.as_ref();
+                let data = self.links.data.as_ref();
                 if let Some(session) = data.and_then(|data| data.endpoints.get(&endpoint)) {
                     self.fail_endpoint(*session, status);
                 }
             }
             Event::Closed { endpoint } => {
-                if let Some(data) = &mut self.cx.data {
+                if let Some(data) = &mut self.links.data {
                     data.endpoints.remove(&endpoint);
                 }
             }
@@ -87,7 +87,7 @@ impl<S: Service> EventHandler for Sessions<S> {
     }
 
     fn poll(&mut self) -> bool {
-        self.service.poll(&mut self.cx)
+        self.service.poll(&mut self.links)
     }
 
     fn has_work(&self) -> bool {
@@ -95,88 +95,90 @@ impl<S: Service> EventHandler for Sessions<S> {
     }
 
     fn expire(&mut self) -> Option<Instant> {
-        let now = self.cx.now();
-        let service = self.service.timer(&mut self.cx);
-        while let Some(key) = self.cx.timers.pop_expired(now) {
+        let now = self.links.now();
+        let service = self.service.timer(&mut self.links);
+        while let Some(key) = self.links.timers.pop_expired(now) {
             if key == LISTENER {
                 self.resume_accepting();
             }
-            let Some(session) = self.cx.sessions.get_mut(&key) else {
+            let Some(session) = self.links.sessions.get_mut(&key) else {
                 continue;
             };
             if let Err(error) = session.expire(now) {
-                self.cx.fail(key, error);
+                self.links.fail(key, error);
                 continue;
             }
             let begins_attempt = session.begins_attempt(now);
             let gives_devices_up = session.gives_devices_up(now);
-            self.cx.timers.set(key, session.next_deadline());
+            self.links.timers.set(key, session.next_deadline());
             if begins_attempt {
-                self.cx.attempt(key);
+                self.links.attempt(key);
             }
             self.expire_bulk(key);
-            if gives_devices_up && self.cx.data_path(key).is_none() {
+            if gives_devices_up && self.links.data_path(key).is_none() {
                 self.fail_endpoint(key, DEVICES_LATE);
-            } else if self.cx.stands_still(key) {
+            } else if self.links.stands_still(key) {
                 self.fail_endpoint(key, READS_LATE);
             }
         }
         self.resume_where_free();
-        service.into_iter().chain(self.cx.timers.next()).min()
+        service.into_iter().chain(self.links.timers.next()).min()
     }
 
     fn has_failures(&self) -> bool {
-        let cx = &self.cx;
-        !(cx.failed.is_empty() && cx.changed_paths.is_empty() && cx.lost_streams.is_empty())
+        let links = &self.links;
+        !(links.failed.is_empty()
+            && links.changed_paths.is_empty()
+            && links.lost_streams.is_empty())
     }
 
     fn report_failures(&mut self) {
-        while let Some(key) = self.cx.changed_paths.pop_front() {
-            if self.cx.is_up(key) {
-                self.service.data_path_changed(&mut self.cx, key);
+        while let Some(key) = self.links.changed_paths.pop_front() {
+            if self.links.is_up(key) {
+                self.service.data_path_changed(&mut self.links, key);
             }
         }
-        while let Some(key) = self.cx.lost_streams.pop_front() {
-            if self.cx.is_up(key) {
-                self.service.streams_lost(&mut self.cx, key);
+        while let Some(key) = self.links.lost_streams.pop_front() {
+            if self.links.is_up(key) {
+                self.service.streams_lost(&mut self.links, key);
             }
         }
-        while let Some(key) = self.cx.failed.pop_front() {
+        while let Some(key) = self.links.failed.pop_front() {
             self.report_failure(key);
         }
     }
 
     fn end(mut self) {
-        self.service.closing(&mut self.cx);
+        self.service.closing(&mut self.links);
         let deadline = Instant::now() + FLUSH_TIMEOUT;
-        for session in self.cx.sessions.values_mut() {
+        for session in self.links.sessions.values_mut() {
             session.flush_until(deadline);
             session.say_goodbye("the process closed it");
         }
         // Waits for every operation: nothing may write into memory whose operation is reported as ended. Where UCX does not
         // end one in time, its memory is kept, and the report says so.
-        let num_reads = self.cx.pending_reads().counter();
-        let data = self.cx.data.take();
+        let num_reads = self.links.pending_reads().counter();
+        let data = self.links.data.take();
         let worker = data.and_then(|data| data.worker);
         let reaper = worker.and_then(|worker| worker.end(num_reads));
         // It was accepted, so it is answered: it ends with the rest.
         for command in self.commands.close() {
-            self.service.command(&mut self.cx, command);
+            self.service.command(&mut self.links, command);
         }
-        self.service.stop(&mut self.cx);
+        self.service.stop(&mut self.links);
         drop(self); // and with the service its keys: from then on the reaper progresses UCX until it has ended
         drop(reaper);
     }
 
     #[cfg(any(test, feature = "fuzzing"))]
     fn num_sessions(&self) -> usize {
-        let sessions = self.cx.sessions.values();
+        let sessions = self.links.sessions.values();
         sessions.filter(|it| it.link.is_some()).count()
     }
 
     #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
-        let mut sizes = self.cx.sizes();
+        let mut sizes = self.links.sizes();
         sizes.push(("commands", self.commands.len()));
         sizes.extend(self.service.sizes());
         sizes
@@ -186,43 +188,43 @@ impl<S: Service> EventHandler for Sessions<S> {
 /// Connections.
 impl<S: Service> Sessions<S> {
     fn finish_connect(&mut self, Connected { token, stream }: Connected) {
-        if self.cx.bulk.contains_key(&token) {
-            return self.cx.finish_bulk_connect(token, stream);
+        if self.links.bulk.contains_key(&token) {
+            return self.links.finish_bulk_connect(token, stream);
         }
         // An attempt that took too long was reported already.
-        if !self.cx.sessions.contains_key(&token) {
+        if !self.links.sessions.contains_key(&token) {
             return;
         }
         match stream {
             Ok(stream) => {
-                if let Err(error) = self.cx.start_handshake(token, stream) {
-                    self.cx.fail(token, error);
+                if let Err(error) = self.links.start_handshake(token, stream) {
+                    self.links.fail(token, error);
                 }
             }
-            Err(failure) => self.cx.attempt_failed(token, &failure),
+            Err(failure) => self.links.attempt_failed(token, &failure),
         }
     }
 
     /// Receives what has come on a session's connection.
     pub(super) fn receive(&mut self, key: SessionKey) {
-        let now = self.cx.now();
-        let Some(session) = self.cx.sessions.get_mut(&key) else {
+        let now = self.links.now();
+        let Some(session) = self.links.sessions.get_mut(&key) else {
             return;
         };
-        let (ours, sinks) = (&self.cx.config.identity, &self.cx.sinks);
+        let (ours, sinks) = (&self.links.config.identity, &self.links.sinks);
         let (received, ended) = session.receive((key, sinks), ours, now, |peer| {
             self.service.accept(key, peer)
         });
         if session.is_accepted && !session.is_up() {
-            self.cx.places.update(key, session.handshake_progress());
+            self.links.places.update(key, session.handshake_progress());
         }
         // Before the commands: one that needs the peer knows then that it has to connect again.
         match ended {
             None => {}
-            Some(SessionEnd::Failed(error)) => self.cx.fail(key, error),
+            Some(SessionEnd::Failed(error)) => self.links.fail(key, error),
             Some(SessionEnd::Cut(reason)) => {
                 let cause = format!("{reason} in the handshake");
-                self.cx.attempt_failed(key, &ConnectFailure::Cut(cause));
+                self.links.attempt_failed(key, &ConnectFailure::Cut(cause));
             }
         }
         self.drain_commands();
@@ -242,22 +244,23 @@ impl<S: Service> Sessions<S> {
             SessionEvent::Ready => self.establish(key),
             SessionEvent::DataPath(data_path) => {
                 let is_stream = matches!(data_path, DataPath::Stream(_));
-                self.cx.receive_data_path(key, data_path)?;
-                let now = self.cx.now();
-                if let Some(session) = self.cx.sessions.get_mut(&key).filter(|_| is_stream) {
+                self.links.receive_data_path(key, data_path)?;
+                let now = self.links.now();
+                if let Some(session) = self.links.sessions.get_mut(&key).filter(|_| is_stream) {
                     session.hurry_devices(now);
-                    self.cx.timers.set(key, session.next_deadline());
+                    self.links.timers.set(key, session.next_deadline());
                 }
                 self.report_up_if_probed(key);
             }
             SessionEvent::Message { header, payload } => {
                 self.check_up(key)?;
                 let payload = Payload::Bytes(payload);
-                self.service.message(&mut self.cx, key, &header, payload)?;
+                self.service
+                    .message(&mut self.links, key, &header, payload)?;
             }
             SessionEvent::AskedToJoin(request) => self.answer_join(key, &request)?,
             SessionEvent::Joined => self.finish_join(key),
-            SessionEvent::StreamLost(number) => self.cx.receive_stream_lost(key, number),
+            SessionEvent::StreamLost(number) => self.links.receive_stream_lost(key, number),
             SessionEvent::Part(part) => {
                 self.check_up(key)?;
                 if part.header.first() != Some(&PART_KIND) {
@@ -268,7 +271,7 @@ impl<S: Service> Sessions<S> {
                     is_aborted: part.is_aborted,
                 };
                 self.service
-                    .message(&mut self.cx, key, &part.header, placed)?;
+                    .message(&mut self.links, key, &part.header, placed)?;
             }
         }
         Ok(())
@@ -277,46 +280,46 @@ impl<S: Service> Sessions<S> {
     /// Both sides know the session. With a data plane, it is up when both sides know how they get each other's bytes; where
     /// both have UCX, that connects first.
     fn establish(&mut self, key: SessionKey) {
-        let now = self.cx.now();
-        let Some(session) = self.cx.sessions.get_mut(&key) else {
+        let now = self.links.now();
+        let Some(session) = self.links.sessions.get_mut(&key) else {
             return;
         };
-        session.endpoint = self.cx.data.is_some().then(SessionEndpoint::default);
+        session.endpoint = self.links.data.is_some().then(SessionEndpoint::default);
         session.wait_for_devices(now);
-        self.cx.timers.set(key, session.next_deadline());
+        self.links.timers.set(key, session.next_deadline());
         if let SessionState::Establishing(peer) = &session.state {
             let address = peer.ucx_address.clone();
-            let host = &self.cx.config.identity.host;
+            let host = &self.links.config.identity.host;
             let is_on_host = !host.is_empty() && peer.host == *host;
-            if self.cx.data.is_none() {
+            if self.links.data.is_none() {
                 return self.report_up(key);
             }
             // Before the peer can dial one: it is up once it knows the data path of this side.
-            self.cx.allow_bulk(key, is_on_host);
-            if !self.cx.open_endpoint(key, &address) {
+            self.links.allow_bulk(key, is_on_host);
+            if !self.links.open_endpoint(key, &address) {
                 self.probe(key);
             }
         }
     }
 
     fn probe(&mut self, key: SessionKey) {
-        self.cx.probe(key);
+        self.links.probe(key);
         self.report_up_if_probed(key);
     }
 
     /// Tells the service of a session that is established, once.
     fn report_up(&mut self, key: SessionKey) {
-        let Some(session) = self.cx.sessions.get_mut(&key) else {
+        let Some(session) = self.links.sessions.get_mut(&key) else {
             return;
         };
         if let Some(peer) = session.finish() {
-            self.service.session_up(&mut self.cx, key, &peer);
+            self.service.session_up(&mut self.links, key, &peer);
         }
     }
 
     /// Refuses messages before the session is up: a peer that sends one knows both data paths.
     fn check_up(&self, key: SessionKey) -> Result<()> {
-        if self.cx.is_up(key) {
+        if self.links.is_up(key) {
             return Ok(());
         }
         Err(Error::protocol("a message before the session was ready"))
@@ -324,23 +327,23 @@ impl<S: Service> Sessions<S> {
 
     /// Ends a session whose peer broke the protocol: no more of its messages are handled.
     pub(super) fn cut(&mut self, key: SessionKey, error: Error) {
-        self.cx.mute(key);
-        self.cx.fail(key, error);
+        self.links.mute(key);
+        self.links.fail(key, error);
     }
 
     /// Ends a session that has failed, if it has.
     pub(super) fn report_failure(&mut self, key: SessionKey) {
-        let session = self.cx.sessions.get_mut(&key);
+        let session = self.links.sessions.get_mut(&key);
         if let Some(error) = session.and_then(|session| session.failure.take()) {
             self.end_session(key, error);
         }
     }
 
     pub(super) fn end_session(&mut self, key: SessionKey, error: Error) {
-        let Some(mut session) = self.cx.remove(key) else {
+        let Some(mut session) = self.links.remove(key) else {
             return;
         };
-        if let (Some(data), Some(endpoint)) = (&mut self.cx.data, &session.endpoint) {
+        if let (Some(data), Some(endpoint)) = (&mut self.links.data, &session.endpoint) {
             data.close(endpoint);
         }
         match &error {
@@ -352,7 +355,7 @@ impl<S: Service> Sessions<S> {
                 .log(format!("refused {}: {error}", session.peer));
             return self.service.dismissed(key);
         }
-        self.service.session_down(&mut self.cx, key, error);
+        self.service.session_down(&mut self.links, key, error);
     }
 }
 
@@ -360,22 +363,22 @@ impl<S: Service> Sessions<S> {
 impl<S: Service> Sessions<S> {
     fn finish_operation(&mut self, token: u64, result: UcxResult<()>) {
         if let Some(session) = canary_of(token) {
-            self.cx.finish_probe(session, result);
+            self.links.finish_probe(session, result);
             return self.report_up_if_probed(session);
         }
         match connected_by(token) {
             Some(session) => match result {
-                Ok(()) if self.cx.has_devices(session) => self.probe(session),
+                Ok(()) if self.links.has_devices(session) => self.probe(session),
                 // They were given up.
                 Ok(()) => {}
                 Err(status) => self.fail_endpoint(session, status),
             },
-            None => self.service.done(&mut self.cx, token, result),
+            None => self.service.done(&mut self.links, token, result),
         }
     }
 
     fn report_up_if_probed(&mut self, session: SessionKey) {
-        if self.cx.is_probed(session) {
+        if self.links.is_probed(session) {
             self.report_up(session);
         }
     }
@@ -384,8 +387,8 @@ impl<S: Service> Sessions<S> {
         // A peer that leaves in order says so before its endpoint ends, but over another connection: seen first, that
         // end would hide the reason that it gave.
         self.receive(session);
-        if !self.cx.has_failed(session) {
-            self.cx.lose_devices(session, &status.to_string());
+        if !self.links.has_failed(session) {
+            self.links.lose_devices(session, &status.to_string());
             self.report_up_if_probed(session);
         }
     }

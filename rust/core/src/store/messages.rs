@@ -195,10 +195,10 @@ pub(crate) enum StoreMessage<'a> {
 }
 
 impl StoreMessage<'_> {
-    pub(super) fn send(self, cx: &mut Links, session: SessionKey, operation: u64) {
+    pub(super) fn send(self, links: &mut Links, session: SessionKey, operation: u64) {
         let header = Links::header(self.kind()).u64(operation);
         let (header, payload) = self.encode(header);
-        cx.message(session, header, &payload);
+        links.message(session, header, &payload);
     }
 
     pub(crate) fn kind(&self) -> u8 {

@@ -27,7 +27,7 @@ const LEAST_WORK: u64 = 16 << 10;
 /// From the beginning of a transfer to its end.
 impl TransferEngine {
     /// Starts transfers of a peer as far as the bound on those under way allows.
-    pub(super) fn start_waiting(&mut self, cx: &mut Links, session: SessionKey) {
+    pub(super) fn start_waiting(&mut self, links: &mut Links, session: SessionKey) {
         let mut has_started = false;
         while let Some(peer) = self.peers.get_mut(&session)
             && peer.num_busy() < self.max_in_flight
@@ -38,26 +38,26 @@ impl TransferEngine {
             };
             peer.running.push(id);
             transfer.began = Some(Instant::now());
-            let state = peer.start(cx, id, &transfer.request);
+            let state = peer.start(links, id, &transfer.request);
             transfer.state = state.unwrap_or_else(State::Failed);
             schedule(&mut self.scheduled, id, transfer);
-            self.complete_if_over(cx, id);
+            self.complete_if_over(links, id);
             has_started = true;
         }
         if has_started {
-            self.post(cx, session);
+            self.post(links, session);
         }
     }
 
     /// Completes a transfer if it is over, and lets the next begin.
-    pub(super) fn settle(&mut self, cx: &mut Links, id: u64) {
-        if let Some(session) = self.complete_if_over(cx, id) {
-            self.start_waiting(cx, session);
+    pub(super) fn settle(&mut self, links: &mut Links, id: u64) {
+        if let Some(session) = self.complete_if_over(links, id) {
+            self.start_waiting(links, session);
         }
     }
 
     /// Completes a transfer to which nothing more will happen; the session whose place is free then.
-    pub(super) fn complete_if_over(&mut self, cx: &mut Links, id: u64) -> Option<SessionKey> {
+    pub(super) fn complete_if_over(&mut self, links: &mut Links, id: u64) -> Option<SessionKey> {
         self.transfers
             .get(&id)
             .filter(|transfer| transfer.is_over())?;
@@ -72,7 +72,7 @@ impl TransferEngine {
                 peer.waiting.retain(|other| *other != id);
             }
         }
-        let outcome = outcome_of(cx, &transfer);
+        let outcome = outcome_of(links, &transfer);
         // With it goes where a stream lands: nothing is placed any more when the completion is seen.
         self.completions
             .push_back(Completion::of(transfer, outcome));
@@ -89,7 +89,7 @@ impl PeerTransfers {
     }
 
     /// Chooses the path of a transfer, and asks the source for what is needed of it.
-    fn start(&mut self, cx: &mut Links, id: u64, request: &TransferRequest) -> Result<State> {
+    fn start(&mut self, links: &mut Links, id: u64, request: &TransferRequest) -> Result<State> {
         let Some(source) = self.sources.get_mut(&request.source) else {
             let text = "the source of the transfer has been closed meanwhile";
             return Err(Error::Config(text.to_owned()));
@@ -98,11 +98,11 @@ impl PeerTransfers {
         let path = if request.is_retry {
             None
         } else {
-            source.read_path(cx, session, &request.memory)?
+            source.read_path(links, session, &request.memory)?
         };
         let Some(path) = path else {
             // No checksums are computed on a GPU.
-            let stream = begin_stream(cx, id, request, !source.is_cuda);
+            let stream = begin_stream(links, id, request, !source.is_cuda);
             return Ok(State::Streaming(stream));
         };
         let is_checksummed = request.checksums == Checksums::All && !source.is_cuda;
@@ -112,7 +112,7 @@ impl PeerTransfers {
         };
         let has_asked = is_checksummed && source.verification != Verification::Pushed;
         if has_asked {
-            send_read(cx, id, request, Wanted::Checksums);
+            send_read(links, id, request, Wanted::Checksums);
         }
         Ok(State::Reading(Reading {
             path,
@@ -128,14 +128,14 @@ impl PeerTransfers {
 
 /// Has the source stream what a transfer wants, with checksums if those are compared and it can.
 fn begin_stream(
-    cx: &mut Links,
+    links: &mut Links,
     id: u64,
     request: &TransferRequest,
     can_checksum: bool,
 ) -> IncomingStream {
     let is_compared = can_checksum && request.checksums.compare();
     // A sealed stream needs no second checksum.
-    let is_sealed = is_compared && cx.is_sealed(request.session);
+    let is_sealed = is_compared && links.is_sealed(request.session);
     let (checksums, wanted) = match request.checksums {
         _ if is_compared && !is_sealed => (Checksums::OfStream, Wanted::ChecksummedBytes),
         of_owner @ Checksums::OfOwner(_) => (of_owner, Wanted::Bytes),
@@ -143,25 +143,25 @@ fn begin_stream(
     };
     let destination = (Arc::clone(&request.memory), Arc::clone(&request.pieces));
     let verified_by = (checksums, is_sealed);
-    let stream = IncomingStream::begin(cx, request.session, id, destination, verified_by);
-    cx.open_bulk(request.session, request.pieces.num_bytes);
-    send_read(cx, id, request, wanted);
+    let stream = IncomingStream::begin(links, request.session, id, destination, verified_by);
+    links.open_bulk(request.session, request.pieces.num_bytes);
+    send_read(links, id, request, wanted);
     stream
 }
 
 /// Sends what a destination wants of its source.
-fn send_read(cx: &mut Links, transfer: u64, request: &TransferRequest, wanted: Wanted) {
+fn send_read(links: &mut Links, transfer: u64, request: &TransferRequest, wanted: Wanted) {
     let message = Message::Read {
         source: request.source | request.grant,
         wanted,
         ids: Cow::Borrowed(&request.pieces.from_ids),
     };
-    message.send(cx, request.session, transfer);
+    message.send(links, request.session, transfer);
 }
 
 /// Whether what has come is what was exposed. Without checksums that is so if the source still exposes it; what differs from
 /// them is not the source's fault if it does not.
-fn outcome_of(cx: &Links, transfer: &Transfer) -> std::result::Result<(), TransferError> {
+fn outcome_of(links: &Links, transfer: &Transfer) -> std::result::Result<(), TransferError> {
     let request = &transfer.request;
     let (is_verified, corruption) = match &transfer.state {
         State::Failed(error) => return Err(TransferError::Failed(error.clone())),
@@ -179,7 +179,8 @@ fn outcome_of(cx: &Links, transfer: &Transfer) -> std::result::Result<(), Transf
         }
     };
     if corruption.is_some() || !is_verified {
-        cx.check_still_exposed(request.session)
+        links
+            .check_still_exposed(request.session)
             .map_err(TransferError::Failed)?;
     }
     corruption.map_or(Ok(()), |corruption| Err(TransferError::Corrupt(corruption)))
@@ -202,7 +203,7 @@ impl TransferEngine {
     /// A message about a transfer. It is dropped if the transfer has ended meanwhile.
     pub(super) fn receive(
         &mut self,
-        cx: &mut Links,
+        links: &mut Links,
         session: SessionKey,
         (id, attempt): (u64, u8),
         message: Message<'_>,
@@ -217,29 +218,34 @@ impl TransferEngine {
         }
         if let Some(num_bytes) = transfer.receive(message, data)? {
             let stream = transfer.stream_id(id);
-            Message::Credit(num_bytes).send(cx, session, stream);
+            Message::Credit(num_bytes).send(links, session, stream);
         }
         if transfer.is_over() {
-            self.settle(cx, id);
+            self.settle(links, id);
         }
         Ok(())
     }
 
     /// The source sends nothing more of a transfer that was cancelled.
-    pub(super) fn cancelled(&mut self, cx: &mut Links, session: SessionKey, id: u64) -> Result<()> {
+    pub(super) fn cancelled(
+        &mut self,
+        links: &mut Links,
+        session: SessionKey,
+        id: u64,
+    ) -> Result<()> {
         let peer = self.peers.get_mut(&session);
         if peer.is_some_and(|peer| peer.cancelling.remove(&id).is_none()) {
             let text = format_args!("transfer {id} was cancelled, which was not asked for");
             return Err(Error::protocol(text));
         }
-        self.start_waiting(cx, session);
+        self.start_waiting(links, session);
         Ok(())
     }
 
     /// The checksums of the next units of a source, which come unasked. Of one that is not known any more: nothing.
     pub(super) fn receive_source_checksums(
         &mut self,
-        cx: &mut Links,
+        links: &mut Links,
         session: SessionKey,
         id: u64,
         first: u64,
@@ -259,7 +265,7 @@ impl TransferEngine {
                 && let Some(verifier) = &mut reading.verifier
             {
                 verifier.add(&transfer.request.pieces, first, checksums);
-                self.settle(cx, transfer_id);
+                self.settle(links, transfer_id);
             }
         }
         Ok(())
@@ -269,7 +275,7 @@ impl TransferEngine {
 /// Streams over several connections.
 impl TransferEngine {
     /// A connection of a session is lost: its peer streams what has not come whole once more, from the beginning.
-    pub(crate) fn streams_lost(&mut self, cx: &mut Links, session: SessionKey) {
+    pub(crate) fn streams_lost(&mut self, links: &mut Links, session: SessionKey) {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
@@ -287,10 +293,10 @@ impl TransferEngine {
             let source = transfer.request.source;
             let before = transfer.stream_id(*id);
             peer.cancelling.insert(before, source);
-            Message::Cancel.send(cx, session, before);
+            Message::Cancel.send(links, session, before);
             transfer.attempt = transfer.attempt.wrapping_add(1);
             let again = transfer.stream_id(*id);
-            let stream = begin_stream(cx, again, &transfer.request, can_checksum);
+            let stream = begin_stream(links, again, &transfer.request, can_checksum);
             transfer.restart(stream);
         }
     }
@@ -300,7 +306,7 @@ impl TransferEngine {
 impl TransferEngine {
     /// Keeps reads from a peer in flight, those of its first transfers first. More are due when a transfer has started, and
     /// when few are left. Where they have failed, or none can be posted any more, the transfer begins again as a stream.
-    fn post(&mut self, cx: &mut Links, session: SessionKey) {
+    fn post(&mut self, links: &mut Links, session: SessionKey) {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
@@ -310,13 +316,13 @@ impl TransferEngine {
             };
             while let Some(cap) = transfer.bytes_in_flight_cap()
                 && peer.bytes_in_flight < cap
-                && let Some(len) = transfer.post_next(cx, *id, peer.reads_in_flight)
+                && let Some(len) = transfer.post_next(links, *id, peer.reads_in_flight)
             {
                 peer.bytes_in_flight += len;
                 peer.reads_in_flight += 1;
             }
         }
-        let has_devices = cx.has_devices(session);
+        let has_devices = links.has_devices(session);
         for id in &peer.running {
             let Some(transfer) = self.transfers.get_mut(id) else {
                 continue;
@@ -324,7 +330,7 @@ impl TransferEngine {
             if transfer.is_to_restart(has_devices) {
                 // Its source may have been closed meanwhile.
                 let can_checksum = transfer.can_checksum();
-                let stream = begin_stream(cx, *id, &transfer.request, can_checksum);
+                let stream = begin_stream(links, *id, &transfer.request, can_checksum);
                 transfer.restart(stream);
             }
         }
@@ -333,7 +339,7 @@ impl TransferEngine {
     /// A read has ended.
     pub(crate) fn read_ended(
         &mut self,
-        cx: &mut Links,
+        links: &mut Links,
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
@@ -350,7 +356,7 @@ impl TransferEngine {
             Ok(()) => transfer.hash(CHECKSUMMED_BYTES),
             Err(status) => {
                 transfer.lose_reads();
-                cx.lose_devices(session, &status.to_string());
+                links.lose_devices(session, &status.to_string());
             }
         }
         schedule(&mut self.scheduled, id, transfer);
@@ -362,10 +368,10 @@ impl TransferEngine {
             is_low = cap.is_none_or(|cap| peer.bytes_in_flight <= cap / 2);
         }
         if is_over {
-            self.settle(cx, id);
+            self.settle(links, id);
         }
         if is_low {
-            self.post(cx, session);
+            self.post(links, session);
         }
     }
 }
@@ -381,26 +387,26 @@ fn schedule(scheduled: &mut VecDeque<u64>, id: u64, transfer: &mut Transfer) {
 /// Work of this thread, slice by slice: reads by calls of our own, and checksums.
 impl TransferEngine {
     /// Works for as many transfers as make a slice together; whether there was any.
-    pub(super) fn run_transfer_slice(&mut self, cx: &mut Links) -> bool {
+    pub(super) fn run_transfer_slice(&mut self, links: &mut Links) -> bool {
         let (mut has_worked, mut num_bytes) = (false, 0);
         while num_bytes < CHECKSUMMED_BYTES
             && let Some(id) = self.scheduled.pop_front()
         {
-            num_bytes += self.run_transfer(cx, id).max(LEAST_WORK);
+            num_bytes += self.run_transfer(links, id).max(LEAST_WORK);
             has_worked = true;
         }
         has_worked
     }
 
     /// Reads and hashes a piece of a transfer; about how many bytes that were.
-    fn run_transfer(&mut self, cx: &mut Links, id: u64) -> u64 {
+    fn run_transfer(&mut self, links: &mut Links, id: u64) -> u64 {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return 0; // over
         };
         transfer.is_scheduled = false;
         let session = transfer.request.session;
         // A session that has failed: its end, which is about to be reported, is that of its transfers.
-        if cx.has_failed(session) {
+        if links.has_failed(session) {
             return 0;
         }
         let mut num_bytes = 0;
@@ -410,20 +416,20 @@ impl TransferEngine {
                 transfer.hash(CHECKSUMMED_BYTES);
             }
             Err(ProcessVmError::Refused(reason)) => {
-                cx.switch_to_stream(session, &reason);
+                links.switch_to_stream(session, &reason);
                 // Memory of the host, which is the only one that is read so, is verified where the service wants it.
-                let stream = begin_stream(cx, id, &transfer.request, true);
+                let stream = begin_stream(links, id, &transfer.request, true);
                 transfer.restart(stream);
             }
             Err(error) => {
-                let error = Error::lost(&cx.peer(session), error);
+                let error = Error::lost(&links.peer(session), error);
                 transfer.fail(error.clone());
-                cx.fail(session, error);
+                links.fail(session, error);
             }
         }
         schedule(&mut self.scheduled, id, transfer);
         if transfer.is_over() {
-            self.settle(cx, id);
+            self.settle(links, id);
         }
         num_bytes
     }

@@ -116,7 +116,7 @@ impl TransferEngine {
     }
 
     /// Lets a transfer begin when it is its turn among those from its peer.
-    pub(crate) fn enqueue(&mut self, cx: &mut Links, id: u64) {
+    pub(crate) fn enqueue(&mut self, links: &mut Links, id: u64) {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };
@@ -127,18 +127,18 @@ impl TransferEngine {
                     transfer.state = State::Queued;
                     peer.waiting.push_back(id);
                 }
-                None => transfer.fail(Error::lost(&cx.peer(session), "it is gone")),
+                None => transfer.fail(Error::lost(&links.peer(session), "it is gone")),
             }
         }
         if transfer.is_over() {
-            self.settle(cx, id);
+            self.settle(links, id);
         } else {
-            self.start_waiting(cx, session);
+            self.start_waiting(links, session);
         }
     }
 
     /// Fails a transfer: its source sends nothing more, and it completes when no read can write any more.
-    pub(crate) fn fail(&mut self, cx: &mut Links, id: u64, error: &Error) {
+    pub(crate) fn fail(&mut self, links: &mut Links, id: u64, error: &Error) {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };
@@ -147,25 +147,25 @@ impl TransferEngine {
         transfer.fail(error.clone());
         if is_served && let Some(peer) = self.peers.get_mut(&session) {
             peer.cancelling.insert(stream, source);
-            Message::Cancel.send(cx, session, stream);
+            Message::Cancel.send(links, session, stream);
         }
-        self.settle(cx, id);
+        self.settle(links, id);
     }
 
     /// Fails transfers into a memory that have not begun.
-    pub(crate) fn withdraw_into(&mut self, cx: &mut Links, memory: &Arc<Memory>, error: &Error) {
+    pub(crate) fn withdraw_into(&mut self, links: &mut Links, memory: &Arc<Memory>, error: &Error) {
         let transfers = self.transfers.iter();
         let into = transfers.filter(|(_, it)| Arc::ptr_eq(&it.request.memory, memory));
         for id in into.map(|(id, _)| *id).collect::<Vec<_>>() {
-            self.withdraw(cx, id, error);
+            self.withdraw(links, id, error);
         }
     }
 
     /// Fails a transfer that has not begun; others go on.
-    fn withdraw(&mut self, cx: &mut Links, id: u64, error: &Error) {
+    fn withdraw(&mut self, links: &mut Links, id: u64, error: &Error) {
         let transfer = self.transfers.get(&id);
         if transfer.is_some_and(|transfer| !transfer.has_begun()) {
-            self.fail(cx, id, error);
+            self.fail(links, id, error);
         }
     }
 
@@ -179,7 +179,7 @@ impl TransferEngine {
     /// A peer does not expose it any more: transfers that have not begun fail.
     pub(crate) fn remove_source(
         &mut self,
-        cx: &mut Links,
+        links: &mut Links,
         session: SessionKey,
         source: u64,
         error: &Error,
@@ -194,7 +194,7 @@ impl TransferEngine {
         };
         let of_it: Vec<_> = peer.transfers.iter().copied().filter(is_of_it).collect();
         for id in of_it {
-            self.withdraw(cx, id, error);
+            self.withdraw(links, id, error);
         }
     }
 
@@ -268,10 +268,10 @@ impl TransferEngine {
     }
 
     /// A session has ended: its transfers fail, and nothing is served to it.
-    pub(crate) fn session_down(&mut self, cx: &mut Links, session: SessionKey, error: &Error) {
+    pub(crate) fn session_down(&mut self, links: &mut Links, session: SessionKey, error: &Error) {
         let peer = self.peers.remove(&session).unwrap_or_default();
         for id in peer.transfers {
-            self.fail(cx, id, error);
+            self.fail(links, id, error);
         }
     }
 
@@ -291,7 +291,7 @@ impl TransferEngine {
     /// It is not to come: the session ends.
     pub(crate) fn message(
         &mut self,
-        cx: &mut Links,
+        links: &mut Links,
         session: SessionKey,
         (kind, header): (u8, Reader<'_>),
         data: &Payload,
@@ -313,11 +313,11 @@ impl TransferEngine {
                 self.admit(&request)?;
                 return Ok(Some(request));
             }
-            Message::Credit(num_bytes) => self.continue_stream(cx, session, id, num_bytes),
-            Message::Cancel => self.cancel(cx, session, id),
-            Message::Cancelled => self.cancelled(cx, session, id)?,
+            Message::Credit(num_bytes) => self.continue_stream(links, session, id, num_bytes),
+            Message::Cancel => self.cancel(links, session, id),
+            Message::Cancelled => self.cancelled(links, session, id)?,
             Message::SourceChecksums { first, checksums } => {
-                self.receive_source_checksums(cx, session, id, first, &checksums)?;
+                self.receive_source_checksums(links, session, id, first, &checksums)?;
             }
             Message::Data { .. } | Message::Refused(_) | Message::Checksums { .. } => {
                 let (transfer, attempt) = split_stream_id(id);
@@ -326,16 +326,16 @@ impl TransferEngine {
                         format_args!("message {kind} of transfer {transfer}, which was not begun");
                     return Err(Error::protocol(text));
                 }
-                self.receive(cx, session, (transfer, attempt), message, data)?;
+                self.receive(links, session, (transfer, attempt), message, data)?;
             }
         }
         Ok(None)
     }
 
     /// Does a slice of each kind of work; whether there was any.
-    pub(crate) fn run_slice(&mut self, cx: &mut Links) -> bool {
-        let has_checksummed = self.run_checksum_slice(cx);
-        self.run_transfer_slice(cx) || has_checksummed
+    pub(crate) fn run_slice(&mut self, links: &mut Links) -> bool {
+        let has_checksummed = self.run_checksum_slice(links);
+        self.run_transfer_slice(links) || has_checksummed
     }
 
     /// Whether a slice waits.
@@ -344,9 +344,9 @@ impl TransferEngine {
     }
 
     /// Fails transfers that are late.
-    pub(crate) fn expire(&mut self, cx: &mut Links) {
-        while let Some(id) = self.deadlines.pop_expired(cx.now()) {
-            self.fail_late(cx, id);
+    pub(crate) fn expire(&mut self, links: &mut Links) {
+        while let Some(id) = self.deadlines.pop_expired(links.now()) {
+            self.fail_late(links, id);
         }
     }
 
@@ -355,7 +355,7 @@ impl TransferEngine {
         self.deadlines.next()
     }
 
-    fn fail_late(&mut self, cx: &mut Links, id: u64) {
+    fn fail_late(&mut self, links: &mut Links, id: u64) {
         let Some(transfer) = self.transfers.get(&id) else {
             return;
         };
@@ -365,7 +365,7 @@ impl TransferEngine {
         } else {
             "the read did not begin in time; the peer is usable"
         };
-        self.fail(cx, id, &Error::Timeout(text.to_owned()));
+        self.fail(links, id, &Error::Timeout(text.to_owned()));
         if let Some(transfer) = self.transfers.get(&id)
             && let State::Failed(error) = &transfer.state
         {

@@ -48,25 +48,25 @@ impl ExposedBuffer {
     /// Registers a buffer for a peer to read. What is on a GPU has no checksums: nobody computes any there.
     /// Where the integrity is `Validate`, its owner answers whether it is still exposed.
     pub(crate) fn new(
-        cx: &Links,
+        links: &Links,
         session: SessionKey,
         buffer: Buffer,
         integrity: Integrity,
     ) -> Result<(Self, BufferDescription)> {
         let len = buffer.len();
-        Self::of(cx, session, cx.register(buffer)?, len, integrity)
+        Self::of(links, session, links.register(buffer)?, len, integrity)
     }
 
     /// As [`new`](Self::new), of the first `len` bytes of registered memory.
     pub(crate) fn of(
-        cx: &Links,
+        links: &Links,
         session: SessionKey,
         memory: Arc<Memory>,
         len: usize,
         integrity: Integrity,
     ) -> Result<(Self, BufferDescription)> {
         let buffer = memory.buffer();
-        let is_read = matches!(cx.peer_data_path(session), Some(DataPath::RemoteRead(_)));
+        let is_read = matches!(links.peer_data_path(session), Some(DataPath::RemoteRead(_)));
         let is_cuda = is_cuda(buffer.kind());
         let verification = match (integrity.resolved(buffer.kind()), is_read) {
             (Integrity::Validate, _) => Verification::Validated,

@@ -212,7 +212,7 @@ pub(super) struct IncomingStream {
 impl IncomingStream {
     /// Receives the stream of a transfer into `memory`. Where checksums are compared, each part has one, or is sealed.
     pub(super) fn begin(
-        cx: &Links,
+        links: &Links,
         session: SessionKey,
         transfer: u64,
         (memory, pieces): (Arc<Memory>, Arc<Pieces>),
@@ -230,7 +230,7 @@ impl IncomingStream {
             corruption: None,
         }));
         Self {
-            _registered: cx.register_sink(session, (DATA, transfer), destination.clone()),
+            _registered: links.register_sink(session, (DATA, transfer), destination.clone()),
             destination,
             received_bytes: 0,
             uncredited_bytes: 0,

@@ -167,9 +167,9 @@ impl Message<'_> {
     }
 
     /// Sends it; false when the session is lost.
-    pub(super) fn send(&self, cx: &mut Links, session: SessionKey, id: u64) -> bool {
+    pub(super) fn send(&self, links: &mut Links, session: SessionKey, id: u64) -> bool {
         let (header, payload) = self.encode(Links::header(self.kind()).u64(id));
-        cx.message(session, header, &payload)
+        links.message(session, header, &payload)
     }
 
     /// The header of a part of a stream.

@@ -63,18 +63,23 @@ impl OutgoingStream {
     /// The memory cannot be read.
     pub(super) fn send(
         &mut self,
-        cx: &mut Links,
+        links: &mut Links,
         session: SessionKey,
         transfer: u64,
     ) -> Result<bool> {
         match self.memory.buffer().kind() {
-            MemoryKind::Host => Ok(self.send_host(cx, session, transfer)),
-            MemoryKind::Cuda { .. } => self.send_device(cx, session, transfer),
+            MemoryKind::Host => Ok(self.send_host(links, session, transfer)),
+            MemoryKind::Cuda { .. } => self.send_device(links, session, transfer),
         }
     }
 
     /// Sends bytes of a GPU, which come to the host in chunks: while one is sent, the GPU copies the next ones.
-    fn send_device(&mut self, cx: &mut Links, session: SessionKey, transfer: u64) -> Result<bool> {
+    fn send_device(
+        &mut self,
+        links: &mut Links,
+        session: SessionKey,
+        transfer: u64,
+    ) -> Result<bool> {
         let ranges = self.credited_ranges();
         let memory = Arc::clone(&self.memory);
         memory
@@ -89,7 +94,7 @@ impl OutgoingStream {
                     }
                     let copied = (Buffer::from_vec(piece.to_vec()), vec![(0, piece.len())]);
                     let part = self.part(transfer, offset, self.compared(checksum), copied);
-                    if !cx.stream(session, part) {
+                    if !links.stream(session, part) {
                         return false;
                     }
                     self.cursor.advance_over(&self.pieces.runs, len);
@@ -116,7 +121,7 @@ impl OutgoingStream {
         ranges
     }
 
-    fn send_host(&mut self, cx: &mut Links, session: SessionKey, transfer: u64) -> bool {
+    fn send_host(&mut self, links: &mut Links, session: SessionKey, transfer: u64) -> bool {
         while self.cursor.bytes_behind() < self.pieces.num_bytes {
             let before = self.cursor;
             let Some((ranges, checksum)) = self.next_part() else {
@@ -129,7 +134,7 @@ impl OutgoingStream {
                 checksum,
                 (self.memory.buffer().clone(), ranges),
             );
-            if !cx.stream(session, part) {
+            if !links.stream(session, part) {
                 self.cursor = before;
                 return false;
             }

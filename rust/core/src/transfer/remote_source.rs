@@ -76,34 +76,34 @@ impl RemoteSource {
     /// The peer's key cannot be used, or the session is lost.
     pub(super) fn read_path(
         &mut self,
-        cx: &mut Links,
+        links: &mut Links,
         session: SessionKey,
         destination: &Memory,
     ) -> Result<Option<ReadPath>> {
-        let (to, data_path) = (destination.buffer().kind(), cx.data_path(session));
+        let (to, data_path) = (destination.buffer().kind(), links.data_path(session));
         let (is_cuda, is_exposed) = (self.is_cuda, self.verification != Verification::StreamOnly);
         let mut lane = None;
         // A key that cannot be used here is no fault of the peer's: CUDA opens not all memory everywhere.
         let reaches = || {
-            let key = self.key(cx, session, to);
+            let key = self.key(links, session, to);
             lane = key
                 .ok()
-                .and_then(|key| cx.reaches(session, destination, (self.base, &key)));
+                .and_then(|key| links.reaches(session, destination, (self.base, &key)));
             lane.is_some()
         };
         let is_read = is_exposed && is_read(data_path.as_ref(), is_cuda, to, reaches);
         if is_cuda || to != MemoryKind::Host {
-            cx.note_gpu_transport(session, lane);
+            links.note_gpu_transport(session, lane);
         }
         if !is_read {
             return Ok(None);
         }
-        if let Some(process) = cx.process(session)
+        if let Some(process) = links.process(session)
             && !is_cuda
         {
             return Ok(Some(ReadPath::ProcessVm(process)));
         }
-        let key = self.key(cx, session, to)?;
+        let key = self.key(links, session, to)?;
         Ok(Some(if is_cuda {
             ReadPath::DeviceCopy(key)
         } else {
@@ -117,14 +117,14 @@ impl RemoteSource {
     /// It cannot be used.
     fn key(
         &mut self,
-        cx: &mut Links,
+        links: &mut Links,
         session: SessionKey,
         to: MemoryKind,
     ) -> Result<Rc<RemoteKey>> {
         if let Some((_, key)) = self.keys.iter().find(|(kind, _)| *kind == to) {
             return Ok(Rc::clone(key));
         }
-        let key = Rc::new(cx.unpack_rkey(session, &self.rkey, to)?);
+        let key = Rc::new(links.unpack_rkey(session, &self.rkey, to)?);
         self.keys.push((to, Rc::clone(&key)));
         Ok(key)
     }

@@ -70,8 +70,8 @@ impl ChecksumJob {
 }
 
 impl PeerTransfers {
-    fn withdraw(&mut self, cx: &mut Links, session: SessionKey, is_over: impl Fn(u64) -> bool) {
-        cx.abort_stream(session, |tag| is_over(tag.source));
+    fn withdraw(&mut self, links: &mut Links, session: SessionKey, is_over: impl Fn(u64) -> bool) {
+        links.abort_stream(session, |tag| is_over(tag.source));
         self.checksum_jobs.retain(|job| !is_over(job.source));
         self.streams.retain(|_, stream| !is_over(stream.source));
     }
@@ -102,7 +102,7 @@ impl TransferEngine {
     /// Serves what a peer has asked for from this memory, or says why not.
     pub(crate) fn serve(
         &mut self,
-        cx: &mut Links,
+        links: &mut Links,
         request: &SourceRequest,
         source: Result<(Arc<Memory>, Layout)>,
     ) {
@@ -112,12 +112,12 @@ impl TransferEngine {
             Ok(()) => {
                 let peer = self.peers.get(&session);
                 if let Some(stream) = peer.and_then(|peer| peer.streams.get(&transfer)) {
-                    cx.open_bulk(session, stream.num_bytes());
+                    links.open_bulk(session, stream.num_bytes());
                 }
-                self.continue_stream(cx, session, transfer, 0);
+                self.continue_stream(links, session, transfer, 0);
             }
             Err(error) => {
-                Message::Refused(error.to_string()).send(cx, session, transfer);
+                Message::Refused(error.to_string()).send(links, session, transfer);
             }
         }
     }
@@ -173,34 +173,34 @@ impl TransferEngine {
     }
 
     /// Nothing more of a source is sent to a peer, and its memory is let go.
-    pub(crate) fn withdraw_source(&mut self, cx: &mut Links, session: SessionKey, source: u64) {
+    pub(crate) fn withdraw_source(&mut self, links: &mut Links, session: SessionKey, source: u64) {
         if let Some(peer) = self.peers.get_mut(&session) {
-            peer.withdraw(cx, session, |it| it == source);
+            peer.withdraw(links, session, |it| it == source);
         }
     }
 
     /// Nothing more of some sources is sent to any peer.
-    pub(crate) fn withdraw_sources(&mut self, cx: &mut Links, is_over: impl Fn(u64) -> bool) {
+    pub(crate) fn withdraw_sources(&mut self, links: &mut Links, is_over: impl Fn(u64) -> bool) {
         for (session, peer) in &mut self.peers {
-            peer.withdraw(cx, *session, &is_over);
+            peer.withdraw(links, *session, &is_over);
         }
     }
 
     /// Sends nothing more of a transfer whose destination has cancelled it. All of it may have been sent before.
-    pub(super) fn cancel(&mut self, cx: &mut Links, session: SessionKey, transfer: u64) {
+    pub(super) fn cancel(&mut self, links: &mut Links, session: SessionKey, transfer: u64) {
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.streams.remove(&transfer);
             peer.checksum_jobs
                 .retain(|job| job.transfer != Some(transfer));
         }
-        cx.abort_stream(session, |tag| tag.transfer == transfer);
-        Message::Cancelled.send(cx, session, transfer);
+        links.abort_stream(session, |tag| tag.transfer == transfer);
+        Message::Cancelled.send(links, session, transfer);
     }
 
     /// Continues a stream as far as its credit goes, to which the destination has added so many bytes.
     pub(super) fn continue_stream(
         &mut self,
-        cx: &mut Links,
+        links: &mut Links,
         session: SessionKey,
         transfer: u64,
         credit_bytes: u64,
@@ -209,19 +209,19 @@ impl TransferEngine {
             && let Some(stream) = peer.streams.get_mut(&transfer)
         {
             stream.grant(credit_bytes);
-            let sent = stream.send(cx, session, transfer);
+            let sent = stream.send(links, session, transfer);
             if !matches!(sent, Ok(false)) {
                 peer.streams.remove(&transfer);
             }
             if let Err(error) = sent {
-                cx.abort_stream(session, |tag| tag.transfer == transfer);
-                Message::Refused(error.to_string()).send(cx, session, transfer);
+                links.abort_stream(session, |tag| tag.transfer == transfer);
+                Message::Refused(error.to_string()).send(links, session, transfer);
             }
         }
     }
 
     /// Hashes a slice of what the peer whose turn it is gets checksums of; whether there was any.
-    pub(super) fn run_checksum_slice(&mut self, cx: &mut Links) -> bool {
+    pub(super) fn run_checksum_slice(&mut self, links: &mut Links) -> bool {
         let Some(session) = self.checksum_queue.pop_front() else {
             return false;
         };
@@ -236,7 +236,7 @@ impl TransferEngine {
                     Some(id) => (id, Message::Checksums { first, checksums }),
                     None => (job.source, Message::SourceChecksums { first, checksums }),
                 };
-                message.send(cx, session, id);
+                message.send(links, session, id);
             }
             if !job.is_over() {
                 match job.transfer {

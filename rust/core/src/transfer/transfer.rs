@@ -277,7 +277,7 @@ impl Transfer {
     /// the session is lost.
     pub(super) fn post_next(
         &mut self,
-        cx: &mut Links,
+        links: &mut Links,
         id: u64,
         reads_in_flight: usize,
     ) -> Option<u64> {
@@ -285,11 +285,12 @@ impl Transfer {
         if is_lost || reads_in_flight >= READS_IN_FLIGHT || self.posted.is_full() {
             return None;
         }
-        self.post_copy(cx, id).or_else(|| self.post_read(cx, id))
+        self.post_copy(links, id)
+            .or_else(|| self.post_read(links, id))
     }
 
     /// Posts one copy of the next pieces. Where that cannot be done, UCX reads from now on.
-    fn post_copy(&mut self, cx: &mut Links, id: u64) -> Option<u64> {
+    fn post_copy(&mut self, links: &mut Links, id: u64) -> Option<u64> {
         let State::Reading(reading) = &mut self.state else {
             return None;
         };
@@ -320,7 +321,7 @@ impl Transfer {
             key,
             token: posted.next_token(id),
         };
-        if !cx.copy(request.session, copy) {
+        if !links.copy(request.session, copy) {
             reading.path = ReadPath::RemoteRead(Rc::clone(key));
             return None;
         }
@@ -331,7 +332,7 @@ impl Transfer {
         Some(len)
     }
 
-    fn post_read(&mut self, cx: &mut Links, id: u64) -> Option<u64> {
+    fn post_read(&mut self, links: &mut Links, id: u64) -> Option<u64> {
         let State::Reading(reading) = &mut self.state else {
             return None;
         };
@@ -348,7 +349,7 @@ impl Transfer {
             key,
             token: posted.next_token(id),
         };
-        if !cx.get(request.session, get) {
+        if !links.get(request.session, get) {
             return None;
         }
         posted.post(run.len);

@@ -55,11 +55,11 @@ impl ActiveLoad {
         self.load.caught_up(after);
     }
 
-    pub(super) fn report(&self, cx: &Links, counts: LoadCounts) -> LoadReport {
+    pub(super) fn report(&self, links: &Links, counts: LoadCounts) -> LoadReport {
         LoadReport {
             handoff: self.load.request.handoff,
             counts,
-            transport: transport(cx, self.session),
+            transport: transport(links, self.session),
             elapsed: clock::now().saturating_duration_since(self.started),
         }
     }

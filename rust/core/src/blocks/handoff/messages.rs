@@ -116,9 +116,9 @@ impl HandoffMessage {
         Ok((handoff, message))
     }
 
-    pub(super) fn send(&self, cx: &mut Links, session: SessionKey, handoff: &HandoffId) {
+    pub(super) fn send(&self, links: &mut Links, session: SessionKey, handoff: &HandoffId) {
         let (header, payload) = self.encode(Links::header(self.kind()), handoff);
-        cx.message(session, header, &payload);
+        links.message(session, header, &payload);
     }
 }
 

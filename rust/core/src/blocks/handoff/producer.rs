@@ -28,11 +28,11 @@ pub(super) struct Outgoing {
     pub(super) message: HandoffMessage,
 }
 
-pub(super) fn send_all(cx: &mut Links, messages: Vec<Outgoing>) {
+pub(super) fn send_all(links: &mut Links, messages: Vec<Outgoing>) {
     for outgoing in messages {
         outgoing
             .message
-            .send(cx, outgoing.session, &outgoing.handoff);
+            .send(links, outgoing.session, &outgoing.handoff);
     }
 }
 

@@ -199,9 +199,9 @@ fn insert(client: &mut LookupClient) -> Work<()> {
 
 #[test]
 fn an_entry_larger_than_the_machine_is_refused_by_its_size_before_anything_is_allocated() {
-    let (mut cx, (mut client, _command_queue)) = (Links::manual(None), client());
+    let (mut links, (mut client, _command_queue)) = (Links::manual(None), client());
     let (server, operation) = (SESSIONS[0], 7);
-    let _far = cx.add_manual(server, None);
+    let _far = links.add_manual(server, None);
     client.service.sessions.push(server);
     client.service.servers.insert(server);
     client.transfers.session_up(server);
@@ -214,14 +214,14 @@ fn an_entry_larger_than_the_machine_is_refused_by_its_size_before_anything_is_al
         is_peek: false,
         completer,
     };
-    client.call(&mut cx, |client, cx| client.select(cx, asked));
+    client.call(&mut links, |client, cx| client.select(cx, asked));
     let (num_bytes, address, in_host, on_request, rkey) = (1 << 60, 4096, 0, 0, [1]);
     let key = Meta::default().write(Writer::default().u8(OFFERED));
     let key = key.u64(num_bytes).u64(address).u8(in_host);
     let key = key.u8(on_request).bytes(&rkey);
     let entry = key.u8(NOTHING).u8(NOTHING).u8(NOTHING).u8(NOTHING);
     let entry = entry.finish();
-    let offered = client.call(&mut cx, |client, cx| {
+    let offered = client.call(&mut links, |client, cx| {
         client.offer(cx, server, operation, Ok(&entry))
     });
     assert_eq!(offered, Ok(()));
@@ -230,24 +230,28 @@ fn an_entry_larger_than_the_machine_is_refused_by_its_size_before_anything_is_al
     };
     let size = "a tensor of 1152921504606846976 bytes is larger than the memory of the machine";
     assert!(text.contains(size), "{text}");
-    assert!(!cx.has_failed(server), "the buffer is usable");
+    assert!(!links.has_failed(server), "the buffer is usable");
 }
 
 #[test]
 fn an_insert_ends_with_the_first_lost_server_once_no_server_can_read_it() {
-    let (mut cx, (mut client, _command_queue)) = (Links::manual(None), client());
+    let (mut links, (mut client, _command_queue)) = (Links::manual(None), client());
     let mut far = Vec::new();
     for session in SESSIONS {
-        far.push(cx.add_manual(session, None));
+        far.push(links.add_manual(session, None));
         client.service.sessions.push(session);
         client.service.servers.insert(session);
     }
     let inserted = insert(&mut client.service);
     let lost = Error::lost("second", "gone");
-    client.session_down(&mut cx, SESSIONS[1], lost.clone());
-    assert!(cx.has_failed(SESSIONS[0]));
+    client.session_down(&mut links, SESSIONS[1], lost.clone());
+    assert!(links.has_failed(SESSIONS[0]));
     assert_eq!(inserted.result(), None, "the first one may be reading it");
-    client.session_down(&mut cx, SESSIONS[0], Error::Closed("on purpose".to_owned()));
+    client.session_down(
+        &mut links,
+        SESSIONS[0],
+        Error::Closed("on purpose".to_owned()),
+    );
     assert_eq!(inserted.result(), Some(Err(lost)));
 }
 

@@ -18,16 +18,18 @@ fn receiver() -> Host<Receiver> {
     Host::new(Receiver::new(SharedInfo::connecting(String::new())))
 }
 
-fn advance(cx: &mut Links, receiver: &mut Host<Receiver>) {
-    receiver.call(cx, |_, _| ());
+fn advance(links: &mut Links, receiver: &mut Host<Receiver>) {
+    receiver.call(links, |_, _| ());
 }
 
-fn withdraw(cx: &mut Links, receiver: &mut Host<Receiver>, sequence: u64) {
-    receiver.call(cx, |receiver, cx| receiver.withdraw(cx, SESSION, sequence));
+fn withdraw(links: &mut Links, receiver: &mut Host<Receiver>, sequence: u64) {
+    receiver.call(links, |receiver, cx| {
+        receiver.withdraw(cx, SESSION, sequence)
+    });
 }
 
 /// How a receive ends that is under way when the pipe ends.
-fn ended_with(cx: &mut Links) -> String {
+fn ended_with(links: &mut Links) -> String {
     let (work, completer) = work();
     let mut receiver = receiver();
     receiver.service.receives.push_back(PendingReceive {
@@ -35,7 +37,7 @@ fn ended_with(cx: &mut Links) -> String {
         deadline: Deadline::default(),
         completer,
     });
-    receiver.stop(cx);
+    receiver.stop(links);
     let Some(Err(Error::Closed(text))) = work.result() else {
         panic!("the receive did not end as closed")
     };
@@ -62,7 +64,7 @@ fn a_receive_says_nothing_of_its_memory_when_all_reads_have_ended() {
 
 #[test]
 fn a_pipe_that_has_ended_has_no_receives_in_flight() {
-    let (mut cx, mut receiver) = (Links::manual(None), receiver());
+    let (mut links, mut receiver) = (Links::manual(None), receiver());
     let (_received, completer) = work();
     receiver.service.receives.push_back(PendingReceive {
         out: None,
@@ -71,19 +73,19 @@ fn a_pipe_that_has_ended_has_no_receives_in_flight() {
     });
     receiver.service.count_waiting();
     assert_eq!(receiver.service.shared.get().in_flight, 1);
-    receiver.stop(&mut cx);
+    receiver.stop(&mut links);
     assert_eq!(receiver.service.shared.get().in_flight, 0);
 }
 
 /// Two large tensors that are being received: of the first nothing is here, the second is complete and waits for it.
-fn receiving(cx: &mut Links) -> (Host<Receiver>, [Work<Arc<Received>>; 2]) {
+fn receiving(links: &mut Links) -> (Host<Receiver>, [Work<Arc<Received>>; 2]) {
     let mut receiver = receiver();
     receiver.service.session = Some(SESSION);
     let works = [1, 2].map(|sequence| {
         let (work, completer) = work();
         let mut large = LargeReceive::waiting(sequence, completer);
         if sequence == 2 {
-            large.progress = Progress::Ended(Ok(cx.register(Buffer::zeroed(8)).unwrap()));
+            large.progress = Progress::Ended(Ok(links.register(Buffer::zeroed(8)).unwrap()));
         }
         receiver.service.large_receives.push_back(large);
         work
@@ -100,10 +102,10 @@ fn with_memory() -> Links {
 /// Its sender has reported it as lost.
 #[test]
 fn a_tensor_that_is_withdrawn_while_it_waits_is_not_delivered_although_it_is_complete() {
-    let mut cx = with_memory();
-    let (mut receiver, [first, second]) = receiving(&mut cx);
-    withdraw(&mut cx, &mut receiver, 2);
-    advance(&mut cx, &mut receiver);
+    let mut links = with_memory();
+    let (mut receiver, [first, second]) = receiving(&mut links);
+    withdraw(&mut links, &mut receiver, 2);
+    advance(&mut links, &mut receiver);
     assert!(matches!(second.result(), Some(Err(Error::Timeout(_)))));
     assert!(!first.is_completed());
     assert_eq!(
@@ -115,14 +117,14 @@ fn a_tensor_that_is_withdrawn_while_it_waits_is_not_delivered_although_it_is_com
 
 #[test]
 fn a_complete_tensor_does_not_wait_for_one_whose_caller_knows_that_it_is_late() {
-    let mut cx = with_memory();
-    let (mut receiver, [late, complete]) = receiving(&mut cx);
-    advance(&mut cx, &mut receiver);
+    let mut links = with_memory();
+    let (mut receiver, [late, complete]) = receiving(&mut links);
+    advance(&mut links, &mut receiver);
     assert!(!complete.is_completed(), "tensors come in order");
     let error = Error::Timeout("late".to_owned());
     let first = &receiver.service.large_receives[0].completer;
     first.complete_unsettled(Err(error.clone()));
-    advance(&mut cx, &mut receiver);
+    advance(&mut links, &mut receiver);
     assert_eq!(late.result().unwrap().unwrap_err(), error);
     assert!(!late.is_settled());
     assert!(complete.result().unwrap().is_ok());
@@ -132,21 +134,21 @@ fn a_complete_tensor_does_not_wait_for_one_whose_caller_knows_that_it_is_late() 
 #[test]
 fn a_receive_that_is_overdue_behind_another_fails_at_once_and_the_complete_one_behind_it_is_delivered()
  {
-    let mut cx = with_memory();
-    let (mut receiver, [first, complete]) = receiving(&mut cx);
+    let mut links = with_memory();
+    let (mut receiver, [first, complete]) = receiving(&mut links);
     let known = Error::Timeout("late".to_owned());
     let large = &receiver.service.large_receives[0].completer;
     large.complete_unsettled(Err(known.clone()));
     let (overdue, completer) = work();
     let mut large = LargeReceive::waiting(3, completer);
-    large.grace = Some(GracePeriod::of_responsive_peer(cx.now()));
+    large.grace = Some(GracePeriod::of_responsive_peer(links.now()));
     receiver.service.large_receives.insert(1, large);
     receiver.service.large_receives[2].grace =
-        Some(GracePeriod::new(cx.now(), cx.now() + 60 * SECOND));
-    cx.advance(SECOND);
-    receiver.timer(&mut cx); // withdraws it
+        Some(GracePeriod::new(links.now(), links.now() + 60 * SECOND));
+    links.advance(SECOND);
+    receiver.timer(&mut links); // withdraws it
     assert!(!overdue.is_completed() && !complete.is_completed());
-    receiver.timer(&mut cx);
+    receiver.timer(&mut links);
     assert_eq!(first.result().unwrap().unwrap_err(), known);
     let late = overdue.result().unwrap().unwrap_err();
     assert!(matches!(&late, Error::Timeout(text) if text.contains("may still write")));
@@ -156,20 +158,20 @@ fn a_receive_that_is_overdue_behind_another_fails_at_once_and_the_complete_one_b
 
 #[test]
 fn no_tensor_is_delivered_after_one_that_the_end_of_the_session_has_failed() {
-    let mut cx = with_memory();
-    let (mut receiver, [_, second]) = receiving(&mut cx);
+    let mut links = with_memory();
+    let (mut receiver, [_, second]) = receiving(&mut links);
     let lost = Error::lost("peer", "killed");
-    receiver.session_down(&mut cx, SESSION, lost.clone());
+    receiver.session_down(&mut links, SESSION, lost.clone());
     // As the engine has it complete, where there is a transfer.
     receiver.service.large_receives[0].progress = Progress::Ended(Err(lost.clone()));
-    advance(&mut cx, &mut receiver);
+    advance(&mut links, &mut receiver);
     assert_eq!(second.result().map(Result::err), Some(Some(lost)));
 }
 
 /// As [`receiving`]; the sender has been asked whether it still offers the second tensor.
-fn validating(cx: &mut Links) -> (Host<Receiver>, [Work<Arc<Received>>; 2]) {
-    let (mut receiver, works) = receiving(cx);
-    let memory = cx.register(Buffer::zeroed(8)).unwrap();
+fn validating(links: &mut Links) -> (Host<Receiver>, [Work<Arc<Received>>; 2]) {
+    let (mut receiver, works) = receiving(links);
+    let memory = links.register(Buffer::zeroed(8)).unwrap();
     receiver.service.large_receives[1].progress = Progress::Validating(memory);
     receiver.service.next_sequence = 3;
     (receiver, works)
@@ -177,10 +179,10 @@ fn validating(cx: &mut Links) -> (Host<Receiver>, [Work<Arc<Received>>; 2]) {
 
 #[test]
 fn a_tensor_whose_offer_its_sender_does_not_confirm_is_not_delivered() {
-    let mut cx = with_memory();
-    let (mut receiver, [first, second]) = validating(&mut cx);
+    let mut links = with_memory();
+    let (mut receiver, [first, second]) = validating(&mut links);
     assert_eq!(receiver.service.validated(2, false), Ok(()));
-    advance(&mut cx, &mut receiver);
+    advance(&mut links, &mut receiver);
     let Some(Err(Error::Timeout(text))) = second.result() else {
         panic!("the tensor was delivered");
     };
@@ -191,19 +193,19 @@ fn a_tensor_whose_offer_its_sender_does_not_confirm_is_not_delivered() {
 
 #[test]
 fn a_tensor_whose_session_ends_before_its_sender_has_answered_is_not_delivered() {
-    let mut cx = with_memory();
-    let (mut receiver, [_, second]) = validating(&mut cx);
+    let mut links = with_memory();
+    let (mut receiver, [_, second]) = validating(&mut links);
     let lost = Error::lost("peer", "killed");
-    receiver.session_down(&mut cx, SESSION, lost.clone());
+    receiver.session_down(&mut links, SESSION, lost.clone());
     receiver.service.large_receives[0].progress = Progress::Ended(Err(lost.clone()));
-    advance(&mut cx, &mut receiver);
+    advance(&mut links, &mut receiver);
     assert_eq!(second.result().map(Result::err), Some(Some(lost)));
 }
 
 #[test]
 fn an_answer_that_was_not_asked_for_is_a_protocol_error_and_one_that_comes_late_is_dropped() {
-    let mut cx = with_memory();
-    let (mut receiver, _works) = validating(&mut cx);
+    let mut links = with_memory();
+    let (mut receiver, _works) = validating(&mut links);
     for sequence in [1, 3] {
         let refused = receiver.service.validated(sequence, true);
         assert!(matches!(refused, Err(Error::Protocol(_))), "{refused:?}");

@@ -82,7 +82,7 @@ fn message(header: &[u8]) -> Vec<u8> {
 }
 
 /// Receives these bytes, of which `len` are on the socket at a time: headers of messages, and parts.
-fn receive(cx: &Links, bytes: &[u8], len: usize) -> Vec<(Vec<u8>, Option<bool>)> {
+fn receive(links: &Links, bytes: &[u8], len: usize) -> Vec<(Vec<u8>, Option<bool>)> {
     let (mut near, far) = UnixStream::pair().unwrap();
     far.set_nonblocking(true).unwrap();
     let (mut inbox, mut received) = (Inbox::default(), Vec::new());
@@ -90,7 +90,7 @@ fn receive(cx: &Links, bytes: &[u8], len: usize) -> Vec<(Vec<u8>, Option<bool>)>
         near.write_all(bytes).unwrap();
         while inbox.read(far.as_fd()).is_ok() {
             loop {
-                if let Some(part) = inbox.next_part(SESSION, &cx.sinks).unwrap() {
+                if let Some(part) = inbox.next_part(SESSION, &links.sinks).unwrap() {
                     received.push((part.header, Some(part.is_aborted)));
                 } else if let Some(frame) = inbox.next_frame(FRAME_CAP).unwrap() {
                     let SessionFrame::Message { header, .. } = SessionFrame::decode(frame).unwrap()
@@ -112,10 +112,10 @@ proptest! {
     fn parts_lie_where_they_belong_and_all_frames_come_in_order_however_they_are_cut(
         payloads in prop::collection::vec(0..3000usize, 1..5), len in 1..4000usize, gives_memory: bool
     ) {
-        let cx = Links::manual(None);
+        let links = Links::manual(None);
         let collected = Collected::new(gives_memory);
         let sink: SharedSink = collected.clone();
-        let _registered = cx.register_sink(SESSION, (KIND, 7), sink);
+        let _registered = links.register_sink(SESSION, (KIND, 7), sink);
         let (mut bytes, mut content, mut expected) = (Vec::new(), Vec::new(), Vec::new());
         for (at, len) in payloads.into_iter().enumerate() {
             let payload = vec![at as u8 + 1; len];
@@ -126,20 +126,20 @@ proptest! {
             content.extend(payload);
             expected.extend([(name(7), Some(at == 1)), (name(8), Some(false)), (vec![at as u8], None)]);
         }
-        prop_assert_eq!(receive(&cx, &bytes, len), expected);
+        prop_assert_eq!(receive(&links, &bytes, len), expected);
         prop_assert_eq!(collected.borrow().bytes(), content);
     }
 }
 
 #[test]
 fn a_large_part_is_received_into_the_memory_of_its_sink_but_for_its_beginning() {
-    let cx = Links::manual(None);
+    let links = Links::manual(None);
     let collected = Collected::new(true);
     let sink: SharedSink = collected.clone();
-    let _registered = cx.register_sink(SESSION, (KIND, 7), sink);
+    let _registered = links.register_sink(SESSION, (KIND, 7), sink);
     let payload = vec![5; 1 << 20];
     let bytes = part(7, &payload, false);
-    receive(&cx, &bytes, 100 << 10);
+    receive(&links, &bytes, 100 << 10);
     let collected = collected.borrow();
     assert_eq!(collected.bytes(), payload);
     assert!(
@@ -151,22 +151,22 @@ fn a_large_part_is_received_into_the_memory_of_its_sink_but_for_its_beginning() 
 
 #[test]
 fn a_stream_that_is_let_go_within_a_part_gets_nothing_more_and_its_memory_is_free() {
-    let cx = Links::manual(None);
+    let links = Links::manual(None);
     let collected = Collected::new(true);
     let sink: SharedSink = collected.clone();
-    let registered = cx.register_sink(SESSION, (KIND, 7), sink);
+    let registered = links.register_sink(SESSION, (KIND, 7), sink);
     let bytes = [part(7, &[5; 100], false), message(b"next")].concat();
     let (mut near, far) = UnixStream::pair().unwrap();
     let mut inbox = Inbox::default();
     near.write_all(&bytes[..50]).unwrap();
     inbox.read(far.as_fd()).unwrap();
-    assert_eq!(inbox.next_part(SESSION, &cx.sinks), Ok(None));
+    assert_eq!(inbox.next_part(SESSION, &links.sinks), Ok(None));
     let (before, memory) = (collected.borrow().len, collected.borrow().memory.clone());
     assert!(before > 0);
     drop((registered, collected));
     near.write_all(&bytes[50..]).unwrap();
     inbox.read(far.as_fd()).unwrap();
-    assert!(inbox.next_part(SESSION, &cx.sinks).unwrap().is_some());
+    assert!(inbox.next_part(SESSION, &links.sinks).unwrap().is_some());
     inbox.read(far.as_fd()).unwrap();
     assert!(inbox.next_frame(FRAME_CAP).unwrap().is_some());
     assert_eq!(memory.bytes(before, 1).unwrap().to_vec(), [0]);
@@ -174,13 +174,13 @@ fn a_stream_that_is_let_go_within_a_part_gets_nothing_more_and_its_memory_is_fre
 
 #[test]
 fn the_beginning_of_a_part_that_is_too_long_or_too_short_is_refused() {
-    let cx = Links::manual(None);
+    let links = Links::manual(None);
     for (length, header_len) in [(FRAME_CAP as u32 + 1, 9), (11, 9), (0, 9)] {
         let (mut near, far) = UnixStream::pair().unwrap();
         let mut inbox = Inbox::default();
         let head = [&length.to_le_bytes()[..], &[37, header_len], &name(7)].concat();
         near.write_all(&head).unwrap();
         inbox.read(far.as_fd()).unwrap();
-        assert!(inbox.next_part(SESSION, &cx.sinks).is_err(), "{length}");
+        assert!(inbox.next_part(SESSION, &links.sinks).is_err(), "{length}");
     }
 }

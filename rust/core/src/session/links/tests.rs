@@ -22,14 +22,14 @@ impl Links {
         };
         let poller = Arc::new(Poller::new().expect("poller"));
         let context = context.map(Arc::new);
-        Self::new(config, context, poller, PendingReads::default()).expect("cx")
+        Self::new(config, context, poller, PendingReads::default()).expect("links")
     }
 
     /// The context of a reactor whose data plane has ended, but not so many of its reads.
     pub(crate) fn with_pending_reads(reads: usize) -> Self {
-        let cx = Self::manual(None);
-        cx.pending_reads().pretend(reads);
-        cx
+        let links = Self::manual(None);
+        links.pending_reads().pretend(reads);
+        links
     }
 
     /// The next round is so much later.
@@ -41,40 +41,40 @@ impl Links {
 const PEER: &str = "127.0.0.1:9";
 
 /// A session that is being made.
-fn connecting(cx: &mut Links) -> SessionKey {
-    let (now, timeouts) = (cx.now(), cx.timeouts());
-    cx.add(Session::new(PEER.to_owned(), false, now, timeouts))
+fn connecting(links: &mut Links) -> SessionKey {
+    let (now, timeouts) = (links.now(), links.timeouts());
+    links.add(Session::new(PEER.to_owned(), false, now, timeouts))
 }
 
 #[test]
 fn a_peer_has_its_name_before_the_session_is_up_and_after_it_has_gone() {
-    let mut cx = Links::manual(None);
-    let session = connecting(&mut cx);
-    assert_eq!(cx.peer(session), PEER);
-    assert!(cx.remove(session).is_some());
-    assert_eq!(cx.peer(session), PEER);
-    let text = cx.check_still_exposed(session).unwrap_err().to_string();
+    let mut links = Links::manual(None);
+    let session = connecting(&mut links);
+    assert_eq!(links.peer(session), PEER);
+    assert!(links.remove(session).is_some());
+    assert_eq!(links.peer(session), PEER);
+    let text = links.check_still_exposed(session).unwrap_err().to_string();
     assert!(text.starts_with("lost peer 127.0.0.1:9: "), "{text}");
 }
 
 #[test]
 fn only_the_latest_sessions_that_are_gone_are_remembered() {
-    let mut cx = Links::manual(None);
-    let sessions: Vec<_> = (0..=ENDED_CAP).map(|_| connecting(&mut cx)).collect();
+    let mut links = Links::manual(None);
+    let sessions: Vec<_> = (0..=ENDED_CAP).map(|_| connecting(&mut links)).collect();
     for session in &sessions {
-        cx.remove(*session);
+        links.remove(*session);
     }
-    assert_eq!(cx.ended_peers.len(), ENDED_CAP);
-    assert_eq!(cx.peer(sessions[ENDED_CAP]), PEER);
+    assert_eq!(links.ended_peers.len(), ENDED_CAP);
+    assert_eq!(links.peer(sessions[ENDED_CAP]), PEER);
 }
 
 #[test]
 fn the_first_of_several_errors_of_a_session_counts() {
-    let mut cx = Links::manual(None);
-    let session = connecting(&mut cx);
-    cx.close(session, "first");
-    cx.close(session, "second");
-    assert_eq!(cx.failed, [session]);
-    let failure = cx.sessions[&session].failure.as_ref();
+    let mut links = Links::manual(None);
+    let session = connecting(&mut links);
+    links.close(session, "first");
+    links.close(session, "second");
+    assert_eq!(links.failed, [session]);
+    let failure = links.sessions[&session].failure.as_ref();
     assert_eq!(failure, Some(&Error::Closed("first".to_owned())));
 }

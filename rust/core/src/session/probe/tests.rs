@@ -28,7 +28,7 @@ impl Links {
 
 /// A session that is about to be probed, with the peer's worker and canary.
 struct Fixture {
-    cx: Links,
+    links: Links,
     peer: Worker,
     canary: Arc<Memory>,
     identity: Identity,
@@ -46,9 +46,9 @@ impl Fixture {
         let open = || transport.open().unwrap();
         let (context, peer) = (open(), open().worker().unwrap().unwrap());
         let canary = new_canary(&context).unwrap();
-        let mut cx = Links::manual(Some(open()));
-        let far = cx.add_manual(SESSION, None);
-        assert!(cx.open_endpoint(SESSION, &peer.address().unwrap()));
+        let mut links = Links::manual(Some(open()));
+        let far = links.add_manual(SESSION, None);
+        assert!(links.open_endpoint(SESSION, &peer.address().unwrap()));
         let mut identity = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
         identity.canary = Some(Canary {
             pid: std::process::id(),
@@ -57,7 +57,7 @@ impl Fixture {
             checksum: checksum_of(canary.buffer()).unwrap(),
         });
         Self {
-            cx,
+            links,
             peer,
             canary,
             identity,
@@ -66,22 +66,22 @@ impl Fixture {
     }
 
     fn begin(&mut self) {
-        let session = self.cx.sessions.get_mut(&SESSION).unwrap();
+        let session = self.links.sessions.get_mut(&SESSION).unwrap();
         session.state = SessionState::Establishing(Box::new(self.identity.clone()));
-        self.cx.probe(SESSION);
+        self.links.probe(SESSION);
     }
 
     /// Handles what the worker reports.
     fn run(&mut self) {
-        self.cx.worker().unwrap().progress();
-        while let Some(event) = self.cx.worker().unwrap().next_event() {
+        self.links.worker().unwrap().progress();
+        while let Some(event) = self.links.worker().unwrap().next_event() {
             match event {
                 Event::Done { token, result } if canary_of(token).is_some() => {
                     assert_eq!(canary_of(token), Some(SESSION));
-                    self.cx.finish_probe(SESSION, result);
+                    self.links.finish_probe(SESSION, result);
                 }
                 Event::EndpointFailed { status, .. } => {
-                    self.cx.lose_devices(SESSION, &status.to_string());
+                    self.links.lose_devices(SESSION, &status.to_string());
                 }
                 _ => {}
             }
@@ -91,7 +91,7 @@ impl Fixture {
     fn probed(mut self) -> Option<DataPath> {
         self.begin();
         self.run();
-        self.cx.data_path(SESSION)
+        self.links.data_path(SESSION)
     }
 
     fn canary(&mut self) -> &mut Canary {
@@ -107,24 +107,24 @@ fn stream() -> DataPath {
 fn a_session_reads_once_its_canary_has_come_right_and_not_before() {
     let mut it = Fixture::new();
     it.begin();
-    assert_eq!(it.cx.data_path(SESSION), None);
+    assert_eq!(it.links.data_path(SESSION), None);
     it.run();
     let read = DataPath::RemoteRead(MEMORY.to_owned());
-    assert_eq!(it.cx.data_path(SESSION), Some(read.clone()));
+    assert_eq!(it.links.data_path(SESSION), Some(read.clone()));
     assert!(
-        !it.cx.is_probed(SESSION),
+        !it.links.is_probed(SESSION),
         "the peer has not reported its own"
     );
-    it.cx.receive_data_path(SESSION, read).unwrap();
-    assert!(it.cx.is_probed(SESSION));
+    it.links.receive_data_path(SESSION, read).unwrap();
+    assert!(it.links.is_probed(SESSION));
 }
 
 #[test]
 fn a_session_whose_lanes_read_nothing_streams_at_once() {
     let mut it = Fixture::over(MemoryPath::Stream);
     it.begin();
-    assert_eq!(it.cx.data_path(SESSION), Some(stream()));
-    assert!(!it.cx.endpoint(SESSION).unwrap().paths.has_reason);
+    assert_eq!(it.links.data_path(SESSION), Some(stream()));
+    assert!(!it.links.endpoint(SESSION).unwrap().paths.has_reason);
 }
 
 #[test]
@@ -133,11 +133,11 @@ fn a_canary_with_other_bytes_makes_the_session_stream_and_no_lane_is_believed() 
     assert!(it.canary.buffer().write(Canary::LEN - 1, &[0]));
     it.canary().checksum ^= 1;
     it.begin();
-    assert!(!it.cx.endpoint(SESSION).unwrap().lanes.is_empty());
+    assert!(!it.links.endpoint(SESSION).unwrap().lanes.is_empty());
     it.run();
-    assert_eq!(it.cx.data_path(SESSION), Some(stream()));
-    assert!(it.cx.endpoint(SESSION).unwrap().lanes.is_empty());
-    assert!(!it.cx.has_failed(SESSION));
+    assert_eq!(it.links.data_path(SESSION), Some(stream()));
+    assert!(it.links.endpoint(SESSION).unwrap().lanes.is_empty());
+    assert!(!it.links.has_failed(SESSION));
 }
 
 #[test]
@@ -148,14 +148,14 @@ fn a_session_that_streams_logs_why_once_whatever_refuses_reads_afterwards() {
         it.begin();
         it.run();
         for _ in 0..100 {
-            it.cx.switch_to_stream(SESSION, "another reason");
+            it.links.switch_to_stream(SESSION, "another reason");
         }
     });
     let reason = "its canary came with other bytes over memory";
     let remedy = "check the network cards and UCX, or set KVPIPE_DATA_PATH=tcp";
     let expected = format!("WARN session.stream peer=peer transport=tcp {reason}: {remedy}");
     assert_eq!(lines, [expected]);
-    assert_eq!(it.cx.advice(SESSION), None, "the log has it");
+    assert_eq!(it.links.advice(SESSION), None, "the log has it");
 }
 
 #[test]
@@ -165,9 +165,9 @@ fn a_session_whose_lanes_are_unknown_streams_and_the_error_in_the_log_shows_them
     let printed = "lane[0]: 7:warp/drive";
     let lines = logged(|| {
         let error = LanesError::Unreadable(printed.to_owned());
-        it.cx.probe_lanes(SESSION, &identity, Err(error));
+        it.links.probe_lanes(SESSION, &identity, Err(error));
     });
-    assert_eq!(it.cx.data_path(SESSION), Some(stream()));
+    assert_eq!(it.links.data_path(SESSION), Some(stream()));
     let [line] = &lines[..] else {
         panic!("{lines:?}");
     };
@@ -179,14 +179,14 @@ fn a_session_whose_lanes_are_unknown_streams_and_the_error_in_the_log_shows_them
     ] {
         assert!(line.contains(part), "{line} lacks {part}");
     }
-    assert!(!it.cx.has_failed(SESSION));
+    assert!(!it.links.has_failed(SESSION));
 }
 
 #[test]
 fn a_session_whose_endpoint_cannot_be_used_streams_and_the_log_says_why() {
     let mut it = Fixture::new();
     let identity = it.identity.clone();
-    let session = it.cx.sessions.get_mut(&SESSION).unwrap();
+    let session = it.links.sessions.get_mut(&SESSION).unwrap();
     session.state = SessionState::Establishing(Box::new(identity.clone()));
     let status = kvpipe_ucx::Status {
         code: -25,
@@ -194,11 +194,11 @@ fn a_session_whose_endpoint_cannot_be_used_streams_and_the_log_says_why() {
     };
     let lines = logged(|| {
         let error = LanesError::Unusable(status);
-        it.cx.probe_lanes(SESSION, &identity, Err(error));
+        it.links.probe_lanes(SESSION, &identity, Err(error));
     });
-    assert!(!it.cx.has_failed(SESSION));
-    assert!(!it.cx.has_devices(SESSION));
-    assert_eq!(it.cx.data_path(SESSION), Some(stream()));
+    assert!(!it.links.has_failed(SESSION));
+    assert!(!it.links.has_devices(SESSION));
+    assert_eq!(it.links.data_path(SESSION), Some(stream()));
     assert!(
         lines[0].starts_with("WARN session.devices_lost peer=peer"),
         "{lines:?}"
@@ -226,8 +226,8 @@ fn a_session_whose_endpoint_ends_with_the_canary_streams_and_the_log_says_why() 
     let peer = Transport::Memory(MemoryPath::RemoteRead).open();
     it.peer = peer.unwrap().worker().unwrap().unwrap();
     let lines = logged(|| it.run());
-    assert!(!it.cx.has_failed(SESSION));
-    assert_eq!(it.cx.data_path(SESSION), Some(stream()));
+    assert!(!it.links.has_failed(SESSION));
+    assert_eq!(it.links.data_path(SESSION), Some(stream()));
     assert_eq!(lines.len(), 1, "{lines:?}");
     assert!(
         lines[0].starts_with("WARN session.devices_lost peer=peer its canary"),
@@ -240,12 +240,22 @@ fn a_data_path_that_changes_is_reported_once_the_session_is_up() {
     let mut it = Fixture::new();
     it.begin();
     it.run();
-    assert!(it.cx.changed_paths.is_empty(), "reported with the session");
-    assert!(it.cx.sessions.get_mut(&SESSION).unwrap().finish().is_some());
-    it.cx.switch_to_stream(SESSION, "a test");
-    it.cx.switch_to_stream(SESSION, "a test");
-    assert_eq!(it.cx.data_path(SESSION), Some(stream()));
-    assert_eq!(it.cx.changed_paths, [SESSION]);
+    assert!(
+        it.links.changed_paths.is_empty(),
+        "reported with the session"
+    );
+    assert!(
+        it.links
+            .sessions
+            .get_mut(&SESSION)
+            .unwrap()
+            .finish()
+            .is_some()
+    );
+    it.links.switch_to_stream(SESSION, "a test");
+    it.links.switch_to_stream(SESSION, "a test");
+    assert_eq!(it.links.data_path(SESSION), Some(stream()));
+    assert_eq!(it.links.changed_paths, [SESSION]);
 }
 
 /// A session that is up, both of whose sides read, and the memory that the peer exposes.
@@ -254,19 +264,26 @@ fn reading() -> Fixture {
     it.begin();
     it.run();
     let read = DataPath::RemoteRead(MEMORY.to_owned());
-    it.cx.receive_data_path(SESSION, read).unwrap();
-    assert!(it.cx.sessions.get_mut(&SESSION).unwrap().finish().is_some());
+    it.links.receive_data_path(SESSION, read).unwrap();
+    assert!(
+        it.links
+            .sessions
+            .get_mut(&SESSION)
+            .unwrap()
+            .finish()
+            .is_some()
+    );
     it
 }
 
 /// Posts a read of the canary, which ends when the worker is run.
 fn post_read(it: &mut Fixture) {
     let (into, canary) = (
-        it.cx.register(Buffer::zeroed(Canary::LEN)).unwrap(),
+        it.links.register(Buffer::zeroed(Canary::LEN)).unwrap(),
         it.canary().clone(),
     );
     let key = it
-        .cx
+        .links
         .unpack_rkey(SESSION, &canary.rkey, MemoryKind::Host)
         .unwrap();
     let get = Get {
@@ -277,39 +294,39 @@ fn post_read(it: &mut Fixture) {
         key: &key,
         token: 1,
     };
-    assert!(it.cx.get(SESSION, get));
+    assert!(it.links.get(SESSION, get));
 }
 
 #[test]
 fn a_side_whose_peer_can_read_no_more_ends_its_own_reads() {
     let mut it = reading();
     post_read(&mut it);
-    it.cx.receive_data_path(SESSION, stream()).unwrap();
-    assert!(!it.cx.has_devices(SESSION));
-    let ended = it.cx.next_ended_read();
+    it.links.receive_data_path(SESSION, stream()).unwrap();
+    assert!(!it.links.has_devices(SESSION));
+    let ended = it.links.next_ended_read();
     assert!(matches!(ended, Some((1, Err(_)))), "{ended:?}");
-    assert_eq!(it.cx.data_path(SESSION), Some(stream()));
-    assert!(!it.cx.has_failed(SESSION));
+    assert_eq!(it.links.data_path(SESSION), Some(stream()));
+    assert!(!it.links.has_failed(SESSION));
 }
 
 #[test]
 fn reads_stand_still_once_none_has_ended_for_as_long_as_a_peer_may_be_silent() {
     let mut it = reading();
-    let begun = it.cx.now;
-    let silence = it.cx.timeouts().silence;
+    let begun = it.links.now;
+    let silence = it.links.timeouts().silence;
     let stands_still = |it: &mut Fixture, after| {
-        it.cx.now = begun + after;
-        it.cx.stands_still(SESSION)
+        it.links.now = begun + after;
+        it.links.stands_still(SESSION)
     };
     assert!(!stands_still(&mut it, silence), "none is in flight");
     post_read(&mut it);
     assert!(!stands_still(&mut it, 2 * silence), "since then");
     post_read(&mut it);
-    assert!(it.cx.next_ended_read().is_some());
+    assert!(it.links.next_ended_read().is_some());
     assert!(!stands_still(&mut it, 3 * silence), "one has ended");
     assert!(!stands_still(&mut it, silence * 39 / 10));
     assert!(stands_still(&mut it, 4 * silence));
-    assert!(it.cx.next_ended_read().is_some());
+    assert!(it.links.next_ended_read().is_some());
     assert!(!stands_still(&mut it, 5 * silence), "all have ended");
 }
 
@@ -343,13 +360,13 @@ fn what_carries_bytes_of_gpus_is_shown_and_changes_nothing_for_the_hosts() {
     it.begin();
     it.run();
     let read = DataPath::RemoteRead(MEMORY.to_owned());
-    it.cx.receive_data_path(SESSION, read.clone()).unwrap();
-    let shown = |it: &Fixture| it.cx.shown_transport(SESSION).unwrap();
+    it.links.receive_data_path(SESSION, read.clone()).unwrap();
+    let shown = |it: &Fixture| it.links.shown_transport(SESSION).unwrap();
     assert_eq!(shown(&it), MEMORY);
-    it.cx
+    it.links
         .note_gpu_transport(SESSION, Some("cuda_ipc".to_owned()));
     assert_eq!(shown(&it), "cuda_ipc");
-    assert_eq!(it.cx.data_path(SESSION), Some(read));
-    it.cx.note_gpu_transport(SESSION, None);
+    assert_eq!(it.links.data_path(SESSION), Some(read));
+    it.links.note_gpu_transport(SESSION, None);
     assert_eq!(shown(&it), "tcp", "no lane reached it");
 }

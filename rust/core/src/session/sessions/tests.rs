@@ -20,20 +20,20 @@ struct FailureNotes(Vec<bool>);
 impl Service for FailureNotes {
     type Command = SessionKey;
 
-    fn command(&mut self, cx: &mut Links, session: SessionKey) {
-        self.0.push(cx.has_failed(session));
+    fn command(&mut self, links: &mut Links, session: SessionKey) {
+        self.0.push(links.has_failed(session));
     }
-    fn session_up(&mut self, _cx: &mut Links, _session: SessionKey, _peer: &Identity) {}
-    fn session_down(&mut self, _cx: &mut Links, _session: SessionKey, _error: Error) {}
+    fn session_up(&mut self, _links: &mut Links, _session: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _links: &mut Links, _session: SessionKey, _error: Error) {}
 }
 
 fn sessions<S: Service>(
-    cx: Links,
+    links: Links,
     service: S,
     commands: CommandReceiver<S::Command>,
 ) -> Sessions<S> {
     Sessions {
-        cx,
+        links,
         service,
         commands,
         listener: None,
@@ -44,16 +44,16 @@ fn sessions<S: Service>(
 fn a_command_that_comes_while_the_end_of_a_session_is_seen_knows_of_it() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let mut cx = Links::manual(None);
-    let session = cx.add_accepted(stream, "peer".to_owned()).unwrap();
+    let mut links = Links::manual(None);
+    let session = links.add_accepted(stream, "peer".to_owned()).unwrap();
     let (send, receiver) = CommandReceiver::manual();
-    let mut sessions = sessions(cx, FailureNotes::default(), receiver);
+    let mut sessions = sessions(links, FailureNotes::default(), receiver);
     drop(listener.accept().unwrap());
     while sessions.service.0.last() != Some(&true) {
         // The end is on its way, and a command is there whenever it is seen.
         send(session);
         sessions.receive(session);
-        let has_failed = sessions.cx.has_failed(session);
+        let has_failed = sessions.links.has_failed(session);
         assert_eq!(sessions.service.0.last(), Some(&has_failed));
     }
 }
@@ -61,22 +61,22 @@ fn a_command_that_comes_while_the_end_of_a_session_is_seen_knows_of_it() {
 #[test]
 fn one_poll_receives_from_all_peers_that_have_sent() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut cx = Links::manual(None);
-    let (begun, poller) = (cx.now(), Arc::clone(&cx.poller));
+    let mut links = Links::manual(None);
+    let (begun, poller) = (links.now(), Arc::clone(&links.poller));
     let mut peer = |_| {
         let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let stream = listener.accept().unwrap().0;
         peer.write_all(&[0]).unwrap();
         stream.peek(&mut [0]).unwrap();
-        (cx.add_accepted(stream, "peer".to_owned()).unwrap(), peer)
+        (links.add_accepted(stream, "peer".to_owned()).unwrap(), peer)
     };
     let peers: Vec<_> = (0..200).map(&mut peer).collect();
     let (_send, receiver) = CommandReceiver::manual();
-    let sessions = sessions(cx, FailureNotes::default(), receiver);
+    let sessions = sessions(links, FailureNotes::default(), receiver);
     let mut core = ReactorCore::new(sessions, poller, Duration::ZERO).unwrap();
     core.poll_sockets(Instant::now());
     let has_received =
-        |(session, _): &(SessionKey, TcpStream)| core.handler.cx.last_rx(*session) > Some(begun);
+        |(session, _): &(SessionKey, TcpStream)| core.handler.links.last_rx(*session) > Some(begun);
     assert_eq!(peers.iter().filter(|peer| has_received(peer)).count(), 200);
 }
 
@@ -85,14 +85,14 @@ const SESSION: SessionKey = 20;
 /// A session with a peer of this UCX address, whose data path is probed next; the other end of its connection.
 fn establishing(address: Vec<u8>) -> (Sessions<FailureNotes>, FarEnd) {
     let context = Transport::Memory(MemoryPath::RemoteRead).open().unwrap();
-    let mut cx = Links::manual(Some(context));
-    let far = cx.add_manual(SESSION, None);
+    let mut links = Links::manual(Some(context));
+    let far = links.add_manual(SESSION, None);
     let mut identity = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
     identity.ucx_address = address;
-    let session = cx.sessions.get_mut(&SESSION).unwrap();
+    let session = links.sessions.get_mut(&SESSION).unwrap();
     session.state = SessionState::Establishing(Box::new(identity));
     let (_send, receiver) = CommandReceiver::manual();
-    (sessions(cx, FailureNotes::default(), receiver), far)
+    (sessions(links, FailureNotes::default(), receiver), far)
 }
 
 fn peer() -> Worker {
@@ -108,16 +108,19 @@ fn stream() -> DataPath {
 fn a_session_whose_devices_do_not_connect_in_half_of_the_time_that_is_left_goes_on_without() {
     let peer = peer();
     let (mut it, _far) = establishing(peer.address().unwrap());
-    let (begun, handshake) = (it.cx.sessions[&SESSION].begun, it.cx.timeouts().handshake);
+    let (begun, handshake) = (
+        it.links.sessions[&SESSION].begun,
+        it.links.timeouts().handshake,
+    );
     // The peer began to listen late.
     it.set_now(begun + handshake * 8 / 10);
     it.establish(SESSION);
     for (percent, data_path) in [(89, None), (90, Some(stream()))] {
         it.set_now(begun + handshake * percent / 100);
         it.expire();
-        assert_eq!(it.cx.data_path(SESSION), data_path);
+        assert_eq!(it.links.data_path(SESSION), data_path);
     }
-    assert!(!it.cx.has_devices(SESSION));
+    assert!(!it.links.has_devices(SESSION));
 }
 
 #[test]
@@ -130,14 +133,14 @@ fn devices_have_a_second_left_once_the_peer_goes_without_and_all_their_time_if_i
     ] {
         let peer = peer();
         let (mut it, _far) = establishing(peer.address().unwrap());
-        let begun = it.cx.sessions[&SESSION].begun;
+        let begun = it.links.sessions[&SESSION].begun;
         it.set_now(begun);
         it.establish(SESSION);
         it.handle_session_event(SESSION, SessionEvent::DataPath(theirs))
             .unwrap();
         it.set_now(begun + Duration::from_millis(after));
         it.expire();
-        assert_eq!(it.cx.is_up(SESSION), is_up);
+        assert_eq!(it.links.is_up(SESSION), is_up);
     }
 }
 
@@ -148,24 +151,24 @@ fn a_session_whose_devices_have_no_way_to_the_peers_goes_on_without() {
     for address in [unknown, ended] {
         let (mut it, _far) = establishing(address);
         it.establish(SESSION);
-        assert!(!it.cx.has_devices(SESSION));
-        assert_eq!(it.cx.data_path(SESSION), Some(stream()));
+        assert!(!it.links.has_devices(SESSION));
+        assert_eq!(it.links.data_path(SESSION), Some(stream()));
     }
 }
 
 #[test]
 fn a_reactor_that_polls_receives_before_it_sleeps() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut cx = Links::manual(None);
-    let (begun, poller) = (cx.now(), Arc::clone(&cx.poller));
+    let mut links = Links::manual(None);
+    let (begun, poller) = (links.now(), Arc::clone(&links.poller));
     let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let session = cx.add_accepted(listener.accept().unwrap().0, "peer".to_owned());
+    let session = links.add_accepted(listener.accept().unwrap().0, "peer".to_owned());
     let (_send, receiver) = CommandReceiver::manual();
-    let sessions = sessions(cx, FailureNotes::default(), receiver);
+    let sessions = sessions(links, FailureNotes::default(), receiver);
     let mut core = ReactorCore::new(sessions, poller, Duration::from_secs(60)).unwrap();
     peer.write_all(&[0]).unwrap();
     let session = session.unwrap();
-    while core.handler.cx.last_rx(session) == Some(begun) {
+    while core.handler.links.last_rx(session) == Some(begun) {
         assert!(matches!(core.run_once(), Next::Poll), "it sleeps");
     }
 }
@@ -206,9 +209,9 @@ impl Service for Reading {
     type Command = ();
 
     #[expect(unsafe_code, reason = "as the data plane connects")]
-    fn command(&mut self, cx: &mut Links, _command: ()) {
+    fn command(&mut self, links: &mut Links, _command: ()) {
         let (address, remote, packed) = &self.peer;
-        let worker = cx
+        let worker = links
             .data
             .as_ref()
             .expect("data plane")
@@ -229,10 +232,10 @@ impl Service for Reading {
         };
         worker.get(endpoint, get).expect("get");
     }
-    fn session_up(&mut self, _cx: &mut Links, _session: SessionKey, _peer: &Identity) {}
-    fn session_down(&mut self, _cx: &mut Links, _session: SessionKey, _error: Error) {}
-    fn stop(&mut self, cx: &mut Links) {
-        let _ = self.ended.send(cx.closed("closed").to_string());
+    fn session_up(&mut self, _links: &mut Links, _session: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _links: &mut Links, _session: SessionKey, _error: Error) {}
+    fn stop(&mut self, links: &mut Links) {
+        let _ = self.ended.send(links.closed("closed").to_string());
     }
 }
 
@@ -260,9 +263,9 @@ fn a_read_of_a_stopped_peer_outlives_its_reactor_with_its_memory_until_the_peer_
         ended,
     };
     let (send, receiver) = CommandReceiver::manual();
-    let cx = Links::manual(Some(context));
-    let (pending, poller) = (cx.pending_reads().clone(), Arc::clone(&cx.poller));
-    let sessions = sessions(cx, reading, receiver);
+    let links = Links::manual(Some(context));
+    let (pending, poller) = (links.pending_reads().clone(), Arc::clone(&links.poller));
+    let sessions = sessions(links, reading, receiver);
     let mut core = ReactorCore::new(sessions, poller, Duration::ZERO).unwrap();
     send(());
     core.run_once();

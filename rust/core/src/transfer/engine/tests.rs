@@ -26,7 +26,7 @@ const NUM_BLOCKS: usize = 4;
 const MAX_IN_FLIGHT: usize = 2;
 
 struct Fixture {
-    cx: Links,
+    links: Links,
     engine: TransferEngine,
     /// Where its endpoint leads.
     _peer: Worker,
@@ -58,12 +58,12 @@ impl Fixture {
         let (context, peer) = (open(), open().worker().unwrap().unwrap());
         let bytes = (0..NUM_BLOCKS * BLOCK).map(|at| (at / 7) as u8).collect();
         let source = context.register(Buffer::from_vec(bytes)).unwrap();
-        let mut cx = Links::manual(Some(context));
-        let far = cx.add_manual(SESSION, Some(&peer.address().unwrap()));
+        let mut links = Links::manual(Some(context));
+        let far = links.add_manual(SESSION, Some(&peer.address().unwrap()));
         let mut engine = TransferEngine::new(MAX_IN_FLIGHT);
         engine.session_up(SESSION);
         let mut fixture = Self {
-            cx,
+            links,
             engine,
             _peer: peer,
             far,
@@ -95,7 +95,7 @@ impl Fixture {
             session: SESSION,
             source: SOURCE,
             grant: 0,
-            memory: self.cx.register(memory).unwrap(),
+            memory: self.links.register(memory).unwrap(),
             pieces: Arc::new(pieces.unwrap()),
             checksums: Checksums::All,
             is_verified_by_owner: false,
@@ -106,13 +106,13 @@ impl Fixture {
 
     fn begin(&mut self, request: TransferRequest) -> u64 {
         let id = self.engine.add(request);
-        self.engine.enqueue(&mut self.cx, id);
+        self.engine.enqueue(&mut self.links, id);
         id
     }
 
     /// What has come at the peer since the last call.
     fn sent(&mut self) -> Vec<(u64, Message<'static>, Vec<u8>)> {
-        let sent = self.cx.sent(SESSION, &mut self.far).into_iter();
+        let sent = self.links.sent(SESSION, &mut self.far).into_iter();
         let decode = |(header, payload): (Vec<u8>, Vec<u8>)| {
             let rest = Reader::new(&header[1..]);
             let (id, message) = Message::decode(header[0], rest, &payload).unwrap();
@@ -149,12 +149,12 @@ impl Fixture {
         let (header, encoded) = message.to_bytes(id);
         let payload = [&encoded, payload].concat();
         let data = if let Message::Data { .. } = message {
-            self.cx.place(session, &header, &payload)?
+            self.links.place(session, &header, &payload)?
         } else {
             Payload::Bytes(payload)
         };
         let header = (header[0], Reader::new(&header[1..]));
-        self.engine.message(&mut self.cx, session, header, &data)
+        self.engine.message(&mut self.links, session, header, &data)
     }
 
     fn block(&self, id: usize) -> Vec<u8> {
@@ -188,8 +188,8 @@ impl Fixture {
 
     /// Ends all reads that are in flight.
     fn end_reads(&mut self) {
-        while let Some((token, result)) = self.cx.next_ended_read() {
-            self.engine.read_ended(&mut self.cx, token, result);
+        while let Some((token, result)) = self.links.next_ended_read() {
+            self.engine.read_ended(&mut self.links, token, result);
         }
     }
 

@@ -10,7 +10,7 @@ const ID: u64 = 7;
 
 /// A reactor with a session, and 16 bytes of memory.
 struct Fixture {
-    cx: Links,
+    links: Links,
     memory: Arc<Memory>,
     _far: FarEnd,
 }
@@ -20,10 +20,10 @@ impl Fixture {
         let transport = Transport::Memory(MemoryPath::Stream);
         let context = transport.open().unwrap();
         let memory = context.register(Buffer::zeroed(16)).unwrap();
-        let mut cx = Links::manual(Some(context));
-        let far = cx.add_manual(SESSION, None);
+        let mut links = Links::manual(Some(context));
+        let far = links.add_manual(SESSION, None);
         Self {
-            cx,
+            links,
             memory,
             _far: far,
         }
@@ -42,11 +42,11 @@ impl Fixture {
             ..Pieces::whole(8, 8)
         };
         let memory = (Arc::clone(&self.memory), Arc::new(pieces));
-        IncomingStream::begin(&self.cx, SESSION, ID, memory, (checksums, false))
+        IncomingStream::begin(&self.links, SESSION, ID, memory, (checksums, false))
     }
 
     fn place(&self, header: &[u8], data: &[u8]) -> Result<Payload> {
-        self.cx.place(SESSION, header, data)
+        self.links.place(SESSION, header, data)
     }
 
     fn bytes(&self) -> Vec<u8> {
@@ -158,7 +158,7 @@ fn what_is_of_another_session_or_stream_is_not_placed() {
         header[at] ^= 1;
         it.place(&header, b"abcd").unwrap();
     }
-    it.cx
+    it.links
         .place(SESSION + 1, &header(0, b"abcd"), b"abcd")
         .unwrap();
     it.place(b"", b"abcd").unwrap();

@@ -38,7 +38,7 @@ fn a_transfer_without_bytes_is_complete_when_its_turn_may_come() {
         ..it.request(7)
     });
     assert!(it.engine.next_completion().is_none(), "it is held");
-    it.engine.enqueue(&mut it.cx, id);
+    it.engine.enqueue(&mut it.links, id);
     let completion = it.engine.next_completion().expect("a completion");
     assert_eq!((completion.owner, completion.outcome), (7, Ok(())));
     assert_eq!(it.requests(), []);
@@ -154,6 +154,7 @@ fn a_transfer_that_is_held_does_not_keep_others_from_beginning() {
     let held = it.engine.add(it.request(0));
     let ids = [1, 2].map(|owner| it.begin(it.request(owner)));
     assert_eq!(it.requests().len(), ids.len());
-    it.engine.withdraw(&mut it.cx, held, &config("withdrawn"));
+    it.engine
+        .withdraw(&mut it.links, held, &config("withdrawn"));
     assert_eq!(failed(it.engine.next_completion()), config("withdrawn"));
 }

@@ -28,10 +28,11 @@ fn serve_long_stream(it: &mut Fixture, transfer: u64, source: u64) -> Buffer {
     let request = request(it, transfer, &read_of(source, Wanted::Bytes));
     let len = 8 << 20;
     let buffer = Buffer::zeroed(3 * len);
-    let memory = it.cx.register(buffer.clone()).unwrap();
+    let memory = it.links.register(buffer.clone()).unwrap();
     let (len, total) = (len as u64, 3 * len as u64);
     let layout = Layout::new(total, len, len).unwrap();
-    it.engine.serve(&mut it.cx, &request, Ok((memory, layout)));
+    it.engine
+        .serve(&mut it.links, &request, Ok((memory, layout)));
     buffer
 }
 
@@ -46,9 +47,9 @@ fn a_source_sends_nothing_more_of_what_is_cancelled_and_says_so() {
     let message = read(Wanted::Checksums);
     let request = request(&mut it, 2, &message);
     let source = Ok((Arc::clone(&it.source), layout()));
-    it.engine.serve(&mut it.cx, &request, source);
+    it.engine.serve(&mut it.links, &request, source);
     it.receive(2, &Message::Cancel, &[]).unwrap();
-    while it.engine.run_slice(&mut it.cx) {}
+    while it.engine.run_slice(&mut it.links) {}
     assert_eq!(it.sent(), [(2, Message::Cancelled, Vec::new())]);
     // All of it had been sent when CANCEL came.
     it.receive(3, &Message::Cancel, &[]).unwrap();
@@ -62,7 +63,8 @@ fn nothing_more_of_a_withdrawn_source_is_sent_and_another_one_goes_on() {
     let mut it = Fixture::new(MemoryPath::Stream);
     let memory = serve_long_stream(&mut it, 1, 9);
     serve_long_stream(&mut it, 2, 10);
-    it.engine.withdraw_sources(&mut it.cx, |source| source == 9);
+    it.engine
+        .withdraw_sources(&mut it.links, |source| source == 9);
     assert!(memory.write(0, &vec![REUSED; memory.len()]));
     for transfer in [1, 2] {
         it.receive(transfer, &Message::Credit(CREDIT), &[]).unwrap();
@@ -82,7 +84,7 @@ fn nothing_more_of_a_withdrawn_source_is_sent_and_another_one_goes_on() {
 fn a_buffer_is_read_once_by_a_request() {
     let mut it = Fixture::new(MemoryPath::Stream);
     let (exposed, _) = ExposedBuffer::new(
-        &it.cx,
+        &it.links,
         SESSION,
         Buffer::zeroed(8),
         crate::integrity::Integrity::Auto,
@@ -110,13 +112,19 @@ fn checksums_that_one_peer_asks_for_are_computed_in_turns() {
             ids: Cow::Borrowed(&[0]),
         };
         let request = request(&mut it, transfer, &message);
-        let memory = it.cx.register(Buffer::zeroed(num_bytes as usize)).unwrap();
-        it.engine
-            .serve(&mut it.cx, &request, Ok((memory, Layout::whole(num_bytes))));
+        let memory = it
+            .links
+            .register(Buffer::zeroed(num_bytes as usize))
+            .unwrap();
+        it.engine.serve(
+            &mut it.links,
+            &request,
+            Ok((memory, Layout::whole(num_bytes))),
+        );
     }
     let mut order = Vec::new();
     while it.engine.has_work() {
-        it.engine.run_slice(&mut it.cx);
+        it.engine.run_slice(&mut it.links);
         order.extend(
             it.sent()
                 .into_iter()
@@ -139,7 +147,7 @@ fn a_peer_gets_what_it_asks_for_and_no_more_at_once_than_it_may() {
         assert_eq!(request.source, 9);
         let memory = Arc::clone(&it.source);
         it.engine
-            .serve(&mut it.cx, &request, Ok((memory, layout())));
+            .serve(&mut it.links, &request, Ok((memory, layout())));
     }
     let data = [it.block(2), it.block(0)].concat();
     let expected = Message::Data {
@@ -151,7 +159,7 @@ fn a_peer_gets_what_it_asks_for_and_no_more_at_once_than_it_may() {
         let message = read(Wanted::Checksums);
         assert!(it.receive(transfer, &message, &[]).is_err());
     }
-    while it.engine.run_slice(&mut it.cx) {}
+    while it.engine.run_slice(&mut it.links) {}
     let checksums = [2, 0].map(|id| checksum::of(&it.block(id))).to_vec();
     let (id, message, _) = it.sent().remove(0);
     let first = 0;
@@ -164,7 +172,7 @@ fn a_peer_that_asks_for_what_is_not_there_is_refused() {
     let mut it = Fixture::new(MemoryPath::Stream);
     let request = request(&mut it, 1, &read(Wanted::Bytes));
     it.engine
-        .serve(&mut it.cx, &request, Err(config("no such source")));
+        .serve(&mut it.links, &request, Err(config("no such source")));
     let (id, message, _) = it.sent().remove(0);
     let reason = "no such source".to_owned();
     assert_eq!((id, message), (1, Message::Refused(reason)));

@@ -7,7 +7,7 @@ use crate::logged::logged;
 fn after_a_wrong_canary_all_transfers_stream_and_the_log_has_one_line() {
     let mut it = Fixture::new(MemoryPath::RemoteRead);
     let lines = logged(|| {
-        it.cx.end_probe_with_other_bytes(SESSION);
+        it.links.end_probe_with_other_bytes(SESSION);
         for owner in 0..100 {
             let id = it.begin(it.request(owner));
             assert_eq!(it.requests(), [(id, Wanted::ChecksummedBytes)]);
