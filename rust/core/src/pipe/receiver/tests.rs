@@ -24,7 +24,7 @@ fn advance(links: &mut Links, receiver: &mut Host<Receiver>) {
 
 fn withdraw(links: &mut Links, receiver: &mut Host<Receiver>, sequence: u64) {
     receiver.call(links, |receiver, cx| {
-        receiver.withdraw(cx, SESSION, sequence)
+        receiver.withdraw(cx, SESSION, sequence);
     });
 }
 
