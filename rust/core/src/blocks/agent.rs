@@ -19,7 +19,7 @@ use crate::session::{ReactorConfig, SessionTimeouts, Streams};
 use crate::transfer::host::spawn;
 use crate::transport::Transport;
 
-/// What a [`Agent`] starts with.
+/// Settings of an [`Agent`].
 pub struct AgentConfig<'a> {
     /// `host:port`, or `host:first-last` for the first free port of a range; of port 0 the system chooses one.
     pub listen: &'a str,
@@ -29,7 +29,7 @@ pub struct AgentConfig<'a> {
     pub transport: Transport,
     /// Its engine, which its peers name in errors.
     pub engine_id: &'a str,
-    /// What its peers have to have alike: names and values.
+    /// Names and values that its peers must have, too.
     pub fingerprint: Vec<(String, String)>,
     /// Its deadlines.
     pub timeouts: SessionTimeouts,
@@ -53,7 +53,7 @@ impl<'a> AgentConfig<'a> {
     }
 }
 
-/// What users of an agent ask for.
+/// Requests of users of an agent.
 #[derive(Debug)]
 pub(crate) enum AgentCommand {
     Blocks(BlocksCommand),
@@ -71,7 +71,7 @@ pub struct Agent {
     pub(super) incarnation: Incarnation,
     pub(super) shared: Arc<SharedState>,
     pub(super) handoffs: Arc<HandoffShared>,
-    /// Whether the blocks that it reads and writes have checksums.
+    /// True if the blocks that it reads and writes have checksums.
     pub(super) is_checksummed: bool,
 }
 
@@ -117,13 +117,13 @@ impl Agent {
         self.reactor.round()
     }
 
-    /// What the maps and queues of a reactor without a thread hold.
+    /// Sizes of the maps and queues of a reactor without a thread.
     #[cfg(test)]
     pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
         self.reactor.sizes()
     }
 
-    /// Where peers connect.
+    /// Address that peers connect to.
     pub fn address(&self) -> Option<SocketAddr> {
         self.reactor.address()
     }
@@ -140,7 +140,7 @@ impl Agent {
         self.reactor.stop();
     }
 
-    /// Whether nothing is read into the memory of an agent that was closed: UCX may take longer to end reads than `close`
+    /// Checks that no read of an agent that was closed is in flight: UCX may take longer to end reads than `close`
     /// waits for them.
     ///
     /// # Errors

@@ -26,7 +26,7 @@ use crate::work::Completer;
 /// Transfers from one peer under way at once; more wait.
 pub(crate) const TRANSFERS_IN_FLIGHT: usize = 4;
 
-/// What users ask for of blocks and notifications.
+/// Requests of users about blocks and notifications.
 #[derive(Debug)]
 pub(crate) enum BlocksCommand {
     Register {

@@ -130,7 +130,7 @@ impl Agent {
         })
     }
 
-    /// Where this agent is and in which life, for those who bring their own exchange.
+    /// Address and incarnation of this agent, for users who bring their own exchange.
     pub fn metadata(&self) -> Vec<u8> {
         let address = self.address();
         Metadata {
@@ -169,7 +169,7 @@ impl Agent {
     /// Reads a peer's blocks into ours. The work ends with the number of bytes once they are here.
     ///
     /// # Errors
-    /// What is wrong with the blocks or the tag; nothing has begun.
+    /// An error of the blocks or the tag; nothing has begun.
     pub fn read(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
         let transfer = self.transfer(plan, plan.reading()?, deadline);

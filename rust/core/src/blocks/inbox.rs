@@ -12,10 +12,10 @@ use crate::ids::SessionKey;
 use crate::sync::{clear, eventfd, lock, signal};
 use crate::work::{Waited, wait_readable};
 
-/// What a peer sent, in the order in which it sent it.
+/// A notification of a peer. They come in the order in which they were sent.
 #[derive(Debug, Clone)]
 pub struct Notification {
-    /// Who sent it.
+    /// Its sender.
     pub peer: Peer,
     /// The bytes that it sent.
     pub tag: Vec<u8>,
@@ -63,7 +63,7 @@ impl Inbox {
         lock(&self.state)
     }
 
-    /// Whether another notification may wait.
+    /// True if another notification may wait.
     pub(super) fn has_room(&self) -> bool {
         let state = self.state();
         state.waiting.len() < CAP && state.tag_bytes < BYTES_CAP
@@ -81,7 +81,7 @@ impl Inbox {
     /// Takes everything that waits, and tells before which number everything of each session was drained.
     ///
     /// # Errors
-    /// Nothing waits, and the agent was closed.
+    /// The inbox is empty, and the agent was closed.
     pub(super) fn drain(&self) -> Result<(Vec<Notification>, Vec<Drained>)> {
         let mut state = self.state();
         if state.waiting.is_empty() && state.is_closed {

@@ -23,7 +23,7 @@ const WITHDRAW: u8 = 47;
 ///
 /// A region that was in the message before and is not any more has been closed.
 pub(super) const REGIONS: u8 = 1;
-/// Nothing of this region, which the receiver has closed, is being read any more.
+/// The sender reads no more of this region, which the receiver has closed.
 pub(super) const RELEASED: u8 = 2;
 /// Most regions of an agent.
 pub(super) const REGIONS_CAP: usize = 4096;
@@ -59,7 +59,7 @@ pub(crate) struct Offer<'a> {
     pub(crate) notification: Option<(u64, Cow<'a, [u8]>)>,
 }
 
-/// What an agent tells another.
+/// Message of one agent to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum AgentMessage<'a> {
     /// Writer: read these blocks.

@@ -12,10 +12,10 @@ const ADDRESS_CAP: usize = 1024;
 /// Most bytes that are looked at.
 const METADATA_CAP: usize = 4096;
 
-/// Where an agent listens, and its incarnation.
+/// Address and incarnation of an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Metadata {
-    /// Where it listens.
+    /// Its address.
     pub address: String,
     /// Its incarnation.
     pub incarnation: Incarnation,

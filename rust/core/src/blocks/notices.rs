@@ -26,7 +26,7 @@ pub(super) fn check_tag(tag: &[u8]) -> Result<()> {
     )))
 }
 
-/// What gets a number.
+/// A notification that takes a number.
 #[derive(Debug)]
 pub(super) enum Notice {
     /// A tag of its own.
@@ -95,7 +95,7 @@ impl Outbox {
         Some((number, notice))
     }
 
-    /// What the peer acknowledges.
+    /// Acknowledgements of the peer.
     ///
     /// # Errors
     /// It cannot be true.
@@ -134,7 +134,7 @@ impl Outbox {
 /// The receiver's side.
 #[derive(Debug, Default)]
 pub(super) struct Arrivals {
-    /// Everything before this was delivered or void.
+    /// Notifications before this were delivered or void.
     next: u64,
     /// Beyond it: what came, or that it will not come.
     early: BTreeMap<u64, Option<Vec<u8>>>,
@@ -142,7 +142,7 @@ pub(super) struct Arrivals {
     delivered: VecDeque<(u64, usize)>,
     /// Bytes of the tags in `early` and `delivered`.
     tag_bytes: usize,
-    /// What the last NOTED message reported.
+    /// Content of the last NOTED message.
     noted: (u64, u64),
 }
 
@@ -177,7 +177,7 @@ impl Arrivals {
         Ok(())
     }
 
-    /// What can be delivered now, one at a time: its number and tag.
+    /// Number and tag of the next notification that can be delivered now.
     pub(super) fn pop(&mut self) -> Option<(u64, Vec<u8>)> {
         while let Some(tag) = self.early.remove(&self.next) {
             let number = self.next;
@@ -198,8 +198,8 @@ impl Arrivals {
         }
     }
 
-    /// What the next NOTED message reports, if it differs from the last one: before which number everything has come, and was
-    /// drained.
+    /// Content of the next NOTED message, if it differs from the last one: the numbers before which everything has come,
+    /// and was drained.
     pub(super) fn note(&mut self) -> Option<(u64, u64)> {
         let now = (self.next, self.drained());
         (std::mem::replace(&mut self.noted, now) != now).then_some(now)

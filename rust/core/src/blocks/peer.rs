@@ -151,7 +151,7 @@ impl Peer {
         })
     }
 
-    /// What was moved between it and us.
+    /// Counters of the transfers between it and us.
     pub fn stats(&self) -> Stats {
         self.0.counters.read()
     }

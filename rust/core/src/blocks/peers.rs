@@ -23,7 +23,7 @@ pub(crate) struct PeerState {
     pub(crate) regions: Option<Regions>,
     /// Above the id of every region that it has described.
     pub(super) next_region: RegionId,
-    /// Who wants to know of it, and in which life.
+    /// Callers that wait for it, each with the incarnation that it wants.
     waiting: Vec<(Option<Incarnation>, Completer<Peer>)>,
     /// Our writes, by id.
     pub(super) writes: HashMap<u64, Write>,
@@ -56,7 +56,7 @@ impl PeerState {
         }
     }
 
-    /// What its queues hold, all together.
+    /// Size of its queues together.
     #[cfg(test)]
     pub(super) fn num_queued(&self) -> usize {
         self.waiting.len()
@@ -102,7 +102,7 @@ impl AgentCore {
         session
     }
 
-    /// Whether a session has ended, be its end reported or not.
+    /// True if a session has ended, be its end reported or not.
     pub(crate) fn is_lost(&self, links: &Links, session: SessionKey) -> bool {
         let peer = self.peers.get(&session);
         links.has_failed(session) || peer.is_none_or(|peer| peer.handle.lost().is_some())
@@ -127,7 +127,7 @@ impl AgentCore {
         }
     }
 
-    /// Everything that waits for a peer's regions goes on.
+    /// Resumes connects and offers that wait for a peer's regions.
     pub(super) fn regions_known(&mut self, cx: &mut Cx<'_>, session: SessionKey) {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;

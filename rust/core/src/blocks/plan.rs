@@ -48,7 +48,7 @@ impl Region {
         &self.0.layout
     }
 
-    /// Whether it was closed.
+    /// True if it was closed.
     pub fn is_closed(&self) -> bool {
         self.0.is_closed.load(Ordering::Acquire)
     }
@@ -57,7 +57,7 @@ impl Region {
         self.0.id
     }
 
-    /// Whether this call closed it.
+    /// True if this call closed it.
     pub(super) fn close(&self) -> bool {
         !self.0.is_closed.swap(true, Ordering::AcqRel)
     }
@@ -108,7 +108,7 @@ pub(super) fn peer_gone(links: &Links, session: SessionKey) -> Error {
 /// Options of one run of a transfer.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// What the peer's user gets once the blocks are where they belong.
+    /// Tag for the peer's user once the blocks are in their place.
     pub notify: Option<Vec<u8>>,
     /// Within which it must be done.
     pub timeout: Option<Duration>,
@@ -135,7 +135,7 @@ pub struct Plan {
 
 impl Plan {
     /// # Errors
-    /// What is wrong whichever way the blocks go.
+    /// An error of the blocks in both directions.
     pub(super) fn new(
         peer: &Peer,
         local: (&Region, Vec<u32>),

@@ -82,7 +82,7 @@ pub(super) enum ReadOwner {
 }
 
 impl ReadOwner {
-    /// Whether the caller knows that the read has failed.
+    /// True if the caller knows that the read has failed.
     fn was_late(&self) -> bool {
         matches!(self, Self::Caller(caller) if caller.completer.is_completed())
     }

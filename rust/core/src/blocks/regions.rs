@@ -145,7 +145,7 @@ pub(super) struct Closing {
     region: LocalRegion,
     /// Peers that have not said that they read nothing of it any more.
     waiting_for: HashSet<SessionKey>,
-    /// Who waits for its end, and until when.
+    /// Callers that wait for its end, each with its deadline.
     waiting: Vec<(Option<Instant>, Completer<()>)>,
 }
 
@@ -226,7 +226,7 @@ impl AgentCore {
         });
     }
 
-    /// What a peer may read of: a region, or one that was closed and that it has not let go.
+    /// Memory and layout of a region that a peer may read, or of a closed one that it has not released.
     ///
     /// # Errors
     /// There is none, or the grant does not hold.

@@ -1,4 +1,4 @@
-//! What the reactor's thread shows to others.
+//! State that the reactor's thread shows to others.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicUsize;
@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::ids::SessionKey;
 use crate::sync::lock;
 
-/// What the reactor's thread shows to others.
+/// State that the reactor's thread shows to others.
 #[derive(Debug)]
 pub(super) struct SharedState {
     pub(super) peers: Mutex<BTreeMap<SessionKey, Peer>>,

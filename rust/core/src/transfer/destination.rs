@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::{Links, Payload};
 
-/// What a transfer's share of a slice counts at least, so that one slice ends.
+/// Smallest share of a slice that a transfer counts for, so that the slice ends.
 const LEAST_WORK: u64 = 16 << 10;
 
 /// From the beginning of a transfer to its end.
@@ -159,8 +159,8 @@ fn send_read(links: &mut Links, transfer: u64, request: &TransferRequest, wanted
     message.send(links, request.session, transfer);
 }
 
-/// Whether what has come is what was exposed. Without checksums that is so if the source still exposes it; what differs from
-/// them is not the source's fault if it does not.
+/// Decides whether the bytes are those that were exposed. Without checksums they are if the source still exposes them.
+/// Bytes that differ from their checksums are not the source's fault if it does not.
 fn outcome_of(links: &Links, transfer: &Transfer) -> std::result::Result<(), TransferError> {
     let request = &transfer.request;
     let (is_verified, corruption) = match &transfer.state {
@@ -198,7 +198,7 @@ fn flush_writes(destination: MemoryKind) -> Result<()> {
     })
 }
 
-/// What a source sends.
+/// Messages of a source.
 impl TransferEngine {
     /// A message about a transfer. It is dropped if the transfer has ended meanwhile.
     pub(super) fn receive(

@@ -28,7 +28,7 @@ pub(crate) struct Completion {
     pub(crate) pieces: Arc<Pieces>,
     /// Since it began.
     pub(crate) elapsed: Duration,
-    /// What the owner compares, if it does and all has come.
+    /// Checksum for an owner that compares, once all has come.
     pub(crate) checksum: Option<RunningChecksum>,
     pub(crate) outcome: std::result::Result<(), TransferError>,
 }
@@ -51,10 +51,11 @@ impl Completion {
     }
 }
 
-/// What the engine knows of one peer: the sources that it exposes to us, what we read of them, and what it reads of ours.
+/// State of the engine for one peer: the sources that it exposes to us, our transfers from them, and its transfers from
+/// ours.
 #[derive(Debug, Default)]
 pub(super) struct PeerTransfers {
-    /// What it exposes, by its ids.
+    /// Its sources, by its ids.
     pub(super) sources: HashMap<u64, RemoteSource>,
     /// All transfers from it.
     pub(super) transfers: BTreeSet<u64>,
@@ -67,7 +68,7 @@ pub(super) struct PeerTransfers {
     /// Of reads over UCX.
     pub(super) bytes_in_flight: u64,
     pub(super) reads_in_flight: usize,
-    /// What it has asked for, by its ids.
+    /// Streams that it has asked for, by its ids.
     pub(super) streams: HashMap<u64, OutgoingStream>,
     /// Whose checksums it gets, one after the other.
     pub(super) checksum_jobs: VecDeque<ChecksumJob>,
@@ -92,7 +93,7 @@ pub(crate) struct TransferEngine {
     late: VecDeque<(u64, Error)>,
 }
 
-/// What a service asks for.
+/// Calls of a service.
 impl TransferEngine {
     pub(crate) fn new(max_in_flight: usize) -> Self {
         Self {
@@ -198,7 +199,7 @@ impl TransferEngine {
         }
     }
 
-    /// Whether a transfer reads from a source of a peer, or may still, or the peer may still stream from it.
+    /// True if a transfer reads from a source of a peer, or may still, or the peer may still stream from it.
     pub(crate) fn is_reading(&self, session: SessionKey, source: u64) -> bool {
         let Some(peer) = self.peers.get(&session) else {
             return false;
@@ -235,7 +236,7 @@ impl TransferEngine {
         self.late.pop_front()
     }
 
-    /// What its maps and queues hold.
+    /// Sizes of its maps and queues.
     #[cfg(test)]
     pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let of_peers = |size: fn(&PeerTransfers) -> usize| self.peers.values().map(size).sum();
@@ -261,7 +262,7 @@ impl TransferEngine {
     }
 }
 
-/// What happens around it.
+/// Events of the reactor.
 impl TransferEngine {
     pub(crate) fn session_up(&mut self, session: SessionKey) {
         self.peers.insert(session, PeerTransfers::default());
@@ -285,7 +286,8 @@ impl TransferEngine {
         }
     }
 
-    /// A message of a transfer, of a kind that [`Message::is_kind`] knows. Returns what a peer asks for, which [`serve`](Self::serve) answers.
+    /// A message of a transfer, of a kind that [`Message::is_kind`] knows. Returns the request of a peer that
+    /// [`serve`](Self::serve) is to answer.
     ///
     /// # Errors
     /// It is not to come: the session ends.
@@ -338,7 +340,7 @@ impl TransferEngine {
         self.run_transfer_slice(links) || has_checksummed
     }
 
-    /// Whether a slice waits.
+    /// True if a slice waits.
     pub(crate) fn has_work(&self) -> bool {
         !(self.scheduled.is_empty() && self.checksum_queue.is_empty())
     }

@@ -19,7 +19,7 @@ use crate::net::codec::{Reader, Writer};
 use crate::session::Links;
 use crate::transport::{DataPath, Memory};
 
-/// What one checksum of a buffer covers: a read of UCX's, so that it is computed while the bytes are in the cache.
+/// Bytes that one checksum of a buffer covers: a read of UCX's, so that it is computed while the bytes are in the cache.
 pub(super) const UNIT: u64 = 1 << 20;
 
 const fn is_cuda(kind: MemoryKind) -> bool {
@@ -40,13 +40,13 @@ pub(crate) fn key(memory: &Memory) -> Result<Vec<u8>> {
 pub(crate) struct ExposedBuffer {
     pub(super) memory: Arc<Memory>,
     len: usize,
-    /// Whether its checksums are sent unasked.
+    /// True if its checksums are sent unasked.
     pub(super) pushes_checksums: bool,
 }
 
 impl ExposedBuffer {
     /// Registers a buffer for a peer to read. What is on a GPU has no checksums: nobody computes any there.
-    /// Where the integrity is `Validate`, its owner answers whether it is still exposed.
+    /// With integrity `Validate` its owner answers whether it is still exposed.
     pub(crate) fn new(
         links: &Links,
         session: SessionKey,
@@ -94,7 +94,7 @@ impl ExposedBuffer {
         self.len
     }
 
-    /// What a peer reads of it: all of it as one block, once.
+    /// Memory and layout of it for a peer: all of it as one block, read once.
     ///
     /// # Errors
     /// The peer asks for something else.
@@ -170,7 +170,7 @@ impl ExposedBuffers {
         Ok(described)
     }
 
-    /// Nothing of a source is sent or may be read any more.
+    /// Ends the exposure: nothing of the source is sent from now on, and none of it may be read.
     pub(crate) fn withdraw(&mut self, cx: &mut Cx<'_>, session: SessionKey, source: u64) {
         let sources = self.0.get_mut(&session);
         if sources.is_some_and(|sources| sources.remove(&source).is_some()) {
@@ -252,7 +252,7 @@ impl BufferDescription {
         })
     }
 
-    /// Whether its owner is asked, after the last read, whether it still exposes it.
+    /// True if its owner is asked, after the last read, whether it still exposes it.
     pub(crate) fn is_validated(&self) -> bool {
         self.verification == Verification::Validated
     }
@@ -262,7 +262,7 @@ impl BufferDescription {
         self.address
     }
 
-    /// What is compared of it.
+    /// Checksums that the destination compares.
     fn checksums(&self) -> Checksums {
         match self.verification {
             Verification::OnRequest => Checksums::None,
@@ -292,7 +292,7 @@ impl BufferDescription {
         }
     }
 
-    /// What the engine reads it from.
+    /// The source that the engine reads it from.
     pub(crate) fn source(&self) -> RemoteSource {
         RemoteSource {
             verification: self.verification,

@@ -13,7 +13,7 @@ const GAPS_CAP: usize = 1024;
 pub(super) struct Gaps(BTreeMap<u64, (u64, Cursor)>);
 
 impl Gaps {
-    /// Nothing has begun to come.
+    /// No byte has begun to come.
     pub(super) fn new(num_bytes: u64) -> Self {
         let all = (num_bytes > 0).then(|| (0, (num_bytes, Cursor::default())));
         Self(all.into_iter().collect())

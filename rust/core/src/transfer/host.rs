@@ -1,5 +1,5 @@
-//! Hosts a service that moves bytes on a reactor: owns its transfers and the memory that arrives, feeds them what happens on
-//! the reactor, and hands the service what has ended.
+//! Hosts a service that moves bytes on a reactor: owns its transfers and the memory that arrives, feeds them what happens
+//! on the reactor, and hands the service what has ended.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,7 +21,7 @@ use crate::transport::{Memory, Pool};
 /// Measured for 64 MiB: 36 ms into new pages, 15 ms into new huge pages, 5 ms into used pages.
 pub(crate) const HUGE: usize = 4 << 20;
 
-/// What a service that moves bytes works with during a call.
+/// Parts of the reactor that a service of transfers uses during a call.
 pub(crate) struct Cx<'a> {
     /// The sessions of the reactor.
     pub(crate) links: &'a mut Links,
@@ -69,7 +69,7 @@ impl Cx<'_> {
 /// A service that moves bytes: as [`Service`], and what a [`Host`] asks of it for its transfers. After each event the host
 /// hands it all transfers that have ended.
 pub(crate) trait TransferService {
-    /// What other threads ask of it.
+    /// Requests of other threads.
     type Command: Send + 'static;
     /// Transfers from one peer under way at once; more wait, and a peer may ask for no more.
     const TRANSFERS_IN_FLIGHT: usize;

@@ -27,7 +27,7 @@ use crate::transport::Memory;
 /// A part that is coming.
 #[derive(Debug)]
 struct ComingPart {
-    /// Where its next bytes go.
+    /// Destination of its next bytes.
     cursor: Cursor,
     /// Bytes of it that have not come.
     left: u64,
@@ -35,7 +35,7 @@ struct ComingPart {
     checksum: RunningChecksum,
 }
 
-/// What is expected of a stream, and where it goes.
+/// The bytes that a stream is to bring, and their destination.
 #[derive(Debug)]
 struct StreamDestination {
     /// Of memory on a GPU: what has been written may still be on its way there. Dropped before the memory.
@@ -48,9 +48,9 @@ struct StreamDestination {
     coming: BTreeMap<u64, ComingPart>,
     placed_bytes: u64,
     checksums: Checksums,
-    /// What the checksum for the owner covers.
+    /// Bytes that the checksum for the owner covers.
     hashed: Cursor,
-    /// Where the first part begins that differs from its checksum.
+    /// Beginning of the first part that differs from its checksum.
     corruption: Option<Corruption>,
 }
 
@@ -257,12 +257,12 @@ impl IncomingStream {
         self.is_sealed || self.destination.borrow().checksums.compare()
     }
 
-    /// What the owner compares, once all is here.
+    /// Checksum for the owner, once all is here.
     pub(super) fn of_all(&self) -> Option<RunningChecksum> {
         self.destination.borrow().checksums.of_owner()
     }
 
-    /// Where the first part begins that differs from its checksum.
+    /// Beginning of the first part that differs from its checksum.
     pub(super) fn corruption(&self) -> Option<Corruption> {
         self.destination.borrow().corruption
     }

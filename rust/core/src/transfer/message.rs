@@ -24,7 +24,7 @@ pub(crate) const CHECKSUMS_CAP: usize = 4096;
 /// Longest reason.
 pub(crate) const REASON_CAP: usize = 4096;
 
-/// What a destination asks of a source.
+/// Request of a destination to a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Wanted {
@@ -122,7 +122,7 @@ impl Message<'_> {
         }
     }
 
-    /// Whether messages of this kind are of transfers.
+    /// True if messages of this kind are of transfers.
     pub(crate) fn is_kind(kind: u8) -> bool {
         matches!(kind, READ..=REFUSED | CHECKSUMS..=CANCELLED)
     }

@@ -107,7 +107,7 @@ impl OutgoingStream {
         Ok(self.cursor.piece(&self.pieces.runs, u64::MAX).is_none())
     }
 
-    /// Where the next bytes are, as many as the credit allows: offsets and lengths.
+    /// Offsets and lengths of the next bytes, as many as the credit allows.
     fn credited_ranges(&self) -> Vec<(usize, usize)> {
         let (mut cursor, mut left, runs) = (self.cursor, self.credit_bytes, &self.pieces.runs);
         let mut ranges = Vec::new();
@@ -143,7 +143,7 @@ impl OutgoingStream {
         true
     }
 
-    /// Where the bytes of the next part lie, and its checksum; none without credit.
+    /// Place and checksum of the next part; none without credit.
     fn next_part(&mut self) -> Option<(Vec<Range>, u64)> {
         let mut ranges = Vec::new();
         let mut room = PART.min(self.credit_bytes);

@@ -39,12 +39,12 @@ impl PostedReads {
         read_token(transfer, self.next_number())
     }
 
-    /// Whether no read is in flight.
+    /// True if no read is in flight.
     pub(super) fn is_empty(&self) -> bool {
         self.reads.is_empty()
     }
 
-    /// Whether another read would have no number of its own.
+    /// True if another read would have no number of its own.
     pub(super) fn is_full(&self) -> bool {
         self.reads.len() == READS_CAP
     }

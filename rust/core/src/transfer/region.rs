@@ -49,7 +49,7 @@ impl Layout {
         })
     }
 
-    /// Where a block begins.
+    /// Offset of the first byte of a block.
     ///
     /// # Errors
     /// The id is out of range.
@@ -82,9 +82,9 @@ pub struct RemoteRegion {
     pub name: String,
     /// How it is cut.
     pub layout: Layout,
-    /// Where its memory is: `cpu`, or `cuda:0` and so on.
+    /// Device of its memory: `cpu`, or `cuda:0` and so on.
     pub device: String,
-    /// Whether peers may write into it, by offers.
+    /// True if peers may write into it, by offers.
     pub is_writable: bool,
     /// Address of its first byte in the owner's process.
     pub base: u64,
@@ -93,7 +93,7 @@ pub struct RemoteRegion {
 }
 
 impl RemoteRegion {
-    /// Whether its memory is a GPU's.
+    /// True if its memory is a GPU's.
     pub(crate) fn is_cuda(&self) -> bool {
         self.device.starts_with("cuda")
     }
@@ -172,7 +172,7 @@ pub(super) struct Cursor {
 }
 
 impl Cursor {
-    /// What comes next, at most `cap` bytes of it.
+    /// The next piece, of at most `cap` bytes.
     pub(super) fn piece(self, runs: &[Run], cap: u64) -> Option<Run> {
         let run = runs.get(self.index)?;
         Some(Run {

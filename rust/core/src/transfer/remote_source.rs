@@ -147,7 +147,7 @@ impl RemoteSource {
     }
 }
 
-/// Whether the destination reads from a peer's memory, in CUDA or not, into memory of its own; else the source streams.
+/// True if the destination reads from a peer's memory, in CUDA or not, into memory of its own; else the source streams.
 /// `reaches` tells whether a lane connects two CUDA memories.
 fn is_read(
     data_path: Option<&DataPath>,

@@ -172,14 +172,14 @@ impl TransferEngine {
         }
     }
 
-    /// Nothing more of a source is sent to a peer, and its memory is let go.
+    /// Stops sending a source to a peer, and releases its memory.
     pub(crate) fn withdraw_source(&mut self, links: &mut Links, session: SessionKey, source: u64) {
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.withdraw(links, session, |it| it == source);
         }
     }
 
-    /// Nothing more of some sources is sent to any peer.
+    /// Stops sending some sources to all peers.
     pub(crate) fn withdraw_sources(&mut self, links: &mut Links, is_over: impl Fn(u64) -> bool) {
         for (session, peer) in &mut self.peers {
             peer.withdraw(links, *session, &is_over);

@@ -44,7 +44,7 @@ pub(super) fn split_stream_id(id: u64) -> (u64, u8) {
     (id ^ attempt << ATTEMPT_SHIFT, attempt as u8)
 }
 
-/// What a service wants to have here.
+/// Blocks or a buffer that a service wants here.
 #[derive(Debug, Clone)]
 pub(crate) struct TransferRequest {
     /// Whatever the service knows it by.
@@ -58,14 +58,14 @@ pub(crate) struct TransferRequest {
     pub(crate) memory: Arc<Memory>,
     pub(crate) pieces: Arc<Pieces>,
     pub(crate) checksums: Checksums,
-    /// Whether the service verifies what has come, so that a stream counts even if its source has ended.
+    /// True if the service verifies what has come, so that a stream counts even if its source has ended.
     pub(crate) is_verified_by_owner: bool,
-    /// Whether a read has failed before: the source streams, whatever the path of the session.
+    /// True if a read has failed before: the source streams, whatever the path of the session.
     pub(crate) is_retry: bool,
     pub(crate) deadline: Option<Instant>,
 }
 
-/// Where the first difference from a checksum is.
+/// Place of the first difference from a checksum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Corruption {
     /// In the sequence of the bytes.
@@ -101,11 +101,11 @@ pub(super) struct Reading {
     pub(super) base: u64,
     /// The source can hash the parts of a stream.
     pub(super) can_checksum: bool,
-    /// What has been asked for.
+    /// How far it has been asked for.
     pub(super) cursor: Cursor,
     /// Hashes what comes, if anything does.
     pub(super) verifier: Option<Verifier>,
-    /// Whether the source was asked for checksums.
+    /// True if the source was asked for checksums.
     pub(super) has_asked: bool,
     /// A read has failed: it begins again as a stream when no other is in flight.
     pub(super) has_lost_reads: bool,
@@ -128,11 +128,11 @@ pub(super) struct Transfer {
     pub(super) state: State,
     /// Those in flight may still write, even if it has failed.
     pub(super) posted: PostedReads,
-    /// Whether it has begun again as a stream: checksums for its reads may still come.
+    /// True if it has begun again as a stream: checksums for its reads may still come.
     pub(super) is_restarted: bool,
     /// How often its stream has begun again.
     pub(super) attempt: u8,
-    /// Whether it is in the queue of work.
+    /// True if it is in the queue of work.
     pub(super) is_scheduled: bool,
     pub(super) began: Option<Instant>,
 }
@@ -159,7 +159,7 @@ impl Transfer {
         !matches!(self.state, State::Held | State::Queued)
     }
 
-    /// Nothing more is asked for; the first reason counts. A stream places nothing any more.
+    /// Asks for nothing more; the first reason counts. A stream places nothing any more.
     pub(super) fn fail(&mut self, error: Error) {
         if !self.has_failed() {
             self.state = State::Failed(error);
@@ -170,7 +170,7 @@ impl Transfer {
         matches!(self.state, State::Failed(_))
     }
 
-    /// Whether its source may still send something of it.
+    /// True if its source may still send something of it.
     pub(super) fn is_served(&self) -> bool {
         let pieces = &self.request.pieces;
         match &self.state {
@@ -184,7 +184,7 @@ impl Transfer {
         }
     }
 
-    /// Whether nothing more will happen: all is here and compared, or it failed and no read can write any more.
+    /// True if nothing more will happen: all is here and compared, or it failed and no read can write any more.
     pub(super) fn is_over(&self) -> bool {
         let pieces = &self.request.pieces;
         match &self.state {
@@ -201,7 +201,7 @@ impl Transfer {
         }
     }
 
-    /// What its owner compares, once all is here.
+    /// Checksum for its owner, once all is here.
     pub(super) fn checksum(&self) -> Option<RunningChecksum> {
         self.request.checksums.of_owner()?;
         match &self.state {
@@ -223,7 +223,7 @@ impl Transfer {
     }
 }
 
-/// What its source sends.
+/// Messages of its source.
 impl Transfer {
     /// A message of the source; bytes of credit for it, if they are due.
     pub(super) fn receive(&mut self, message: Message<'_>, data: &Payload) -> Result<Option<u64>> {

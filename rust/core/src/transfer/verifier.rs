@@ -8,14 +8,14 @@ use super::region::{Cursor, Pieces, Run};
 use super::transfer::Corruption;
 use crate::checksum::RunningChecksum;
 
-/// What is compared with checksums of the source, if the source has any.
+/// The comparison with checksums of the source, if it has any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Checksums {
     None,
     /// The pieces of a stream, but not what the destination reads itself.
     OfStream,
     All,
-    /// Nothing: the owner compares. The completion has the checksum of these bytes before, and of all that has come.
+    /// None here: the owner compares. The completion has the checksum of these bytes before, and of all that has come.
     OfOwner(RunningChecksum),
 }
 
@@ -34,7 +34,7 @@ impl Checksums {
         matches!(self, Self::OfStream | Self::All)
     }
 
-    /// What the checksum for the owner begins with, if it compares.
+    /// Beginning of the checksum for an owner that compares.
     pub(super) fn of_owner(self) -> Option<RunningChecksum> {
         match self {
             Self::OfOwner(before) => Some(before),
@@ -46,7 +46,7 @@ impl Checksums {
 /// Computes the checksum of one unit after the other, as far as a slice of work goes.
 #[derive(Debug)]
 pub(super) struct UnitHasher {
-    /// Which offset of a run is that of the memory that is hashed.
+    /// Selects the offset of a run in the memory that is hashed.
     side: fn(&Run) -> u64,
     cursor: Cursor,
     /// Of the current unit.
@@ -145,18 +145,18 @@ impl Verifier {
         theirs.is_some_and(|theirs| add_next(theirs, pieces.num_units(), first, checksums))
     }
 
-    /// Whether all checksums of the source are here.
+    /// True if all checksums of the source are here.
     pub(super) fn is_complete(&self, pieces: &Pieces) -> bool {
         let theirs = self.theirs.as_ref();
         theirs.is_none_or(|theirs| theirs.len() as u64 == pieces.num_units())
     }
 
-    /// Whether this compares with the source's checksums.
+    /// True if this compares with the source's checksums.
     pub(super) fn compares(&self) -> bool {
         self.theirs.is_some()
     }
 
-    /// Whether some of the first `placed_bytes` have not been hashed.
+    /// True if some of the first `placed_bytes` have not been hashed.
     pub(super) fn has_work(&self, placed_bytes: u64) -> bool {
         self.hasher.hashed_bytes() < placed_bytes
     }
@@ -174,12 +174,12 @@ impl Verifier {
         }
     }
 
-    /// Whether both checksums of every unit are known.
+    /// True if both checksums of every unit are known.
     pub(super) fn is_done(&self, pieces: &Pieces) -> bool {
         self.ours.len() as u64 == pieces.num_units() && self.is_complete(pieces)
     }
 
-    /// What the owner compares, once this is done.
+    /// Checksum for the owner, once this is done.
     pub(super) fn of_all(&self) -> Option<RunningChecksum> {
         self.ours.last().copied()
     }
@@ -214,7 +214,7 @@ mod tests {
         [0, 32, 48].map(of).to_vec()
     }
 
-    /// What a verifier says that hashes slices of `budget` bytes as they come, `step` bytes at a time.
+    /// Outcome of a verifier that hashes slices of `budget` bytes as they come, `step` bytes at a time.
     fn verify(theirs: &[u64], step: u64, budget: u64) -> Option<u64> {
         let (buffer, pieces) = blocks();
         let mut verifier = Verifier::new(theirs[..1].to_vec());

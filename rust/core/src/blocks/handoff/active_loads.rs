@@ -20,9 +20,9 @@ pub(super) struct ActiveLoad {
     pub(super) started: Instant,
     /// When the producer first announced blocks.
     pub(super) announced: Option<Instant>,
-    /// What has to open before its blocks may be written, so that nothing is selected before.
+    /// Gate that has to open before its blocks may be written, so that nothing is selected before.
     pub(super) gate: Option<u64>,
-    /// Whether the producer was asked on this session.
+    /// True if the producer was asked on this session.
     pub(super) has_selected: bool,
     /// Why a session was lost.
     pub(super) lost: Option<String>,
@@ -135,7 +135,7 @@ impl ActiveLoads {
         self.deadlines.next()
     }
 
-    /// What its maps hold.
+    /// Sizes of its maps.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let batches = self.loads.values().map(|active| active.batches.len());

@@ -19,7 +19,7 @@ use crate::transport::Memory;
 /// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.
 const SLICE: u64 = 8 << 20;
 
-/// Whether blocks in such memory are announced with checksums.
+/// True if blocks in such memory are announced with checksums.
 fn has_checksums(integrity: Integrity, memory: &Memory) -> bool {
     integrity.resolved(kind(memory)) == Integrity::Checksum
 }

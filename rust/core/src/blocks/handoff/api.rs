@@ -141,7 +141,7 @@ impl Agent {
         self.send_handoff(HandoffCommand::Trace(trace))
     }
 
-    /// What has happened since the last call.
+    /// Events since the last call.
     pub fn drain(&self) -> Vec<Event> {
         self.handoffs.events.drain()
     }

@@ -88,7 +88,7 @@ pub(super) struct Load {
     /// Blocks to read again from the present session.
     retries: Vec<ReadyBlock>,
     num_reading: usize,
-    /// Whether blocks without checksums count.
+    /// True if blocks without checksums count.
     pub(super) validation: Validation,
     counts: LoadCounts,
     /// Why the load fails: a lost block, or its end.
@@ -161,7 +161,7 @@ impl Load {
         Ok(self.begin_batches(epoch, blocks.iter().copied()))
     }
 
-    /// What to read once more from the present session, by another data path.
+    /// Batches to read once more from the present session, by another data path.
     pub(super) fn next_retries(&mut self) -> Vec<ReadBatch> {
         let Some(epoch) = self.epoch.filter(|_| !self.has_ended()) else {
             return Vec::new();
@@ -224,12 +224,12 @@ impl Load {
         self.phase = LoadPhase::Withdrawn;
     }
 
-    /// Whether no block counts.
+    /// True if no block counts.
     pub(super) fn is_withdrawn(&self) -> bool {
         self.phase == LoadPhase::Withdrawn
     }
 
-    /// Whether no more blocks will come.
+    /// True if no more blocks will come.
     pub(super) fn has_ended(&self) -> bool {
         matches!(self.phase, LoadPhase::Ended | LoadPhase::Withdrawn)
     }
@@ -245,12 +245,12 @@ impl Load {
         Some(self.regions[*place])
     }
 
-    /// Whether a read may still write into the load's blocks.
+    /// True if a read may still write into the load's blocks.
     pub(super) fn is_reading(&self) -> bool {
         self.num_reading > 0
     }
 
-    /// Whether all blocks before the first lost one are verified, and only the sequence state may be missing.
+    /// True if all blocks before the first lost one are verified, and only the sequence state may be missing.
     pub(super) fn is_complete(&self) -> bool {
         let is_selected = matches!(self.phase, LoadPhase::Selected | LoadPhase::Reported);
         is_selected && (0..self.end).all(|index| self.is_verified(index))

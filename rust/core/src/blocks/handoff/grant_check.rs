@@ -69,7 +69,7 @@ impl HandoffService {
     }
 }
 
-/// Whether blocks may be read under a grant, which READ names.
+/// True if blocks may be read under a grant, which READ names.
 pub(super) fn grant_holds(producer: &Producer, shared: &HandoffShared, named: u64) -> bool {
     let mut granted = producer.granted();
     granted.any(|(handoff, epoch)| grant(epoch) == named && !shared.has_ended(handoff))

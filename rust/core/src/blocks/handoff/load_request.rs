@@ -5,12 +5,12 @@ use std::time::Duration;
 use crate::error::FailureCause;
 use crate::ids::{HandoffId, Incarnation};
 
-/// What a worker loads of a handoff.
+/// The part of a handoff that a worker loads.
 #[derive(Debug, Clone)]
 pub struct LoadRequest {
     /// The handoff.
     pub handoff: HandoffId,
-    /// Where the producer's worker listens.
+    /// Address of the producer's worker.
     pub producer: String,
     /// The producer's incarnation, as its scheduler named it.
     pub incarnation: Incarnation,
@@ -18,7 +18,7 @@ pub struct LoadRequest {
     pub first: u32,
     /// Destination ids, one for each position from `first` on.
     pub block_ids: Vec<u32>,
-    /// Whether the sequence state is here: the load then ends with its last block.
+    /// True if the sequence state is here: the load then ends with its last block.
     pub is_committed: bool,
 }
 

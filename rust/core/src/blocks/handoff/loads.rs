@@ -61,7 +61,7 @@ impl HandoffService {
         self.continue_load(cx, handoff);
     }
 
-    /// What a load waited for has ended. A later load of the same handoff has another gate.
+    /// Opens the gate of a load: the event that it waited for has ended. A later load of the same handoff has another gate.
     pub(super) fn open_gate(
         &mut self,
         cx: &mut Cx<'_>,

@@ -16,7 +16,7 @@ const VALIDATE: u8 = 52;
 const VALID: u8 = 53;
 const INVALID: u8 = 54;
 
-/// What one side of a handoff tells the other.
+/// Message of one side of a handoff to the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum HandoffMessage {
     /// Consumer: I want the blocks at these positions.
@@ -52,7 +52,7 @@ impl HandoffMessage {
         }
     }
 
-    /// Whether messages of this kind are of handoffs.
+    /// True if messages of this kind are of handoffs.
     pub(super) fn is_kind(kind: u8) -> bool {
         (SELECT..=INVALID).contains(&kind)
     }

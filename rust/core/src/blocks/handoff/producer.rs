@@ -134,7 +134,7 @@ impl Producer {
         ready.map_or(self.next_epoch, |ready| ready.epoch)
     }
 
-    /// Whether blocks of a handoff may be read now, and have been since this epoch began.
+    /// True if blocks of a handoff may be read now, and have been since this epoch began.
     pub(super) fn is_granted(&self, handoff: &HandoffId, epoch: Epoch) -> bool {
         let ready = self.ready.get(handoff);
         ready.is_some_and(|ready| ready.epoch == epoch)
@@ -261,7 +261,7 @@ impl Producer {
         self.pending.next_deadline()
     }
 
-    /// What its maps and queues hold.
+    /// Sizes of its maps and queues.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let selections = self.ready.values().map(|ready| ready.selections.len());

@@ -12,7 +12,7 @@ pub(super) struct ReadBatch {
     pub(super) place: usize,
     /// The epoch in which they were announced.
     pub(super) epoch: Epoch,
-    /// Whether an earlier read of these blocks failed.
+    /// True if an earlier read of these blocks failed.
     pub(super) is_retry: bool,
     /// The blocks at the producer, with their checksums.
     pub(super) blocks: Vec<ReadyBlock>,
@@ -26,7 +26,7 @@ impl ReadBatch {
         self.blocks[0].region
     }
 
-    /// Whether each block has a checksum to compare with.
+    /// True if each block has a checksum to compare with.
     pub(super) fn has_checksums(&self) -> bool {
         self.blocks.iter().all(|block| block.checksum.is_some())
     }

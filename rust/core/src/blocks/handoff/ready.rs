@@ -25,7 +25,7 @@ pub(super) fn check_positions(first: u32, len: usize) -> Result<()> {
 /// Blocks of a handoff that will not change any more.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReadyRange {
-    /// Which handoff.
+    /// The handoff.
     pub handoff: HandoffId,
     /// The position of the first of them.
     pub first: u32,
@@ -33,7 +33,7 @@ pub struct ReadyRange {
     pub block_ids: Vec<u32>,
 }
 
-/// What one step makes ready, in each region at a time of its own. Clones are the same step.
+/// Blocks that one step makes ready, in each region at a time of its own. Clones are the same step.
 #[derive(Debug, Clone)]
 pub struct ReadyBlocks(Arc<[ReadyRange]>);
 
@@ -62,7 +62,7 @@ impl ReadyBlocks {
 struct Waiting {
     ready: ReadyBlocks,
     regions: Vec<RegionId>,
-    /// Which of the ready blocks are left.
+    /// The ready blocks that are left.
     left: VecDeque<usize>,
     /// How many blocks of the first that is left are behind.
     num_behind: usize,

@@ -29,7 +29,7 @@ use crate::transfer::source::SourceRequest;
 use crate::transfer::{Completion, Cx, TransferService};
 use crate::transport::{DataPath, Memory};
 
-/// What users ask for of handoffs.
+/// Requests of users about handoffs.
 #[derive(Debug)]
 pub(crate) enum HandoffCommand {
     /// A step is ready in these regions.
@@ -40,7 +40,7 @@ pub(crate) enum HandoffCommand {
     },
     /// With a gate, nothing is written into its blocks until this has opened.
     Load(LoadRequest, Option<u64>),
-    /// What a load waited for has ended.
+    /// The event that a load waited for has ended.
     OpenGate {
         handoff: HandoffId,
         gate: u64,
@@ -62,7 +62,7 @@ pub(in crate::blocks) struct HandoffService {
     pub(super) shared: Arc<HandoffShared>,
     pub(super) integrity: Integrity,
     pub(super) trace: Trace,
-    /// What has become ready and is not announced yet.
+    /// Ready blocks that are not announced yet.
     pub(super) ready: ReadyQueue,
     pub(super) producer: Producer,
     pub(super) loads: ActiveLoads,

@@ -11,7 +11,7 @@ use crate::events::Events;
 use crate::ids::HandoffId;
 use crate::sync::lock;
 
-/// What happened on the reactor's thread, for whoever drains it.
+/// An event on the reactor's thread, for the caller that drains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// Every block of a load is here and verified; the sequence state is not, as far as this thread knows.
@@ -42,7 +42,7 @@ pub struct LoadReport {
     pub elapsed: Duration,
 }
 
-/// What the reactor's thread and callers share.
+/// State that the reactor's thread and callers share.
 #[derive(Debug, Default)]
 pub(in crate::blocks) struct HandoffShared {
     pub(super) events: Events<Event>,
@@ -78,7 +78,7 @@ impl HandoffShared {
         lock(&self.ended).len()
     }
 
-    /// Whether a caller has ended a handoff whose end the producer does not know of.
+    /// True if a caller has ended a handoff whose end the producer does not know of.
     pub(super) fn has_ended(&self, handoff: &HandoffId) -> bool {
         lock(&self.ended).contains_key(handoff)
     }

@@ -29,12 +29,12 @@ impl Validation {
         self.num_blocks += num_blocks;
     }
 
-    /// Whether there are such blocks, and it is not known that they count.
+    /// True if there are such blocks, and it is not known that they count.
     pub(super) fn is_open(&self) -> bool {
         self.num_blocks > 0 && self.question != Question::Valid
     }
 
-    /// Whether an answer is awaited.
+    /// True if an answer is awaited.
     pub(super) fn is_asked(&self) -> bool {
         matches!(self.question, Question::Asked(_))
     }
@@ -71,7 +71,7 @@ impl Validation {
 
 /// Its part of a load.
 impl Load {
-    /// Whether blocks are here that count only if the producer's grant still holds.
+    /// True if blocks are here that count only if the producer's grant still holds.
     pub(super) fn needs_validation(&self) -> bool {
         self.validation.is_open() && !self.is_withdrawn()
     }
@@ -88,7 +88,7 @@ impl Load {
         self.validation.asked(question);
     }
 
-    /// Whether an answer of the producer is awaited.
+    /// True if an answer of the producer is awaited.
     pub(super) fn awaits_validation(&self) -> bool {
         self.needs_validation() && self.validation.is_asked()
     }
