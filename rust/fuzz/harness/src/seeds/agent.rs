@@ -92,7 +92,8 @@ fn reads() -> Vec<Script> {
         in_pieces(reading(0), 100, |script| stream(script, 1, 3)),
         stream_in_parts(reading(0)),
         aborted_stream(reading(0), 1, 3),
-        aborted_stream(connected(0).user(user::READ, 3), 99, 3),
+        // Of another attempt, which has no place here.
+        aborted_stream(connected(0).user(user::READ, 3), 1 << 56 | 1, 3),
         refuse(reading(0), transfer::REFUSED),
     ]
 }
