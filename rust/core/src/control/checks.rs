@@ -179,7 +179,7 @@ impl Checks {
         checks
     }
 
-    /// What its maps hold.
+    /// Sizes of its maps.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         vec![

@@ -50,7 +50,7 @@ impl ConsumerRole {
         }
     }
 
-    /// What its maps hold.
+    /// Sizes of its maps.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         vec![

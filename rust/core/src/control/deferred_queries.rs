@@ -130,7 +130,7 @@ impl DeferredQueries {
         }
     }
 
-    /// What its maps hold.
+    /// Sizes of its maps.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         self.0.sizes([

@@ -205,7 +205,7 @@ impl Control {
         self.reactor.round()
     }
 
-    /// What the maps and queues of a reactor without a thread hold.
+    /// Sizes of the maps and queues of a reactor without a thread.
     #[cfg(test)]
     pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
         self.reactor.sizes()

@@ -35,7 +35,7 @@ pub(super) struct OpenHandoff {
     /// The last prediction of the end of prefill.
     pub(super) prefill_ends: Option<Instant>,
     pub(super) watchers: HashSet<SessionKey>,
-    /// Whether it has had a watcher: once the last one has left, the blocks are released when prefill has finished.
+    /// True if it has had a watcher: once the last one has left, the blocks are released when prefill has finished.
     was_watched: bool,
 }
 
@@ -321,7 +321,7 @@ impl ProducerRole {
         }
     }
 
-    /// What its maps and queues hold.
+    /// Sizes of its maps and queues.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let mut sizes = vec![

@@ -157,7 +157,7 @@ impl LookupBuffer {
     }
 }
 
-/// What both kinds do.
+/// Calls of both kinds.
 impl LookupBuffer {
     /// A work; a caller that waits for one of a client runs the reactor.
     fn work<T>(&self) -> (Work<T>, Completer<T>) {
@@ -323,7 +323,7 @@ impl LookupBuffer {
 
 #[cfg(test)]
 impl LookupBuffer {
-    /// What the maps and queues of a reactor without a thread hold.
+    /// Sizes of the maps and queues of a reactor without a thread.
     pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
         self.reactor.get().map_or_else(Vec::new, Reactor::sizes)
     }

@@ -36,7 +36,7 @@ pub(super) struct QueuedSelect {
     pub(super) operation: u64,
     pub(super) query: LookupQuery,
     pub(super) timeout: Option<Duration>,
-    /// Whether the entry stays with its server.
+    /// True if the entry stays with its server.
     pub(super) is_peek: bool,
     pub(super) completer: Completer<Selected>,
 }

@@ -28,7 +28,7 @@ const CANCEL: u8 = 26;
 
 /// Most tokens that count: of an entry, of the inserts of a client that wait together, of a query.
 pub(super) const TOKENS_CAP: usize = 1 << 22;
-/// What a checksum of a payload is of.
+/// The message that a checksum of a payload is of.
 const ENTRY: &str = "an entry";
 
 /// A message about one operation of a client; the header carries the operation's number.

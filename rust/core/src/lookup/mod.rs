@@ -33,13 +33,13 @@ const SELECTS_CAP: usize = 4096;
 /// Tokens of all selects of one client that wait at a server: 128 MiB.
 const SELECT_TOKENS_CAP: usize = 1 << 24;
 
-/// What an entry counts besides its tensors and tokens. Measured: 1.2 KiB with input tokens only, 1.8 KiB with all tensors.
+/// Bytes that an entry counts besides its tensors and tokens. Measured: 1.2 KiB with input tokens only, 1.8 KiB with all tensors.
 const BOOKKEEPING_BYTES: u64 = 2 << 10;
 
 /// Number of tensors of an entry: input tokens, region of interest, key, value, hidden states.
 pub const NUM_ITEMS: usize = 5;
 
-/// Which entry a select requests.
+/// The entry that a select requests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LookupQuery {
     /// The oldest entry.
@@ -83,7 +83,7 @@ fn not_host() -> Error {
     Error::Unavailable(text.to_owned())
 }
 
-/// What an entry counts against a buffer's capacity: all memory that it occupies.
+/// Bytes that an entry counts against a buffer's capacity: all memory that it occupies.
 fn entry_bytes<'a>(tokens: &[i64], items: impl Iterator<Item = &'a Received>) -> u64 {
     let len = |buffer: &Buffer| buffer.len() as u64;
     items

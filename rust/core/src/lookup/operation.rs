@@ -70,7 +70,7 @@ pub type Selected = Option<Arc<Delivery>>;
 #[derive(Debug)]
 pub struct Delivery {
     items: Items,
-    /// Where the entry is leased; `None` if it has gone back already.
+    /// The server that leases the entry; `None` if it has gone back already.
     lease: Option<(Origin, Ticket)>,
     is_consumed: AtomicBool,
 }

@@ -19,23 +19,23 @@ use crate::sync::lock;
 use crate::transport::Pool;
 use crate::work::Completer;
 
-/// What the server's thread copies in one slice: about 2 ms for memory that was never used.
+/// Bytes that the server's thread copies in one slice: about 2 ms for memory that was never used.
 const COPY_SLICE: usize = 4 << 20;
 
 /// An operation of a client: its session and the client's number.
 pub(super) type ClientOperation = (SessionKey, u64);
 
-/// Who waits for an insert or a select: a caller in this process, or a client of the server.
+/// A waiter for an insert or a select: a caller in this process, or a client of the server.
 #[derive(Debug)]
 pub(super) enum LookupWaiter<L> {
     Local(L),
     Client(ClientOperation),
 }
 
-/// What only the server's thread does.
+/// Calls of the server's thread alone.
 pub(super) type ClientAction = StoreAction<Items, ClientOperation, ClientOperation>;
 
-/// What the thread does that has changed the store.
+/// Calls of the thread that has changed the store.
 type LocalAction = StoreAction<Items, LocalInsert, Completer<Selected>>;
 
 /// The thread that changes the store.
@@ -47,7 +47,7 @@ pub(super) enum ChangedBy {
     Server,
 }
 
-/// What the lock guards.
+/// State under the lock.
 #[derive(Debug)]
 pub(super) struct BufferState {
     pub(super) store: Store<Items, LookupWaiter<LocalInsert>, LookupWaiter<Completer<Selected>>>,
@@ -58,7 +58,7 @@ pub(super) struct BufferState {
 }
 
 impl BufferState {
-    /// What its queues hold, and those of the store.
+    /// Sizes of its queues, and of those of the store.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let mut sizes = vec![
@@ -293,7 +293,7 @@ impl LookupShared {
             .map_or_else(|_| LookupInfo::closed(), |state| state.store.info())
     }
 
-    /// What the server has to do for its clients.
+    /// Actions of the server for its clients.
     pub(super) fn drain_client_actions(&self) -> VecDeque<ClientAction> {
         self.lock()
             .map(|mut state| std::mem::take(&mut state.client_actions))

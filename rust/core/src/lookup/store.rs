@@ -13,7 +13,7 @@ use crate::reactor::Timers;
 /// Names an insert, the entry that it becomes, or a select. Tickets grow, so they order entries by age.
 pub(crate) type Ticket = u64;
 
-/// What the caller has to do. `C` is the content of an entry; `I` and `S` are whoever waits for an insert or a select.
+/// An action that the caller has to do. `C` is the content of an entry; `I` and `S` are waiters for an insert or a select.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum StoreAction<C, I, S> {
     /// The insert has its space: move its bytes, then call [`Store::commit`] or [`Store::release`]. Or it got none in time,
@@ -70,7 +70,7 @@ pub(super) struct Store<C, I, S> {
 }
 
 impl<C: Clone, I, S> Store<C, I, S> {
-    /// What its maps and queues hold.
+    /// Sizes of its maps and queues.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         vec![

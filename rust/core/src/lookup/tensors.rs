@@ -19,7 +19,7 @@ pub(super) const TRANSFERS_IN_FLIGHT: usize = 4;
 /// One session's.
 #[derive(Debug, Default)]
 struct SessionTensors {
-    /// What the peer has described of operations that have not begun.
+    /// Entries that the peer has described of operations that have not begun.
     waiting: HashMap<u64, EntryTransfer>,
     /// Entries to be transferred, in this order, with their operations.
     queue: VecDeque<(u64, EntryTransfer)>,
@@ -31,7 +31,7 @@ struct SessionTensors {
 pub(super) struct Tensors {
     pub(super) exposed: ExposedBuffers,
     sessions: HashMap<SessionKey, SessionTensors>,
-    /// Whether peers verify checksums of what this side exposes.
+    /// True if peers verify checksums of what this side exposes.
     is_checksummed: bool,
     /// Entries that have arrived, or failed to, with their operations.
     arrived: VecDeque<(SessionKey, u64, Result<Items>)>,
@@ -81,7 +81,7 @@ impl Tensors {
     }
 }
 
-/// What this side exposes.
+/// Tensors that this side exposes.
 impl Tensors {
     /// Encodes the tensors of an operation for its message. Those that are too large are exposed until
     /// [`release`](Self::release).
@@ -135,7 +135,7 @@ impl Tensors {
     }
 }
 
-/// What peers have described and this side transfers: of a session one entry after the other, in the order of
+/// Tensors that peers have described and this side transfers: of a session one entry after the other, in the order of
 /// [`begin`](Self::begin), and of an entry one tensor after the other.
 impl Tensors {
     /// Keeps an entry until its operation begins, or is forgotten.

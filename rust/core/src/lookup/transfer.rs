@@ -76,7 +76,7 @@ impl EntryTransfer {
         Ok(Self { items, offered })
     }
 
-    /// What an entry of these tensors counts.
+    /// Bytes that an entry of these tensors counts.
     pub(super) fn entry_bytes(&self, tokens: &[i64]) -> u64 {
         let offered = self.offered.iter().map(|(_, buffer)| buffer.len as u64);
         entry_bytes(tokens, self.items.iter()).saturating_add(offered.fold(0, u64::saturating_add))

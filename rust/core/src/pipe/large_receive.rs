@@ -26,7 +26,7 @@ pub(super) enum Progress {
     Transferring,
     /// Its last read has ended, and its sender has been asked whether it still offers it.
     Validating(Arc<Memory>),
-    /// Nothing writes into its memory any more.
+    /// Ended: nothing writes into its memory any more.
     Ended(Result<Arc<Memory>>),
 }
 
@@ -38,7 +38,7 @@ pub(super) struct LargeReceive {
     /// Its number in the engine.
     transfer: u64,
     is_pooled: bool,
-    /// Whether its sender is asked after the last read.
+    /// True if its sender is asked after the last read.
     is_validated: bool,
     /// `None` without a deadline, once its session has failed, and once the caller knows that it is late.
     pub(super) grace: Option<GracePeriod>,
@@ -49,7 +49,7 @@ pub(super) struct LargeReceive {
 }
 
 impl LargeReceive {
-    /// Whether the caller knows that it is late, and reads of it may still write.
+    /// True if the caller knows that it is late, and reads of it may still write.
     fn is_unsettled(&self) -> bool {
         self.completer.is_completed()
     }
@@ -83,7 +83,7 @@ impl LargeReceive {
 }
 
 impl Receiver {
-    /// Whether the next tensor can be matched. A large one begins when little is left of those before it, so that the
+    /// True if the next tensor can be matched. A large one begins when little is left of those before it, so that the
     /// wire is not idle between two. Where reads of a late one may still write, none begins: the next receive may be into
     /// the same memory.
     pub(super) fn can_begin(&self, transfers: &TransferEngine, next: &IncomingTensor) -> bool {

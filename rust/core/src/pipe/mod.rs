@@ -257,7 +257,7 @@ impl Pipe {
         Ok(Some(done))
     }
 
-    /// Whether nothing is read into the memory of receives of a pipe that was stopped: UCX may take longer to end reads than
+    /// Checks that no read of a pipe that was stopped is in flight into memory of receives: UCX may take longer to end reads than
     /// [`stop`](Self::stop) waits for them.
     ///
     /// # Errors
@@ -287,7 +287,7 @@ impl Pipe {
         }
     }
 
-    /// What the maps and queues of a reactor without a thread hold.
+    /// Sizes of the maps and queues of a reactor without a thread.
     #[cfg(test)]
     pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
         match &self.end {

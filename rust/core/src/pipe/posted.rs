@@ -69,7 +69,7 @@ impl LargeSend {
 }
 
 impl PostedSend {
-    /// Whether it is offered under this sequence number now. A send is marked as withdrawn, or is posted no more, before its
+    /// True if it is offered under this sequence number now. A send is marked as withdrawn, or is posted no more, before its
     /// caller may change the memory.
     pub(super) fn is_offered_as(&self, sequence: u64) -> bool {
         let large = self.large.as_ref();

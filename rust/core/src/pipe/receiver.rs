@@ -27,7 +27,7 @@ const MAX_ACK_DELAY: Duration = Duration::from_micros(500);
 #[derive(Debug)]
 pub(super) enum ReceiverCommand {
     Receive(PendingReceive),
-    /// Nobody waits for this receive.
+    /// Withdraws a receive whose caller has gone.
     Withdraw(Work<Arc<Received>>),
 }
 
@@ -45,7 +45,7 @@ pub(super) struct Receiver {
     /// Received tensors that are not acknowledged yet, and the time when they are at the latest.
     unacknowledged: Vec<u64>,
     ack_at: Option<Instant>,
-    /// Whether the sender has ended the pipe in order.
+    /// True if the sender has ended the pipe in order.
     has_ended: bool,
     pub(super) failure: Option<Error>,
 }

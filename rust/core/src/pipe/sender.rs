@@ -53,7 +53,7 @@ pub(super) struct Sender {
     next_sequence: u64,
     closing: Vec<ClosingCaller>,
     failure: Option<Error>,
-    /// Whether tensors were not acknowledged when the session failed.
+    /// True if tensors were not acknowledged when the session failed.
     has_lost: bool,
 }
 

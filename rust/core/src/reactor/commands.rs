@@ -68,7 +68,7 @@ impl<C> CommandReceiver<C> {
         }
     }
 
-    /// Whether the command to stop has come.
+    /// True if the command to stop has come.
     pub(crate) fn is_stopping(&self) -> bool {
         self.is_stopping.get()
     }

@@ -53,7 +53,7 @@ const HANDBACK_DELAY: Duration = Duration::from_millis(1);
 pub(crate) trait DriverHandle: Drive {
     /// There is something to do: wakes the thread that runs the reactor, or has the reactor's own thread run it.
     fn notify(&self);
-    /// Whether the calling thread runs the reactor now.
+    /// True if the calling thread runs the reactor now.
     fn is_run_here(&self) -> bool;
     /// One round of a reactor that has no thread.
     #[cfg(any(test, feature = "fuzzing"))]

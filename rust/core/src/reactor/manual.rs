@@ -13,7 +13,7 @@ thread_local! {
 #[cfg(test)]
 pub(crate) type Sizes = Vec<(&'static str, usize)>;
 
-/// Whether reactors that this thread makes have no thread of their own, and connect on the calling thread.
+/// True if reactors that this thread makes have no thread of their own, and connect on the calling thread.
 pub(super) fn is_on() -> bool {
     IS_ON.get()
 }

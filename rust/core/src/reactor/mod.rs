@@ -51,7 +51,7 @@ pub(crate) trait EventHandler {
     /// Handles what other threads have queued, until a command to stop. The handler calls this itself between receiving
     /// bytes and acting on them: what a thread asked for before it made a peer speak comes first.
     fn drain_commands(&mut self);
-    /// Whether there was a command to stop.
+    /// True if there was a command to stop.
     fn is_stopping(&self) -> bool;
     /// A descriptor of the handler is ready.
     fn handle_readiness(&mut self, token: Token);
@@ -59,11 +59,11 @@ pub(crate) trait EventHandler {
     fn handle_ucx_event(&mut self, event: Event);
     /// Runs a slice of long work; whether more of it waits.
     fn poll(&mut self) -> bool;
-    /// Whether [`poll`](Self::poll) has something to do that has come since.
+    /// True if [`poll`](Self::poll) has something to do that has come since.
     fn has_work(&self) -> bool;
     /// Handles the deadlines that have passed, and returns the next one.
     fn expire(&mut self) -> Option<Instant>;
-    /// Whether a failure waits for [`report_failures`](Self::report_failures).
+    /// True if a failure waits for [`report_failures`](Self::report_failures).
     fn has_failures(&self) -> bool;
     /// Reports failures, each once.
     fn report_failures(&mut self);
@@ -72,7 +72,7 @@ pub(crate) trait EventHandler {
     /// Sockets that are registered.
     #[cfg(any(test, feature = "fuzzing"))]
     fn num_sessions(&self) -> usize;
-    /// What its maps and queues hold.
+    /// Sizes of its maps and queues.
     #[cfg(test)]
     fn sizes(&self) -> manual::Sizes;
 }

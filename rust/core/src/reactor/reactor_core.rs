@@ -142,7 +142,7 @@ impl<H: EventHandler> ReactorCore<H> {
         }
     }
 
-    /// Whether nothing is under way that needs another round soon.
+    /// True if nothing is under way that needs another round soon.
     pub(super) fn is_at_rest(&self) -> bool {
         let worker = self.handler.worker();
         !(worker.is_some_and(|worker| worker.outstanding() > 0)

@@ -100,7 +100,7 @@ struct Joined {
 /// The further connections of a session.
 #[derive(Debug, Default)]
 pub(super) struct Bulk {
-    /// What they prove; none before the session's handshake is over.
+    /// Secret that they prove; none before the session's handshake is over.
     pub(super) secret: Option<JoinSecret>,
     /// How many this side dials.
     num_wanted: usize,
@@ -265,7 +265,7 @@ fn send_heartbeat(link: &mut Link) {
     let _ = link.send(&SessionFrame::Heartbeat.encode());
 }
 
-/// What has come on a further connection.
+/// Events of a further connection.
 #[derive(Debug, Default)]
 pub(super) struct Received {
     pub(super) parts: Vec<ReceivedPart>,

@@ -29,7 +29,7 @@ pub(super) struct Connection {
     stream: TcpStream,
     poller: Arc<Poller>,
     token: Token,
-    /// What the poller reports of it.
+    /// Events of it that the poller reports.
     interest: EventFlags,
     /// Frames and parts that the socket has not accepted.
     outbox: Outbox,
@@ -167,7 +167,7 @@ impl Connection {
         let _ = self.stream.shutdown(Shutdown::Write);
     }
 
-    /// Whether the peer has not shut its side down, as far as this host knows by now.
+    /// True if the peer has not shut its side down, as far as this host knows by now.
     pub(super) fn is_open_at_peer(&self) -> bool {
         let mut polled = [PollFd::new(&self.stream, PollFlags::RDHUP)];
         let _ = rustix::event::poll(&mut polled, Some(&timespec(Duration::ZERO)));

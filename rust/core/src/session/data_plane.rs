@@ -16,7 +16,7 @@ use crate::transport::{Context, DeviceCopy, Get, Memory, RemoteKey, UcxResult, W
 /// Marks the token of the flush that has UCX connect; the rest is the session.
 const CONNECT_TOKEN: u64 = 1 << 62;
 
-/// What of a session belongs to the data plane.
+/// The part of a session that belongs to the data plane.
 #[derive(Debug, Default)]
 pub(super) struct SessionEndpoint {
     /// Once the peer knows the session, if both sides have a worker and their devices have a way to each other.
@@ -29,12 +29,12 @@ pub(super) struct SessionEndpoint {
     standstill: Option<(u64, Instant)>,
 }
 
-/// What the sessions of a reactor share of its data plane.
+/// The data plane that the sessions of a reactor share.
 pub(super) struct DataPlane {
     pub(super) context: Arc<Context>,
     /// Reads by devices.
     pub(super) worker: Option<Worker>,
-    /// What peers read first.
+    /// Memory that peers read first.
     pub(super) canary: Arc<Memory>,
     /// Endpoints that have not ended, also of sessions that are gone.
     pub(super) endpoints: HashMap<EndpointId, SessionKey>,
@@ -57,7 +57,7 @@ impl DataPlane {
         })
     }
 
-    /// What its maps hold.
+    /// Sizes of its maps.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         vec![("endpoints", self.endpoints.len())]

@@ -8,7 +8,7 @@ use crate::ids::{HandoffId, SessionKey};
 use crate::multimap::Multimap;
 use crate::reactor::Timers;
 
-/// What waits on behalf of a session until something happens to a handoff.
+/// Waiters on behalf of sessions, until something happens to a handoff.
 pub(crate) trait Waiter {
     /// The session.
     fn session(&self) -> SessionKey;
@@ -46,7 +46,7 @@ impl<T: Waiter> FairWaitlist<T> {
         self.waiting.values()
     }
 
-    /// What it holds: waiters, their sessions, their handoffs, and their deadlines.
+    /// Sizes: waiters, their sessions, their handoffs, and their deadlines.
     #[cfg(test)]
     pub(crate) fn sizes(&self, names: [&'static str; 4]) -> crate::reactor::manual::Sizes {
         let sizes = [
@@ -207,7 +207,7 @@ mod tests {
         assert_eq!([1, 2, 3].map(held), [CAP / 3; 3]);
     }
 
-    /// Nothing is remembered of waiters that have been removed.
+    /// Waiters that have been removed leave nothing behind.
     fn assert_empty(waitlist: &mut FairWaitlist<(SessionKey, usize)>) {
         assert_eq!(waitlist.next_deadline(), None);
         let sizes = waitlist.sizes(["waiters", "sessions", "handoffs", "deadlines"]);

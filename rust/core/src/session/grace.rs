@@ -75,7 +75,7 @@ impl GracePeriod {
         self.deadline = now;
     }
 
-    /// Whether it is time to cancel an operation that may end a little later than its deadline.
+    /// True if it is time to cancel an operation that may end a little later than its deadline.
     pub(crate) fn is_time_to_cancel(&self, now: Instant) -> bool {
         let first = self.probe.map_or(self.deadline, |probe| probe.first);
         now >= self.deadline.max(first) + CANCEL_AFTER

@@ -28,7 +28,7 @@ impl HandshakePlaces {
         self.silent.len() + self.greeted.len()
     }
 
-    /// Whether all places are taken.
+    /// True if all places are taken.
     pub(super) fn is_full(&self) -> bool {
         self.len() >= HANDSHAKES_CAP
     }

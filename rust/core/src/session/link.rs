@@ -29,7 +29,7 @@ impl Link {
         (&mut self.connection, sealer)
     }
 
-    /// What opens received frames, if they are sealed.
+    /// Opens received frames, if they are sealed.
     pub(super) fn opener(&mut self) -> Option<&mut Opener> {
         self.records.as_mut().map(|records| &mut records.opener)
     }

@@ -106,7 +106,7 @@ impl Links {
         self.now
     }
 
-    /// Who this side is.
+    /// Identity of this side.
     pub(crate) fn identity(&self) -> &Identity {
         &self.config.identity
     }
@@ -239,13 +239,13 @@ impl Links {
         }
     }
 
-    /// Whether a session's end is about to be reported.
+    /// True if a session's end is about to be reported.
     pub(crate) fn has_failed(&self, session: SessionKey) -> bool {
         let session = self.sessions.get(&session);
         session.is_some_and(|session| session.failure.is_some())
     }
 
-    /// Whether the peer still exposes its memory: asked when what is in it has come, which else verifies nothing.
+    /// Checks that the peer still exposes its memory, when what is in it has come, which else verifies nothing.
     pub(crate) fn check_still_exposed(&self, session: SessionKey) -> Result<()> {
         let connection = self.sessions.get(&session);
         if connection.is_some_and(Session::is_open_at_peer) {
@@ -281,7 +281,7 @@ impl Links {
         Error::lost(&self.peer(session), reason)
     }
 
-    /// Whether a session is established.
+    /// True if a session is established.
     pub(crate) fn is_up(&self, session: SessionKey) -> bool {
         self.sessions.get(&session).is_some_and(Session::is_up)
     }
@@ -335,7 +335,7 @@ impl Links {
 
 #[cfg(test)]
 impl Links {
-    /// What its maps and queues hold.
+    /// Sizes of its maps and queues.
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let links = self.sessions.values().filter_map(|it| it.link.as_ref());
         let connections = links.map(|link| &link.connection);

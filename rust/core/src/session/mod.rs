@@ -84,15 +84,15 @@ impl Deref for Payload {
     }
 }
 
-/// What runs on a reactor. All calls come from the thread that runs the reactor, one at a time; it is not always the same
+/// A service of a reactor. All calls come from the thread that runs the reactor, one at a time; it is not always the same
 /// thread. A service keeps nothing in thread-locals, and shares nothing with other threads without atomics.
 pub(crate) trait Service {
-    /// What other threads ask of it.
+    /// Requests of other threads.
     type Command: Send + 'static;
 
     /// Another thread asks. Commands that come while the reactor stops come right before [`stop`](Self::stop).
     fn command(&mut self, links: &mut Links, command: Self::Command);
-    /// Whether a peer that has proved the token may connect. The reason goes to the peer. `session_up` follows, or
+    /// Admits a peer that has proved the token, or gives the reason that the peer is told. `session_up` follows, or
     /// `dismissed`.
     fn accept(
         &mut self,
@@ -128,7 +128,7 @@ pub(crate) trait Service {
     fn poll(&mut self, _links: &mut Links) -> bool {
         false
     }
-    /// Whether there is work that has come since.
+    /// True if there is work that has come since.
     fn has_work(&self) -> bool {
         false
     }
@@ -143,17 +143,17 @@ pub(crate) trait Service {
     /// The reactor stops. Its data plane has ended before this call: nothing reads or writes registered memory, but for
     /// the reads that [`Links::closed`] reports.
     fn stop(&mut self, _links: &mut Links) {}
-    /// What its maps and queues hold.
+    /// Sizes of its maps and queues.
     #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
         Vec::new()
     }
 }
 
-/// What a reactor with sessions is made from.
+/// Settings of a reactor with sessions.
 #[derive(Debug, Clone)]
 pub(crate) struct ReactorConfig {
-    /// Where to accept peers; `None` only connects.
+    /// Address to accept peers at; `None` only connects.
     pub(crate) listen: Option<ListenAddress>,
     /// The secrets of its tokens; that of an empty token for none.
     pub(crate) secrets: Secrets,
@@ -161,9 +161,9 @@ pub(crate) struct ReactorConfig {
     pub(crate) encryption: Encryption,
     /// How many connections carry the streams of a session.
     pub(crate) streams: Streams,
-    /// Who this side is.
+    /// Identity of this side.
     pub(crate) identity: Identity,
-    /// What moves bytes; `None` for a reactor without data plane.
+    /// Transport of bytes; `None` for a reactor without data plane.
     pub(crate) transport: Option<Transport>,
     /// Deadlines of sessions.
     pub(crate) timeouts: SessionTimeouts,

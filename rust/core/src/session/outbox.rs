@@ -34,7 +34,7 @@ pub(crate) struct StreamTag {
 pub(crate) struct StreamPart {
     pub(crate) tag: StreamTag,
     pub(crate) header: Vec<u8>,
-    /// Where its bytes lie, in host memory.
+    /// Its bytes, in host memory.
     pub(crate) buffer: Buffer,
     pub(crate) ranges: Vec<Range>,
 }
@@ -124,7 +124,7 @@ impl SendingPart {
         Ok((num_sent, left > 0))
     }
 
-    /// Nothing more is read of the memory: zeros follow, and the end says so.
+    /// Reads no more of the memory: zeros follow, and the end says so.
     fn abort(&mut self) {
         let mut left: usize = self.ranges.iter().map(|range| range.1).sum();
         self.buffer = ZEROS.clone();

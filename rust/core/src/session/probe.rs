@@ -48,7 +48,7 @@ pub(super) struct DataPaths {
     canary: Option<CanaryRead>,
     /// Reads the peer's process, where the path is CMA.
     process: Option<Arc<ProcessVmReader>>,
-    /// Whether the log has the reason why this side streams.
+    /// True if the log has the reason why this side streams.
     has_reason: bool,
 }
 
@@ -72,7 +72,7 @@ fn checksum_of(buffer: &Buffer) -> Option<u64> {
 }
 
 impl DataPlane {
-    /// Where peers find the canary.
+    /// Place of the canary, for peers.
     pub(super) fn canary(&self) -> Result<Canary> {
         let buffer = self.canary.buffer();
         Ok(Canary {
@@ -303,7 +303,7 @@ impl Links {
         Ok(())
     }
 
-    /// Whether both sides know how they get each other's bytes.
+    /// True if both sides know how they get each other's bytes.
     pub(super) fn is_probed(&self, key: SessionKey) -> bool {
         let paths = self.endpoint(key).map(|endpoint| &endpoint.paths);
         paths.is_some_and(|paths| paths.ours.is_some() && paths.theirs.is_some())
@@ -368,7 +368,7 @@ impl Links {
         }
     }
 
-    /// What reads the peer's process, where that is the data path.
+    /// Reader of the peer's process, where that is the data path.
     pub(crate) fn process(&self, session: SessionKey) -> Option<Arc<ProcessVmReader>> {
         self.endpoint(session)?.paths.process.clone()
     }

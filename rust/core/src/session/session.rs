@@ -164,7 +164,7 @@ impl Session {
         Ok(())
     }
 
-    /// Whether it is time for the next attempt to connect, which then begins.
+    /// True if it is time for the next attempt to connect, which then begins.
     pub(super) fn begins_attempt(&mut self, now: Instant) -> bool {
         let is_due = matches!(self.state, SessionState::BackingOff(next) if next <= now);
         if is_due {
@@ -205,12 +205,12 @@ impl Session {
         link.is_some_and(|link| link.records.is_some())
     }
 
-    /// Whether the service knows the session.
+    /// True if the service knows the session.
     pub(super) fn is_up(&self) -> bool {
         matches!(self.state, SessionState::Up)
     }
 
-    /// Whether the handshake is over.
+    /// True if the handshake is over.
     fn is_ready(&self) -> bool {
         matches!(self.state, SessionState::Establishing(_)) || self.is_up()
     }
@@ -288,7 +288,7 @@ impl Session {
         }
     }
 
-    /// Whether the peer has not ended the session, as far as this host knows by now. A peer that withdraws memory which
+    /// True if the peer has not ended the session, as far as this host knows by now. A peer that withdraws memory which
     /// this side may be reading ends the session first: a read that ended before this is true has read what was meant.
     pub(super) fn is_open_at_peer(&self) -> bool {
         let link = self.link.as_ref();

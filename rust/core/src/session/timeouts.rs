@@ -7,7 +7,7 @@ use std::time::Duration;
 pub struct SessionTimeouts {
     /// From connect or accept to an established session, and from there to the first message of the peer's service.
     pub handshake: Duration,
-    /// Whether a side that connects waits for a peer that does not listen yet, until `handshake` has passed.
+    /// True if a side that connects waits for a peer that does not listen yet, until `handshake` has passed.
     pub waits_for_listener: bool,
     /// Between two heartbeats.
     pub heartbeat: Duration,

@@ -88,7 +88,7 @@ impl StoreServer {
         })
     }
 
-    /// Where clients connect.
+    /// Address that clients connect to.
     pub fn address(&self) -> String {
         let served_at = self.reactor.address();
         served_at.map_or_else(String::new, |at| at.to_string())
@@ -211,7 +211,7 @@ impl StoreClient {
 
 /// The operations. All of them are waited for at once.
 impl StoreClient {
-    /// Which keys can be selected now.
+    /// For each key, true if it can be selected now.
     pub fn exists(&self, keys: Vec<Vec<u8>>) -> Result<Work<Vec<bool>>> {
         let keys = check_keys(keys)?;
         let exists = StoreMessage::Exists { keys };
@@ -413,7 +413,7 @@ impl StoreClient {
 
 #[cfg(test)]
 impl StoreServer {
-    /// What the maps and queues of a reactor without a thread hold.
+    /// Sizes of the maps and queues of a reactor without a thread.
     pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
         self.reactor.sizes()
     }
@@ -421,7 +421,7 @@ impl StoreServer {
 
 #[cfg(test)]
 impl StoreClient {
-    /// What the maps and queues of a reactor without a thread hold.
+    /// Sizes of the maps and queues of a reactor without a thread.
     pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
         self.reactor.sizes()
     }

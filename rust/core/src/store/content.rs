@@ -10,7 +10,7 @@ use crate::transport::Memory;
 #[derive(Debug)]
 pub(super) struct Content {
     pub(super) buffer: Buffer,
-    /// Where the bytes lie, if they are too many for a message.
+    /// Memory of the bytes, if they are too many for a message.
     pub(super) memory: Option<Arc<Memory>>,
     pub(super) record: Box<[u8]>,
     pub(super) checksum: u64,

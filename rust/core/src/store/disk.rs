@@ -34,7 +34,7 @@ pub(super) struct SavedValue {
     pub(super) content: Arc<Content>,
 }
 
-/// What the thread that writes does, in this order.
+/// A job of the thread that writes; jobs are done in order.
 #[derive(Debug)]
 enum WriteJob {
     Save(SavedValue),
@@ -49,7 +49,7 @@ struct LoadJob {
     buffer: Buffer,
 }
 
-/// What has become of a job.
+/// Outcome of a job.
 #[derive(Debug)]
 pub(super) enum DiskReport {
     Saved(ValueId, bool),

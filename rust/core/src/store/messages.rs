@@ -49,7 +49,7 @@ const PAGE: u8 = 88;
 const STATISTICS: u8 = 89;
 const ENDED: u8 = 90;
 
-/// What the checksum of a payload is of.
+/// The message that the checksum of a payload is of.
 const VALUE: &str = "a value";
 const INLINE: u8 = 0;
 const OFFERED: u8 = 1;

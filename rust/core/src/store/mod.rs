@@ -34,12 +34,12 @@ const HOLDS_CAP: usize = 1 << 14;
 /// Buffers that are read from one peer at once.
 const TRANSFERS_IN_FLIGHT: usize = 4;
 
-/// What a value counts besides its bytes, key and record.
+/// Bytes that a value counts besides its bytes, key and record.
 const BOOKKEEPING_BYTES: u64 = 512;
 /// Large values are kept in huge pages.
 const GRAIN: u64 = 2 << 20;
 
-/// What a value counts against the capacity, without its record: all memory that it occupies.
+/// Bytes that a value counts against the capacity, without its record: all memory that it occupies.
 fn footprint(key: &[u8], num_bytes: u64) -> u64 {
     let occupied = if num_bytes < HUGE as u64 {
         num_bytes

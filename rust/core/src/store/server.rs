@@ -29,7 +29,7 @@ use crate::work::Completer;
 use arrival::{Arrival, PendingWrite};
 use disk_jobs::DiskJobs;
 
-/// What the process that serves asks for.
+/// Requests of the process that serves.
 #[derive(Debug)]
 pub(super) enum ServerCommand {
     Stats(Completer<StoreInfo>),
@@ -192,7 +192,7 @@ impl Server {
         Ok(())
     }
 
-    /// Whether an operation may begin that holds something; one too many is refused.
+    /// True if an operation may begin that holds something; one too many is refused.
     fn admit(&mut self, cx: &mut Cx<'_>, holder: Holder) -> Result<bool> {
         match self.state.check_new(holder) {
             Err(full @ Error::Exhausted(_)) => {

@@ -35,7 +35,7 @@ type Tick = u64;
 
 pub(super) type Key = Arc<[u8]>;
 
-/// What the caller has to do. `C` is the content of a value.
+/// An action that the caller has to do. `C` is the content of a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum StoreAction<C> {
     /// The reservation has its space.
@@ -58,14 +58,14 @@ pub(super) enum StoreAction<C> {
     Load(ValueId, u64),
 }
 
-/// What a key is of. A value that is to be deleted when its last holder has closed it has no key any more.
+/// The object of a key. A value that is to be deleted when its last holder has closed it has no key any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Slot {
     Value(ValueId),
     Reserved,
 }
 
-/// Where the bytes of a value are.
+/// Place of the bytes of a value.
 #[derive(Debug)]
 enum Place<C> {
     InMemory(C),
@@ -95,7 +95,7 @@ struct StoredValue<C> {
     is_leased: bool,
     /// Its turn to be evicted from memory and from the disk, while nobody holds it.
     last_use: Option<Tick>,
-    /// Nobody finds it any more.
+    /// No key leads to it.
     is_doomed: bool,
 }
 
@@ -164,7 +164,7 @@ impl<C: Clone> State<C> {
         }
     }
 
-    /// What its maps and queues hold.
+    /// Sizes of its maps and queues.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let mut sizes = vec![
@@ -196,7 +196,7 @@ impl<C: Clone> State<C> {
         self.actions.pop_front()
     }
 
-    /// Whether a client may begin this operation.
+    /// Checks that a client may begin this operation.
     ///
     /// # Errors
     /// `Protocol`: it has begun already. `Exhausted`: the client holds too much.
@@ -210,7 +210,7 @@ impl<C: Clone> State<C> {
     }
 }
 
-/// What holders do, and what ends by itself.
+/// Operations of holders, and expiry.
 impl<C: Clone> State<C> {
     fn set_hold(&mut self, holder: Holder, hold: Hold, deadline: Option<Instant>) {
         hold.count(&mut self.info, true);

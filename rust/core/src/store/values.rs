@@ -9,7 +9,7 @@ use super::StoreClient;
 use super::messages::{Carried, Page};
 use crate::checksum::RunningChecksum;
 
-/// What is read in one go before it is hashed: what a core's own cache still has then.
+/// Bytes that are read in one go before they are hashed: as many as a core's own cache still has then.
 const SLICE: usize = 1 << 20;
 
 /// A value that a client may read, until it [releases](StoreClient::release) the operation.
@@ -19,7 +19,7 @@ pub struct OpenedValue {
     pub operation: u64,
     /// Size of its bytes.
     pub num_bytes: u64,
-    /// What was committed with them.
+    /// Record that was committed with them.
     pub record: Vec<u8>,
     pub(super) checksum: u64,
     pub(super) bytes: Carried<'static>,
@@ -113,7 +113,7 @@ pub struct ListedValue {
     pub key: Vec<u8>,
     /// Size of its bytes.
     pub num_bytes: u64,
-    /// Whether a take holds it.
+    /// True if a take holds it.
     pub is_leased: bool,
 }
 

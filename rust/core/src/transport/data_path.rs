@@ -31,12 +31,12 @@ impl DataPath {
 /// Transports that reach no host memory.
 const GPU_TRANSPORTS: [&str; 3] = ["cuda_ipc", "cuda_copy", "gdr_copy"];
 
-/// Whether reads over a lane are done by hardware or the kernel, not by software of the other side.
+/// True if reads over a lane are done by hardware or the kernel, not by software of the other side.
 pub(crate) fn is_direct(lane: &Lane) -> bool {
     lane.is_rma && !["tcp", "self", "posix", "sysv"].contains(&&lane.transport[..])
 }
 
-/// Whether a lane can read host memory of the other side.
+/// True if a lane can read host memory of the other side.
 pub(crate) fn reads_host(lane: &Lane) -> bool {
     is_direct(lane) && !GPU_TRANSPORTS.contains(&&lane.transport[..])
 }

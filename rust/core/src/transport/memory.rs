@@ -95,7 +95,7 @@ impl PendingGet {
         is_written.then_some(()).ok_or(OUT_OF_RANGE)
     }
 
-    /// Whether a piece was written; none if it is not of the source.
+    /// True if a piece was written; none if it is not of the source.
     fn copy(&self, source: &Buffer, piece: Piece) -> Option<bool> {
         let start = piece.from.checked_sub(source.address() as u64)?;
         let start = usize::try_from(start).ok()?;

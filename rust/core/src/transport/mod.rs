@@ -339,7 +339,7 @@ impl Worker {
         }
     }
 
-    /// Whether it is safe to sleep on `event_fd`.
+    /// True if it is safe to sleep on `event_fd`.
     pub(crate) fn arm(&self) -> UcxResult<bool> {
         match self {
             Self::Ucx(worker) => worker.arm(),

@@ -15,7 +15,7 @@ use crate::net::identity::Identity;
 use crate::net::secret::JoinSecret;
 use crate::transport::DataPath;
 
-/// What received frames lead to.
+/// Events that received frames lead to.
 #[derive(Debug)]
 pub(in crate::session) enum SessionEvent {
     /// The session is [`Establishing`](SessionState::Establishing).

@@ -11,7 +11,7 @@ use super::super::values::OpenedValue;
 use super::Pending;
 use crate::work::Completer;
 
-/// What callers want.
+/// Requests of callers.
 #[derive(Debug)]
 pub(in super::super) enum ClientCommand {
     Connect {
@@ -57,7 +57,7 @@ pub(in super::super) enum ClientCommand {
     },
 }
 
-/// What callers share with the reactor.
+/// State that callers share with the reactor.
 #[derive(Debug, Default)]
 pub(in super::super) struct ClientShared {
     /// How bytes come, for people.

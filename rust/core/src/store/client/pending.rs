@@ -8,7 +8,7 @@ use super::super::values::{OpenedValue, ValuePage};
 use crate::error::{Error, Result};
 use crate::work::Completer;
 
-/// What an answer completes.
+/// The operation that an answer completes.
 #[derive(Debug)]
 pub(in super::super) enum Pending {
     Done(Completer<()>),

@@ -15,7 +15,7 @@ use crate::integrity::Integrity;
 use crate::transfer::Cx;
 use crate::work::Completer;
 
-/// Who waits for bytes to be with the server.
+/// The caller that waits for bytes to be with the server.
 #[derive(Debug)]
 enum Uploader {
     Write(Completer<()>),

@@ -22,14 +22,14 @@ const FORMAT: u64 = 1;
 /// Bytes of a piece. The database rounds what it allocates up to a power of two; this and its bookkeeping are just below 1
 /// MiB.
 const PIECE: usize = (1 << 20) - (4 << 10);
-/// What the database itself may keep in memory.
+/// Memory that the database itself may use.
 const CACHE_BYTES: usize = 32 << 20;
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const VALUES: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("values");
 const PIECES: TableDefinition<'_, (u64, u32), &[u8]> = TableDefinition::new("pieces");
 
-/// What is known of a value: everything but its bytes.
+/// Metadata of a value: everything but its bytes.
 struct Row {
     checksum: u64,
     num_bytes: u64,
@@ -235,7 +235,7 @@ fn refusal(file: &Path, error: &DatabaseError) -> Error {
     })
 }
 
-/// What to say of a file that is not what a store wrote.
+/// Error of a file that no store has written so.
 pub(super) fn damaged_file(directory: &Path, error: &dyn Display) -> String {
     let file = directory.join(FILE);
     format!(

@@ -89,7 +89,7 @@ pub(super) fn read(database: &SharedDatabase, jobs: &Mutex<Receiver<LoadJob>>, t
     }
 }
 
-/// What is committed at once: its erasures come first, which is the same, because no number is used again and a value is
+/// A batch that is committed at once: its erasures come first, which is the same, because no number is used again and a value is
 /// erased after it was saved.
 #[derive(Default)]
 struct Batch {
@@ -171,7 +171,7 @@ impl Writer {
         reports
     }
 
-    /// Whether all of it is on disk.
+    /// True if all of it is on disk.
     fn change(&mut self, erased: &[ValueId], saved: &[SavedValue]) -> bool {
         if erased.is_empty() && saved.is_empty() {
             return true;

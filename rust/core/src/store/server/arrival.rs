@@ -37,7 +37,7 @@ pub(super) struct Arrival {
     pub(super) ttl: Option<Duration>,
     /// `None` while it waits for space.
     pub(super) allocated: Option<Allocated>,
-    /// What a put brings, until it has its space.
+    /// Bytes that a put brings, until it has its space.
     pub(super) put: Option<Carried<'static>>,
     pub(super) num_written: usize,
     /// The transfer of a write.
@@ -94,7 +94,7 @@ impl Arrival {
         commit.is_some_and(|commit| commit.operation == holder.1)
     }
 
-    /// Whether everything is here that a commit needs.
+    /// True if everything is here that a commit needs.
     pub(super) fn is_complete(&self) -> bool {
         let commit = self.commit.as_ref();
         self.allocated.is_some()

@@ -16,7 +16,7 @@ use crate::transfer::Cx;
 
 pub(super) struct DiskJobs {
     pub(super) disk: Disk,
-    /// Where values are being loaded.
+    /// Memory of values that are being loaded.
     loads: HashMap<ValueId, Allocated>,
     /// Answers that wait until what was deleted is erased.
     answers: HashMap<u64, (Holder, StoreMessage<'static>)>,

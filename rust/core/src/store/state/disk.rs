@@ -9,7 +9,7 @@ use super::waiting::Claim;
 use super::{Deadline, Holder, Key, Place, Slot, State, StoreAction, StoredValue, Tick, ValueId};
 use crate::error::Error;
 
-/// Nothing more is given to the disk while it saves so many bytes. Memory of values that are evicted meanwhile is free when
+/// While the disk saves so many bytes, it is given no more. Memory of values that are evicted meanwhile is free when
 /// they are saved.
 pub(super) const SAVING_BYTES: u64 = 64 << 20;
 /// How long an operation that does not wait for a commit waits for a load.
@@ -19,7 +19,7 @@ pub(super) const SAVE_PAUSE: Duration = Duration::from_secs(10);
 /// The unit of space on disk.
 const DISK_GRAIN: u64 = 4 << 10;
 
-/// What a value counts against the capacity of the disk: its bytes and record in blocks, and one block besides.
+/// Bytes that a value counts against the capacity of the disk: its bytes and record in blocks, and one block besides.
 pub(super) fn disk_footprint(num_bytes: u64) -> u64 {
     let occupied = num_bytes.checked_next_multiple_of(DISK_GRAIN);
     occupied.unwrap_or(u64::MAX).saturating_add(DISK_GRAIN)
@@ -41,7 +41,7 @@ pub(in super::super) struct KeptValue {
     pub(in super::super) key: Key,
     pub(in super::super) num_bytes: u64,
     pub(in super::super) num_record: u64,
-    /// What it counts in memory.
+    /// Bytes that it counts in memory.
     pub(in super::super) footprint: u64,
 }
 

@@ -6,7 +6,7 @@ use super::super::NAMESPACE_BYTES;
 use super::{Tick, ValueId};
 use crate::error::Error;
 
-/// What counts in memory, of the whole store or of one namespace.
+/// Bytes in memory, of the whole store or of one namespace.
 #[derive(Debug, Default)]
 struct Usage {
     num_bytes: u64,
@@ -36,7 +36,7 @@ impl Usage {
         Some(*oldest)
     }
 
-    /// What reservations hold, and what values do.
+    /// Bytes of reservations, and of values.
     fn held_by(&self) -> (u64, u64) {
         let reserved = self.reserved_bytes;
         (reserved, self.held_bytes() - reserved)
@@ -123,7 +123,7 @@ impl Memory {
         });
     }
 
-    /// Nobody holds a value any more.
+    /// The last holder of a value has closed it.
     pub(super) fn add_unused(&mut self, key: &[u8], (tick, id): (Tick, ValueId), num_bytes: u64) {
         self.update(key, |usage| {
             usage.evictable_bytes += num_bytes;
@@ -176,7 +176,7 @@ impl Memory {
         )))
     }
 
-    /// Whether evictions can free so many bytes.
+    /// True if evictions can free so many bytes.
     pub(super) fn can_free(&self, num_bytes: u64) -> bool {
         self.total.held_bytes().saturating_add(num_bytes) <= self.capacity_bytes
     }
@@ -211,7 +211,7 @@ impl Memory {
     }
 }
 
-/// What has one quota: a shorter key is a namespace of its own.
+/// A namespace, which has one quota: a shorter key is one of its own.
 fn namespace(key: &[u8]) -> &[u8] {
     &key[..key.len().min(NAMESPACE_BYTES)]
 }

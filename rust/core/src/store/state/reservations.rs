@@ -124,7 +124,7 @@ impl<C: Clone> State<C> {
         }
     }
 
-    /// Whether this reservation is under way.
+    /// True if this reservation is under way.
     pub(in super::super) fn is_reserved(&self, holder: Holder) -> bool {
         matches!(self.holds.get(holder), Some(Hold::Reserved { .. }))
     }

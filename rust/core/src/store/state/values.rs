@@ -17,7 +17,7 @@ impl<C: Clone> State<C> {
         (!value.is_leased).then_some((*id, value))
     }
 
-    /// Whether a key can be selected now.
+    /// True if a key can be selected now.
     pub(in super::super) fn exists(&self, key: &[u8]) -> bool {
         self.selectable(key).is_some()
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::{Holder, Key, Tick, ValueId};
 
-/// Who waits for space in memory.
+/// Waiters for space in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Claim {
     Reservation(Holder),
