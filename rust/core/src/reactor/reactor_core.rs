@@ -91,6 +91,7 @@ impl<H: EventHandler> ReactorCore<H> {
         is_busy |= self.has_work;
         let deadline = self.handler.expire();
         is_busy |= self.report_failures();
+        is_busy |= self.handler.has_work();
         // An operation posted since may have ended already, and then no descriptor reports it.
         is_busy |= self.handle_ucx_events();
         if self.handler.is_stopping() {

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Status};
 
@@ -15,6 +15,9 @@ use crate::transport::{Context, DeviceCopy, Get, Memory, RemoteKey, UcxResult, W
 
 /// Marks the token of the flush that has UCX connect; the rest is the session.
 const CONNECT_TOKEN: u64 = 1 << 62;
+
+/// Shortest time without the end of a read after which a device counts as failed. One lost packet may cost it four seconds.
+const LEAST_STANDSTILL: Duration = Duration::from_secs(10);
 
 /// The part of a session that belongs to the data plane.
 #[derive(Debug, Default)]
@@ -106,10 +109,14 @@ impl Links {
         false
     }
 
-    /// True if operations of a session's endpoint are in flight, and none has ended for as long as a peer may be silent. A
-    /// device that waits for its link may never give up, as may one whose peer has closed its end.
+    /// True if reads of a session are in flight, and none has ended for as long as a peer may be silent. A device that waits
+    /// for its link may never give up, as may one whose peer has closed its end.
     pub(super) fn stands_still(&mut self, key: SessionKey) -> bool {
-        let (now, silence) = (self.now, self.timeouts().silence);
+        let (now, limit) = (self.now, self.timeouts().silence.max(LEAST_STANDSTILL));
+        // Before, connecting has its own limit.
+        if self.data_path(key).is_none() {
+            return false;
+        }
         let Some((data, endpoint)) = self.data_of(key) else {
             return false;
         };
@@ -120,7 +127,7 @@ impl Links {
             return false;
         };
         match endpoint.standstill {
-            Some((ended, since)) if ended == progress.ended => now >= since + silence,
+            Some((ended, since)) if ended == progress.ended => now >= since + limit,
             _ => {
                 endpoint.standstill = Some((progress.ended, now));
                 false

@@ -291,9 +291,10 @@ impl Links {
         };
         let is_stream = matches!(data_path, DataPath::Stream(_));
         let before = endpoint.paths.theirs.replace(data_path);
-        if let Some(DataPath::RemoteRead(transport)) = before
+        let by_device = |path: &DataPath| matches!(path, DataPath::RemoteRead(name) if name != CMA);
+        if let Some(DataPath::RemoteRead(transport)) = before.filter(by_device)
             && is_stream
-            && transport != CMA
+            && endpoint.paths.ours.as_ref().is_none_or(by_device)
         {
             // The two ends of a connection between devices fail together, but the device of this one may never notice.
             let reason = format!("the peer's reads over {transport} have failed");

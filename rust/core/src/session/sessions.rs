@@ -96,7 +96,6 @@ impl<S: Service> EventHandler for Sessions<S> {
 
     fn expire(&mut self) -> Option<Instant> {
         let now = self.links.now();
-        let service = self.service.timer(&mut self.links);
         while let Some(key) = self.links.timers.pop_expired(now) {
             if key == LISTENER {
                 self.resume_accepting();
@@ -122,6 +121,8 @@ impl<S: Service> EventHandler for Sessions<S> {
             }
         }
         self.resume_where_free();
+        // Last: a message that was received above may have set a deadline.
+        let service = self.service.timer(&mut self.links);
         service.into_iter().chain(self.links.timers.next()).min()
     }
 

@@ -345,11 +345,14 @@ impl TransferEngine {
         !(self.scheduled.is_empty() && self.checksum_queue.is_empty())
     }
 
-    /// Fails transfers that are late.
-    pub(crate) fn expire(&mut self, links: &mut Links) {
+    /// Fails transfers that are late; true if there were any.
+    pub(crate) fn expire(&mut self, links: &mut Links) -> bool {
+        let mut is_any_late = false;
         while let Some(id) = self.deadlines.pop_expired(links.now()) {
             self.fail_late(links, id);
+            is_any_late = true;
         }
+        is_any_late
     }
 
     /// When the next transfer is late.

@@ -280,9 +280,11 @@ impl<S: TransferService> Service for Host<S> {
 
     fn poll(&mut self, links: &mut Links) -> bool {
         let has_run = self.call(links, TransferService::run_slice);
-        self.transfers.run_slice(links);
-        self.drain(links);
-        has_run || self.has_work()
+        let has_moved = self.transfers.run_slice(links);
+        if has_moved {
+            self.drain(links);
+        }
+        has_run || has_moved || self.has_work()
     }
 
     fn has_work(&self) -> bool {
@@ -290,7 +292,10 @@ impl<S: TransferService> Service for Host<S> {
     }
 
     fn timer(&mut self, links: &mut Links) -> Option<Instant> {
-        self.transfers.expire(links);
+        // Before the service looks at deadlines, of which a transfer that has ended may meet one.
+        if self.transfers.expire(links) {
+            self.drain(links);
+        }
         self.call(links, TransferService::expire);
         let deadlines = [
             self.transfers.next_deadline(),

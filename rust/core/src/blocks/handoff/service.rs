@@ -262,13 +262,14 @@ impl TransferService for HandoffService {
     }
 
     fn advance(&mut self, cx: &mut Cx<'_>) {
+        // The end of a session is logged before the loads that it fails.
+        for text in std::mem::take(&mut self.agent.logs) {
+            self.log_line(text);
+        }
         for (session, error) in std::mem::take(&mut self.lost_sessions) {
             for handoff in self.loads.of_session(session) {
                 self.session_lost(cx, handoff, &error);
             }
-        }
-        for text in std::mem::take(&mut self.agent.logs) {
-            self.log_line(text);
         }
         let num_leased = self.producer.num_leased();
         self.shared.num_leased.store(num_leased, Ordering::Relaxed);

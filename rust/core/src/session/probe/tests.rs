@@ -310,6 +310,15 @@ fn a_side_whose_peer_can_read_no_more_ends_its_own_reads() {
 }
 
 #[test]
+fn a_side_that_reads_by_the_kernel_keeps_its_devices_for_gpus_when_its_peers_have_failed() {
+    let mut it = reading();
+    let read = DataPath::RemoteRead(CMA.to_owned());
+    it.links.set_data_path(SESSION, read);
+    it.links.receive_data_path(SESSION, stream()).unwrap();
+    assert!(it.links.has_devices(SESSION));
+}
+
+#[test]
 fn reads_stand_still_once_none_has_ended_for_as_long_as_a_peer_may_be_silent() {
     let mut it = reading();
     let begun = it.links.now;
