@@ -158,6 +158,7 @@ impl Receiver {
         let closed = Error::Closed("the transfer has ended".to_owned());
         cx.transfers
             .remove_source(cx.links, session, sequence, &closed);
+        let has_pipe_ended = self.has_ended;
         let Some(large) = self.large_receive(sequence) else {
             return;
         };
@@ -170,6 +171,13 @@ impl Receiver {
                 )
             })
         });
+        // Its session has ended in order, although no sender of ours ends one before its tensors are here.
+        let outcome = match outcome {
+            Err(Error::PeerLost { .. } | Error::Closed(_)) if has_pipe_ended => {
+                Err(Error::EndOfPipe)
+            }
+            outcome => outcome,
+        };
         // The sender exposes nothing usable any more.
         if let Err(error @ (Error::Protocol(_) | Error::PeerLost { .. })) = &outcome {
             cx.links.fail(session, error.clone());

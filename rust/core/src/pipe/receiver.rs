@@ -46,7 +46,7 @@ pub(super) struct Receiver {
     unacknowledged: Vec<u64>,
     ack_at: Option<Instant>,
     /// True if the sender has ended the pipe in order.
-    has_ended: bool,
+    pub(super) has_ended: bool,
     pub(super) failure: Option<Error>,
 }
 

@@ -8,7 +8,9 @@ use crate::integrity::Integrity;
 use crate::session::Service;
 use crate::session::grace::GracePeriod;
 use crate::tensor::Meta;
+use crate::transfer::TransferError;
 use crate::transfer::host::Host;
+use crate::transfer::region::Pieces;
 use crate::work::work;
 
 const SESSION: SessionKey = 20;
@@ -166,6 +168,30 @@ fn no_tensor_is_delivered_after_one_that_the_end_of_the_session_has_failed() {
     receiver.service.large_receives[0].progress = Progress::Ended(Err(lost.clone()));
     advance(&mut links, &mut receiver);
     assert_eq!(second.result().map(Result::err), Some(Some(lost)));
+}
+
+#[test]
+fn a_tensor_that_a_sender_leaves_behind_at_the_end_of_its_pipe_ends_with_the_pipe() {
+    let mut links = with_memory();
+    let (mut receiver, [first, _]) = receiving(&mut links);
+    receiver.service.has_ended = true;
+    let lost = Error::lost("peer", "gone");
+    let completion = Completion {
+        owner: 1,
+        session: SESSION,
+        memory: links.register(Buffer::zeroed(8)).unwrap(),
+        pieces: Arc::new(Pieces::whole(8, 8)),
+        elapsed: Duration::ZERO,
+        checksum: None,
+        outcome: Err(TransferError::Failed(lost)),
+    };
+    receiver.call(&mut links, |receiver, cx| {
+        receiver.record_transferred(cx, completion);
+    });
+    assert_eq!(
+        first.result().map(Result::err),
+        Some(Some(Error::EndOfPipe))
+    );
 }
 
 /// As [`receiving`]; the sender has been asked whether it still offers the second tensor.
