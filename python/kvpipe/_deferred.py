@@ -186,7 +186,7 @@ class Deferred:
         return is_late
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, with a result or an error."""
+        """True if the operation has ended, with a result or an error."""
         if not self._is_settled.is_set():
             self._withdraw_if_late()
         return self._is_settled.is_set() and (self.begun is None or self.begun.is_completed())

@@ -369,7 +369,7 @@ def _microseconds(busy_poll_us: int | None) -> int | None:
 
 
 def _bringing(out: Any, device: object) -> Callable[[Any], Any] | None:
-    """What brings to a device what was received; `None` if that is the CPU."""
+    """Copies what was received to its device; `None` if that is the CPU."""
     name = str(device)
     if not _DEVICE.fullmatch(name):
         message = f"device={name!r}: expected None, 'cpu', or a GPU such as 'cuda:0'"

@@ -84,7 +84,7 @@ class Region(Closing):
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._native.is_closed
 
     def __repr__(self) -> str:

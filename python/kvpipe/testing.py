@@ -71,7 +71,7 @@ class LateDevice:
         return event
 
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured: never."""
+        """True if a graph is being captured: never."""
         return False
 
     def run(self, count: int | None = None, *, error: str | None = None) -> None:

@@ -31,7 +31,7 @@ class Work(Generic[T]):
         self._converted: tuple[T] | None = None
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, with a result or an error."""
+        """True if the operation has ended, with a result or an error."""
         return self._native.is_completed()
 
     def wait(self, timeout: float | None = None) -> T:

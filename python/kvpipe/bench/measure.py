@@ -99,7 +99,7 @@ class Case:
 
     @property
     def is_timed(self) -> bool:
-        """Whether single events are timed, instead of bytes."""
+        """True if single events are timed, instead of bytes."""
         return self.unit == "us"
 
     @property

@@ -121,7 +121,7 @@ class Subject:
     missing: str = ""
 
     def can(self, case: Case) -> bool:
-        """Whether it supports a case."""
+        """True if it supports a case."""
         return case.kind in self.kinds and self.fits(case)
 
 

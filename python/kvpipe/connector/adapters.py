@@ -1,4 +1,4 @@
-"""Which LoRA adapter computes a request: its name, and what is in its files."""
+"""The LoRA adapter that computes a request: its name, and the content of its files."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Addresses:
 
     @property
     def agent(self) -> str:
-        """Where to bind an agent: at the first of these ports that is free."""
+        """Address to bind an agent at: the first of these ports that is free."""
         return f"{self.host}:{self.agent_ports}"
 
     def advertised(self, bound: str) -> str:

@@ -1,4 +1,4 @@
-"""Which hosts a consumer connects to: the parameters of a request name them, and a client may have written those."""
+"""Hosts that a consumer connects to: the parameters of a request name them, and a client may have written those."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Consuming:
         return 0, False
 
     def _is_claimable(self, consumed: Consumed) -> bool:
-        """Whether a load may begin. Where lost KV fails its request, vLLM fails it by a failed load: one is claimed."""
+        """True if a load may begin. Where lost KV fails its request, vLLM fails it by a failed load: one is claimed."""
         phase = consumed.load.phase
         return phase in _OPENED or (phase is Phase.LOST and not self._is_recomputed)
 
@@ -154,7 +154,7 @@ class Consuming:
         return bool(consumed.is_same_prompt)
 
     def _difference(self, opening: dict[str, Any], request: Request) -> tuple[str, LossReason]:
-        """What the producer computes that this request is not, and its kind for metrics; empty if it is the same."""
+        """The first difference of the producer's request from this one, and its kind for metrics; empty without one."""
         if (opening["prompt_hash"], opening["num_tokens"]) != (prompt_hash(request), request.num_prompt_tokens):
             return "the producer computed another prompt", LossReason.OTHER_PROMPT
         ours, theirs = self._adapters.describe(request), opening["adapter"]
@@ -306,7 +306,7 @@ class Consuming:
         )
 
     def is_idle(self) -> bool:
-        """Whether a step has nothing to report here."""
+        """True if a step has nothing to report here."""
         return not (self._consumed or self._unacknowledged)
 
     def receive_outcomes(self, output: KVConnectorOutput) -> None:

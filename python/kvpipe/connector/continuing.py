@@ -149,7 +149,7 @@ class Continuations:
         )
 
     def _has_room(self, request: Request) -> bool:
-        """Whether the position after the prompt has a block.
+        """True if the position after the prompt has a block.
 
         vLLM schedules a loaded request before any other that waits, and does not preempt it. Without a block it would
         wait, and all others with it, for a request that runs, and there may be none.
@@ -199,7 +199,7 @@ def _is_plain(params: SamplingParams) -> bool:
 
 
 def _depends_on_tokens_only(params: SamplingParams) -> bool:
-    """Whether the second token depends on the tokens before it, and not on which of them are output.
+    """True if the second token depends on the tokens before it, and not on which of them are output.
 
     A seeded generator of V1 advances with each token, and this engine has not sampled the first one.
     """

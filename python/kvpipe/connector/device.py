@@ -27,7 +27,7 @@ class HostOrder:
         return None
 
     def is_capturing(self) -> bool:
-        """Whether what is launched now is recorded into a graph, and runs later."""
+        """True if what is launched now is recorded into a graph, and runs later."""
         return False
 
 
@@ -52,7 +52,7 @@ class CudaOrder(HostOrder):
         return _cuda.record(self._device)
 
     def is_capturing(self) -> bool:
-        """Whether what is launched now is recorded into a CUDA graph, and runs later."""
+        """True if what is launched now is recorded into a CUDA graph, and runs later."""
         return bool(torch.cuda.is_current_stream_capturing())
 
 

@@ -1,4 +1,4 @@
-"""What kvpipe's connectors need of an engine."""
+"""Requirements of kvpipe's connectors on an engine."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ def objection_to_validate(vllm_config: VllmConfig, kv_cache_config: KVCacheConfi
 
 
 def calls_each_layer_once(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM calls `save_kv_layer` once for each layer and step: not with micro-batches or drafts."""
+    """True if vLLM calls `save_kv_layer` once for each layer and step: not with micro-batches or drafts."""
     return vllm_config.speculative_config is None and not vllm_config.parallel_config.use_ubatching

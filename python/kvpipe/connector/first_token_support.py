@@ -1,4 +1,4 @@
-"""Whether this engine can force the first outputs of a request; otherwise it samples its own."""
+"""True if this engine can force the first outputs of a request; otherwise it samples its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FirstTokenSupport:
         self.are_workers_ready = False
 
     def is_supported(self) -> bool:
-        """Whether this engine can force first tokens at all."""
+        """True if this engine can force first tokens at all."""
         return self.are_workers_ready and not self.is_speculative
 
     def unsupported_reason(self, request: Request) -> str:

@@ -30,7 +30,7 @@ class GivingWay:
             self._num_leased_blocks, self._since_s = num_leased_blocks, now_s
 
     def is_due(self, ours: bytes, theirs: bytes, now_s: float) -> bool:
-        """Whether this engine has to give up a load now.
+        """True if this engine has to give up a load now.
 
         The incarnations of both engines decide which one is first, so that only one gives up. In a circle of engines
         one at least is before its producer.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """Where a handoff is at its consumer."""
+    """Stage of a handoff at its consumer."""
 
     WAITING = "waiting"  # for the producer to open it
     OPENED = "opened"  # the producer has scheduled its request: a load may begin
@@ -43,7 +43,7 @@ class Phase(Enum):
 
 
 class Event(Enum):
-    """What happens to a handoff."""
+    """Event of a handoff."""
 
     OPENED = "opened"  # the producer has scheduled its request
     STATE_RECEIVED = "state_received"  # the producer has sampled its token
@@ -62,7 +62,7 @@ class Event(Enum):
 
 
 class Action(Enum):
-    """What an event causes."""
+    """Consequence of an event."""
 
     UNWATCH = "unwatch"  # tell the producer that its blocks are not needed any more
     ACKNOWLEDGE = "acknowledge"  # tell the producer that its blocks are here
@@ -309,7 +309,7 @@ class HandoffLoad:
 
     @property
     def has_all_blocks(self) -> bool:
-        """Whether the last load has brought all blocks."""
+        """True if the last load has brought all blocks."""
         return self.outcome is not None and self.outcome.is_loaded
 
     def acknowledged(self) -> tuple[Action, ...]:

@@ -145,7 +145,7 @@ class StepMetadata:
     restores: list[int] = field(default_factory=list)
 
     def is_empty(self) -> bool:
-        """Whether it has nothing for the worker role, which still has to clear what the step before has set."""
+        """True if it has nothing for the worker role, which still has to clear what the step before has set."""
         return self == _EMPTY_STEP
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:

@@ -142,7 +142,7 @@ class Consumed:
 
     @property
     def num_forced(self) -> int:
-        """How many outputs are forced, where that can be done."""
+        """Number of outputs that are forced, if they can be."""
         return max(1, len(self.given_tokens))
 
     def note_preemptions(self) -> bool:
@@ -157,7 +157,7 @@ class Consumed:
         return True
 
     def awaits_first_token(self) -> bool:
-        """Whether the producer may still send the first token."""
+        """True if the producer may still send the first token."""
         return self.load.phase is Phase.OPENED and self.first_token is None and not self.unsupported_reason
 
     def report(self) -> dict[str, Any]:

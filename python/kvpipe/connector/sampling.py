@@ -1,4 +1,4 @@
-"""What a first token depends on besides its prompt: that of the producer is forced only where it was sampled alike."""
+"""Settings that a first token depends on besides its prompt: the producer's is forced only if it was sampled alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIELDS = (
 
 
 class Sampling:
-    """How one engine samples first tokens."""
+    """Sampling of first tokens by one engine."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         structured = vllm_config.structured_outputs_config

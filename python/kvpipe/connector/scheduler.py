@@ -66,7 +66,7 @@ class SchedulerRole:
         self._config = config
         self._data_parallel_index = vllm_config.parallel_config.data_parallel_index
         self._is_listening = False
-        # Whether vLLM has matched a request and has not allocated blocks for it since.
+        # True if vLLM has matched a request and has not allocated blocks for it since.
         self._lacks_blocks = False
         # Requests that waited for their producer when vLLM matched them for the last step, and for the next one.
         self._waiting: set[str] = set()

@@ -59,7 +59,7 @@ class KVPipeStats(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def is_empty(self) -> bool:
-        """Whether nothing has changed."""
+        """True if nothing has changed."""
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVPipeStats:

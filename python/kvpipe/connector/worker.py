@@ -326,7 +326,7 @@ def _joined(regions: dict[str, list[_kvpipe.Region]]) -> list[_kvpipe.Region]:
 
 
 def _announces_restored(step: StepMetadata) -> bool:
-    """Whether another request's consumer gets a restored block, which has other bytes until the forward pass ends."""
+    """True if another request's consumer gets a restored block, which has other bytes until the forward pass ends."""
     restored = set(step.restores)
     return any(not restored.isdisjoint(ready.block_ids) for ready in step.ready)
 

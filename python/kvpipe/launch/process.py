@@ -74,7 +74,7 @@ class ChildProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has started and has not ended."""
+        """True if it has started and has not ended."""
         return self._process is not None and self._process.returncode is None
 
     @property

@@ -84,7 +84,7 @@ class ProxyConfig:
 
     @property
     def way(self) -> Literal["handoff", "store"]:
-        """How KV gets from P to D: D fetches it at P's control port, or loads it from a store that both share."""
+        """The way of KV from P to D: D fetches it at P's control port, or loads it from a store that both share."""
         has_control = any(instance.control for instance in self.prefill)
         return "handoff" if has_control and self.dispatch != "store" else "store"
 

@@ -202,7 +202,7 @@ class _Repetition:
 
     @property
     def is_repeating(self) -> bool:
-        """Whether the client has tokens that have not come again."""
+        """True if the client has tokens that have not come again."""
         return self._num_repeated < len(self._tokens)
 
     def rest_of(self, reply: Reply) -> Reply | None:

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Link(Protocol):
-    """What its user has opened on one connection."""
+    """Channels and queues of its user on one connection."""
 
     @property
     def channels(self) -> tuple[AbstractChannel, ...]:
@@ -79,7 +79,7 @@ class Broker(Generic[L]):
 
     @property
     def link(self) -> L | None:
-        """What is open now."""
+        """Channels and queues that are open now."""
         return self._link
 
     async def until_open(self) -> L:

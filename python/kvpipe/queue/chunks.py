@@ -52,28 +52,28 @@ def without_tokens(chunk: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_end_mark(event: bytes) -> bool:
-    """Whether an event is the last one of a stream."""
+    """True if an event is the last one of a stream."""
     return event.strip().removeprefix(_EVENT).strip() == b"[DONE]"
 
 
 def is_finish(chunk: dict[str, Any]) -> bool:
-    """Whether a chunk ends a sequence."""
+    """True if a chunk ends a sequence."""
     return any(choice.get("finish_reason") is not None for choice in chunk["choices"])
 
 
 def has_more(chunk: dict[str, Any]) -> bool:
-    """Whether a chunk has something of each token besides its text."""
+    """True if a chunk has something of each token besides its text."""
     return any(choice.get("token_ids") or choice.get("logprobs") is not None for choice in chunk["choices"])
 
 
 def is_empty(chunk: dict[str, Any]) -> bool:
-    """Whether a chunk has no output: nothing, or the role of a chat's message."""
+    """True if a chunk has no output: nothing, or the role of a chat's message."""
     choices = chunk["choices"]
     return bool(choices) and not is_finish(chunk) and not any(_message(choice).keys() - {"role"} for choice in choices)
 
 
 def is_for_tokens(chunk: dict[str, Any]) -> bool:
-    """Whether a chunk of a chat exists for its token ids alone: vLLM sends it only to those who ask for them."""
+    """True if a chunk of a chat exists for its token ids alone: vLLM sends it only to those who ask for them."""
     choices = chunk["choices"]
     return (
         is_empty(chunk)

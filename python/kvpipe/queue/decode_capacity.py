@@ -1,4 +1,4 @@
-"""Whether D has capacity for another request: what it reports of itself, and whether it is healthy."""
+"""True if D has capacity for another request: what it reports of itself, and whether it is healthy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvpipe.proxy.instances import Instance
     from kvpipe.proxy.upstream import Upstream
 
-# How often D is asked while it has requests, and while it is not healthy.
+# Seconds between two questions to D while it has requests, and while it is not healthy.
 _LOOK_EVERY_S = 1.0
 _TIMEOUT_S = 5.0
 # A busy machine may fail to connect once.
@@ -70,7 +70,7 @@ class DecodeCapacity:
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether nothing listens at D any more. vLLM that was shut down may keep the connections of answers open."""
+        """True if nothing listens at D any more. vLLM that was shut down may keep the connections of answers open."""
         return self._num_unreached >= _UNREACHABLE_AFTER
 
     def got_request(self) -> None:

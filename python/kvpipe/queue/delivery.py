@@ -43,7 +43,7 @@ _PART_BYTES, _PART_TOKENS = SMALL_MESSAGE_BYTES // 2, SMALL_MESSAGE_BYTES // 32
 
 
 class Replies(Protocol):
-    """Where replies go."""
+    """Destination of replies."""
 
     queue: str
 
@@ -296,7 +296,7 @@ class Delivery:
 
 
 def _finished(control: Control) -> Finished:
-    """What becomes of a message by the front end's answer."""
+    """Fate of a message, by the front end's answer."""
     return Finished(is_over=control.kind != "requeue")
 
 

@@ -130,7 +130,7 @@ class DecodeQueue:
             raise _too_large(MessageTooLargeError(num_bytes, limit))
 
     def describe(self) -> dict[str, Any] | None:
-        """What all decode instances have in common, as one description; `None` while none is known."""
+        """One description of all decode instances, of what they have in common; `None` while none is known."""
         return self._nodes.common(_DESCRIPTION, time.monotonic())
 
     async def post(
@@ -189,7 +189,7 @@ class DecodeQueue:
             self._send(Control("cancel", id), pending.assembly.worker)
 
     def _opened(self) -> FrontLink:
-        """What is open on the connection to the broker; raises without one."""
+        """Channels and queues on the connection to the broker; raises without one."""
         if self._broker.link is None:
             raise self._unavailable(self._broker.reason)
         return self._broker.link

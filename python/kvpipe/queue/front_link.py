@@ -1,4 +1,4 @@
-"""What a front end has open on one connection to the broker."""
+"""Channels and queues of a front end on one connection to the broker."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Request:
 
 
 def publication_of(message: AbstractMessage) -> int:
-    """How often the request of a message was published before."""
+    """Number of times that the request of a message was published before."""
     number = message.message_id or ""
     return int(number) if number.isdecimal() else 0
 
@@ -145,7 +145,7 @@ class Reply:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing follows it."""
+        """True if nothing follows it."""
         return self.kind in ("end", "failed") or (self.kind == "head" and not self.is_stream)
 
     def framed(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What workers report of themselves, as far as it is recent. Pure: no clock."""
+"""Recent reports of workers about themselves. Pure: no clock."""
 
 from __future__ import annotations
 

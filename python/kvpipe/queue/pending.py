@@ -85,6 +85,6 @@ def queue_error(reason: str, failure: Failure) -> InstanceError:
 
 
 def _has_one_sequence(body: bytes) -> bool:
-    """Whether an answer to this request may be continued by another instance."""
+    """True if an answer to this request may be continued by another instance."""
     parsed = exact_json.read(body)
     return isinstance(parsed, dict) and not goes_to_decode_alone(parsed)

@@ -391,7 +391,7 @@ class Worker:
 
 
 async def _is_read(connection: AbstractConnection, replies: str) -> bool:
-    """Whether a front end reads its replies, also where the broker does not answer."""
+    """True if a front end reads its replies, also where the broker does not answer."""
     try:
         return bool(await called(num_consumers(connection, replies)))
     except BROKER_ERRORS:

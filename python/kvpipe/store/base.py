@@ -355,7 +355,7 @@ class KVStore(Closing):
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Deletes values that nobody has open or leased, and returns how many there were."""
+        """Deletes values that are neither open nor leased, and returns how many there were."""
 
     @abstractmethod
     def list(self, prefix: bytes = b"") -> Iterator[ValueInfo]:

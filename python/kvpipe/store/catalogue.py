@@ -1,4 +1,4 @@
-"""Which values a store has: their keys, sizes, reservations, leases and readers. No bytes, threads or clock."""
+"""The values of a store: their keys, sizes, reservations, leases and readers. No bytes, threads or clock."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Stored:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody has it open or leased."""
+        """True if it is neither open nor leased."""
         return not self.readers and not self.lease
 
 
@@ -112,7 +112,7 @@ class Catalogue:
         )
 
     def usage(self) -> str:
-        """How full the store is, for error messages."""
+        """Fill level of the store, for error messages."""
         return f"{self._num_bytes} of {self._capacity_bytes} bytes are reserved or in use"
 
     # --- values come

@@ -65,7 +65,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, about, command in (
         ("list", "print the values: size, state, key in hexadecimal digits", _list),
         ("stats", "print content and counters", _stats),
-        ("purge", "delete the values that nobody has open or leased", _purge),
+        ("purge", "delete the values that are neither open nor leased", _purge),
     ):
         looking = commands.add_parser(name, help=about)
         looking.add_argument("url", metavar="URL", help="such as kvpipe://host:port")

@@ -81,7 +81,7 @@ class LocalStore(KVStore):
             return None if found is None else _LocalLease(self._content, key, *found)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Deletes values that nobody has open or leased, and returns how many there were."""
+        """Deletes values that are neither open nor leased, and returns how many there were."""
         keys = [check_key(key) for key in keys]
         with self._content.locked() as catalogue:
             return catalogue.delete(keys)

@@ -93,7 +93,7 @@ class LookupBufferStore(KVStore):
         return None if answer["value"] is None else _LookupLease(self._connection, key, answer)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Deletes values that nobody has open or leased, and returns how many there were."""
+        """Deletes values that are neither open nor leased, and returns how many there were."""
         return int(self._connection.ask("delete", keys=[check_key(key).hex() for key in keys])["found"])
 
     def list(self, prefix: bytes = b"") -> Iterator[ValueInfo]:

@@ -104,12 +104,12 @@ class LookupStoreServer(Closing):
 
     @property
     def address(self) -> str:
-        """Where clients find it."""
+        """Address that clients connect to."""
         return self._buffer.address
 
     @property
     def url(self) -> str:
-        """What `open_store` connects with."""
+        """URL for `open_store`."""
         return f"lookup://{self.address}"
 
     def close(self) -> None:

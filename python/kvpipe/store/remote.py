@@ -107,7 +107,7 @@ class RemoteStore(KVStore):
         return None if opened is None else _RemoteLease(self._native, key, opened)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Deletes values that nobody has open or leased, and returns how many there were."""
+        """Deletes values that are neither open nor leased, and returns how many there were."""
         return sum(_wait(work) for work in [self._native.delete(part) for part in _parts(keys)])
 
     def list(self, prefix: bytes = b"") -> Iterator[ValueInfo]:

@@ -105,7 +105,7 @@ class Serde:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the KV comes back as it was."""
+        """True if the KV comes back as it was."""
         return self.name == "naive"
 
     @property

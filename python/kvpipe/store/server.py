@@ -18,7 +18,7 @@ DEFAULT_CAPACITY_BYTES = 1 << 30
 class StoreServer(Closing):
     """Serves a store in memory, by a thread of its own. Clients are `RemoteStore`s, also in this process.
 
-    When space is needed, it evicts the values that nobody has open or leased, the longest unused first. What a client
+    When space is needed, it evicts the values that are neither open nor leased, the longest unused first. What a client
     holds ends with its connection. Without a disk, values are lost with the server.
 
     With a disk, values without a time to live are written there soon after their commit: what is evicted from memory is
@@ -73,12 +73,12 @@ class StoreServer(Closing):
 
     @property
     def address(self) -> str:
-        """Where clients connect: `host:port`."""
+        """Address that clients connect to: `host:port`."""
         return self._native.address
 
     @property
     def url(self) -> str:
-        """What clients open."""
+        """URL that clients open."""
         return f"kvpipe://{self.address}"
 
     def stats(self) -> StoreStats:

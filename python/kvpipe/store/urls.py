@@ -1,4 +1,4 @@
-"""Which implementation of `KVStore` a URL names. An implementation is imported only when its URL is opened."""
+"""Implementations of `KVStore` by the URL that names them; one is imported only when its URL is opened."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether chunks are loaded.
+    """True if chunks are loaded.
 
     Attributes:
         is_load: Whether they are.

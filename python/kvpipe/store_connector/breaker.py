@@ -28,7 +28,7 @@ class Breaker:
         return "half-open" if self._is_probing else "open"
 
     def allows(self, now_s: float) -> bool:
-        """Whether the store may be used now. In the open state the first call after its end is the probe."""
+        """True if the store may be used now. In the open state the first call after its end is the probe."""
         if self._until_s is None:
             return True
         if now_s < self._until_s:

@@ -46,7 +46,7 @@ def fault(memory: np.ndarray, key: bytes, layout: bytes) -> str:
 
 
 def is_whole(header: np.ndarray, num_bytes: int, checksum: int, key: bytes, layout: bytes) -> bool:
-    """Whether a chunk is what its name says, by the checksum of all of it.
+    """True if a chunk is what its name says, by the checksum of all of it.
 
     Args:
         header: `[HEADER_BYTES]`, uint8: the beginning of the chunk.

@@ -72,7 +72,7 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether a request may end only when its KV has been sent: no, chunks are saved from copies."""
+        """True if a request may end only when its KV has been sent: no, chunks are saved from copies."""
         return False
 
     # --- worker role

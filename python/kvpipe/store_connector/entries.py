@@ -123,7 +123,7 @@ class Entries:
         self._out = outbox
         # Handoffs that requests load: each has one first token, and belongs to one request.
         self._loaded: set[bytes] = set()
-        # Whether it is worth a wait: an entry does not come from an engine of another model, or of another store.
+        # True if it is worth a wait: an entry does not come from an engine of another model, or of another store.
         self._breaker = Breaker()
         self._manager: KVCacheManager | None = None
 
@@ -178,7 +178,7 @@ class Entries:
     # --- the consumer
 
     def is_to_ask(self, prompt: Prompt) -> bool:
-        """Whether the store is to be asked for a prompt's entry."""
+        """True if the store is to be asked for a prompt's entry."""
         entry = prompt.entry
         return entry is not None and not (entry.is_saved or entry.is_asked) and prompt.is_loadable
 

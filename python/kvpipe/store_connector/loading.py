@@ -50,7 +50,7 @@ class ActiveLoad:
         self._reason = ""
 
     def wants(self, index: int) -> bool:
-        """Whether a chunk is still of use."""
+        """True if a chunk is still of use."""
         return not self._is_closed and index < self._end
 
     def copy(self, index: int, copy: Callable[[], bool]) -> bool:

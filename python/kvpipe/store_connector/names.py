@@ -59,7 +59,7 @@ class Names:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the namespace is known, and others can have it."""
+        """True if the namespace is known, and others can have it."""
         return bool(self.namespace) and not self.private_reason
 
     def introduce(self, properties: Mapping[int, list[tuple[str, str]]]) -> bool:
@@ -135,7 +135,7 @@ class Names:
 
 
 def _are_features_named(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM hashes the content of images; without its caches it numbers them (0.32, `renderers/base.py`)."""
+    """True if vLLM hashes the content of images; without its caches it numbers them (0.32, `renderers/base.py`)."""
     settings = vllm_config.model_config.multimodal_config
     is_numbered = (
         settings is not None

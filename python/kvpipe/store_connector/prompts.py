@@ -79,7 +79,7 @@ class Prompt:
 
     @property
     def is_stored_to_end(self) -> bool:
-        """Whether the store has all chunks and the entry."""
+        """True if the store has all chunks and the entry."""
         is_found = self.entry is not None and self.entry.is_found
         return is_found and self.num_matched == self.num_chunks
 

@@ -97,7 +97,7 @@ class Saver:
 
     @property
     def breaker_state(self) -> str:
-        """Whether the store is used for saves."""
+        """True if the store is used for saves."""
         return self._breaker.state
 
     def save(self, key: bytes, block_ids: list[int], now_s: float) -> str:

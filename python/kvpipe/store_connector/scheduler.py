@@ -418,7 +418,7 @@ class SchedulerRole:
 
 
 def _is_handoff(request: Request) -> bool:
-    """Whether KVPipeConnector loads a request's KV from its producer."""
+    """True if KVPipeConnector loads a request's KV from its producer."""
     try:
         params = parse(request.kv_transfer_params)
     except ConfigError:

@@ -45,7 +45,7 @@ class KVStoreStats(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def is_empty(self) -> bool:
-        """Whether nothing has changed."""
+        """True if nothing has changed."""
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVStoreStats:

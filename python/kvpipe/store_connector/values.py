@@ -1,4 +1,4 @@
-"""How a chunk in staging memory becomes a value of the store, and back: header, serde, verification."""
+"""Conversion of a chunk in staging memory to a value of the store, and back: header, serde, verification."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ChunkValues:
         return page_aligned(num_bytes) if HEADER_BYTES < num_bytes <= self._max_bytes else None
 
     def is_whole(self, header: np.ndarray, checksum: int, key: bytes) -> bool:
-        """Whether a plain value with this header and this checksum is the chunk that its name says."""
+        """True if a plain value with this header and this checksum is the chunk that its name says."""
         return is_whole(header, self.slot_bytes - HEADER_BYTES, checksum, key, self._digest)
 
     def restore(self, value: np.ndarray, key: bytes, slot: np.ndarray, num_blocks: int) -> str:

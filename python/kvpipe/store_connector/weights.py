@@ -1,4 +1,4 @@
-"""What the weights of a worker are: vLLM can change them while it runs, and the KV of others is not theirs then."""
+"""Identity of the weights of a worker: vLLM can change them while it runs, and the KV of others is not theirs then."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class BrokerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started, and not ended by a call."""
+        """True if it was started, and not ended by a call."""
         return self._process is not None
 
     @property

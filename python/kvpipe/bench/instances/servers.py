@@ -91,7 +91,7 @@ class Server:
         return "\n".join([f"{self.name} {what}; {self._log} ends with", *lines[-_TAIL_LINES:]])
 
     def is_healthy(self) -> bool:
-        """Whether its health is answered with 200."""
+        """True if its health is answered with 200."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=5)
         try:
             connection.request("GET", self._health)

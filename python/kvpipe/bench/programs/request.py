@@ -64,7 +64,7 @@ class Task:
 
     @property
     def is_checked(self) -> bool:
-        """Whether `verify` follows, so that the last fresh tensor is kept."""
+        """True if `verify` follows, so that the last fresh tensor is kept."""
         return self.round == 0
 
     def offsets(self, total: int) -> list[int]:

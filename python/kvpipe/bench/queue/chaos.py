@@ -200,7 +200,7 @@ class Chaos:
 
 
 def _is_begun(ask: Ask, reply: Reply) -> bool:
-    """Whether a client got nothing but the beginning of its answer."""
+    """True if a client got nothing but the beginning of its answer."""
     return text_of(ask.number, ask.num_tokens).startswith(reply.text)
 
 

@@ -161,7 +161,7 @@ class Deployment:
         return None if answer.status == http.HTTPStatus.SERVICE_UNAVAILABLE else self._content(answer)
 
     def has_requests(self) -> bool:
-        """Whether requests wait in the queues, or workers have some, as far as is known."""
+        """True if requests wait in the queues, or workers have some, as far as is known."""
         state = self._queue_of(self.fronts[0])
         if state is None:
             return True

@@ -148,7 +148,7 @@ class Subject:
 
     @property
     def has_store(self) -> bool:
-        """Whether its KV can come from a store."""
+        """True if its KV can come from a store."""
         return not isinstance(self.contents, NoContents)
 
     def forget(self) -> None:

@@ -62,7 +62,7 @@ class ReactorThread:
         return time.clock_gettime(self._clock)
 
     def is_asleep(self) -> bool:
-        """Whether it waits."""
+        """True if it waits."""
         return self._stat.read_text().rpartition(")")[2].split()[0] == "S"
 
     def settle(self) -> None:

@@ -26,7 +26,7 @@ class Slo:
     itl_ms: float
 
     def is_met(self, outcome: Outcome) -> bool:
-        """Whether a request was answered in full, and within both limits."""
+        """True if a request was answered in full, and within both limits."""
         return self._is_begun_in_time(outcome) and 1e3 * (outcome.tpot_s or 0.0) <= self.itl_ms
 
     def is_met_by_each_gap(self, outcome: Outcome) -> bool:

@@ -147,7 +147,7 @@ class Client:
 
     @property
     def is_own_process(self) -> bool:
-        """Whether this process opened the store."""
+        """True if this process opened the store."""
         return self._pid == os.getpid()
 
     def server_of(self, key: bytes) -> Address:

@@ -1,4 +1,4 @@
-"""What the objects of one store share: `Context`, and `Counters`."""
+"""State that the objects of one store share: `Context`, and `Counters`."""
 
 from __future__ import annotations
 

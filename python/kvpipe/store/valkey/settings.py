@@ -1,4 +1,4 @@
-"""What the URL of a Valkey or Redis store says: `ValkeySettings`."""
+"""Settings in the URL of a Valkey or Redis store: `ValkeySettings`."""
 
 from __future__ import annotations
 

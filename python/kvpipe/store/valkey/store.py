@@ -177,7 +177,7 @@ class ValkeyStore(KVStore):
         return None, (time.monotonic() + fields[0] / 1000 + 0.001) if outcome == b"busy" else None
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Deletes values that nobody has open or leased, and returns how many there were."""
+        """Deletes values that are neither open nor leased, and returns how many there were."""
         num_deleted = 0
         for of_value in [self._keys.of(check_key(key)) for key in keys]:
             num_deleted += self._context.client.run(scripts.DELETE, of_value, of_value.pins)

@@ -324,7 +324,7 @@ def read_parts(context: Context, keys: ValueKeys, manifest: Manifest, view: memo
 
 
 def _problem(manifest: Manifest, view: memoryview, outcomes: Sequence[Outcome]) -> str | None:
-    """What is wrong with the parts that were read."""
+    """Error in the parts that were read."""
     start = 0
     for number, ((size, checksum), outcome) in enumerate(zip(manifest.parts, outcomes, strict=True)):
         if isinstance(outcome, str):
