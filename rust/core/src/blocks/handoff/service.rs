@@ -328,7 +328,6 @@ impl TransferService for HandoffService {
     fn sizes(&self) -> crate::reactor::manual::Sizes {
         let mut sizes = vec![
             ("batches", self.batches.len()),
-            ("lost sessions of loads", self.lost_sessions.len()),
             ("ready queue", self.ready.len()),
             ("handoffs ended by callers", self.shared.num_ended()),
             ("handoff events", self.shared.events.len()),
