@@ -240,7 +240,7 @@ RESTRICTED = SimpleNamespace(enter=["setpriv", "--bounding-set=-sys_ptrace", "--
 
 
 def may_read(pid):
-    """Whether the kernel lets a restricted process read this one, which is no child of it."""
+    """True if the kernel lets a restricted process read this one, which is no child of it."""
     opened = subprocess.run([*RESTRICTED.enter, "head", "--bytes=0", f"/proc/{pid}/mem"], check=False)
     return opened.returncode == 0
 

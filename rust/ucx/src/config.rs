@@ -73,7 +73,7 @@ impl Config {
         config.pin("MM_ERROR_HANDLING", "y");
         // Reads of one progress call. With UCX's default of 8, polling its sockets in between takes 0.15 us of each read.
         config.set("CMA_TX_QUOTA", "32");
-        // Whoever uses UCX knows of a dead peer otherwise, and closes its endpoint. UCX's own timer would wake an idle process.
+        // Sessions notice dead peers, and close their endpoints. UCX's own timer would wake an idle process.
         config.set("KEEPALIVE_INTERVAL", "inf");
         config
             .set("MAX_RMA_RAILS", "2")

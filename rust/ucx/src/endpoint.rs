@@ -26,7 +26,7 @@ impl EndpointId {
     }
 }
 
-/// What an endpoint has done so far.
+/// Operations of an endpoint so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EndpointProgress {
     /// Operations that have not ended, without copies by a GPU.
@@ -245,7 +245,7 @@ impl Worker {
         Ok(id)
     }
 
-    /// How far the operations of an endpoint are. None if it is gone.
+    /// Progress of the operations of an endpoint. None once it is closed.
     pub fn progress_of(&self, endpoint: EndpointId) -> Option<EndpointProgress> {
         let endpoints = self.inner.state.endpoints.borrow();
         let endpoint = endpoints.get(&endpoint)?;

@@ -25,7 +25,7 @@ pub struct AgentConfig<'a> {
     pub listen: &'a str,
     /// The tokens that its peers know too.
     pub token: Tokens<'a>,
-    /// How blocks get to and from its peers.
+    /// Transport of blocks to and from its peers.
     pub transport: Transport,
     /// Its engine, which its peers name in errors.
     pub engine_id: &'a str,

@@ -297,8 +297,7 @@ impl AgentCore {
         if let Err(error @ Error::PeerLost { .. }) = outcome {
             peer.lose(error);
         }
-        let nothing_is_busy = &[];
-        self.end_transfer(region, nothing_is_busy, false);
+        self.end_transfer(region, &[], false);
         let moved = outcome.as_ref().ok().copied();
         self.count(peer, |counters| counters.end_read(moved));
     }

@@ -70,7 +70,7 @@ pub type Selected = Option<Arc<Delivery>>;
 #[derive(Debug)]
 pub struct Delivery {
     items: Items,
-    /// The server that leases the entry; `None` if it has gone back already.
+    /// The server that leases the entry; `None` once the entry has been returned.
     lease: Option<(Origin, Ticket)>,
     is_consumed: AtomicBool,
 }

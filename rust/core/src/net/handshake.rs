@@ -323,7 +323,7 @@ impl Handshake {
         Ok(Step::Continue(reply.encode()))
     }
 
-    /// What the server has written into its message, which gives the keys.
+    /// Payload of the server's message, which gives the keys.
     fn read_reply(&mut self, mut noise: Noise, greeting: &Greeting<'_>) -> Result<Vec<u8>> {
         self.check_version(greeting)?;
         let payload = noise.read(greeting.message).ok_or_else(|| {

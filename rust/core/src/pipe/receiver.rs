@@ -27,7 +27,7 @@ const MAX_ACK_DELAY: Duration = Duration::from_micros(500);
 #[derive(Debug)]
 pub(super) enum ReceiverCommand {
     Receive(PendingReceive),
-    /// Withdraws a receive whose caller has gone.
+    /// Withdraws a receive that its caller has abandoned.
     Withdraw(Work<Arc<Received>>),
 }
 

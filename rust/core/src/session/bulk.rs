@@ -34,7 +34,7 @@ const LEAST_BYTES: u64 = 1 << 20;
 /// After a connection could not be made, or was lost, none is dialled for this time.
 const REDIAL_PAUSE: Duration = Duration::from_secs(10);
 
-/// How many connections carry the streams of a session. The side that dials decides.
+/// Number of connections that carry the streams of a session. The side that dials decides.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Streams {
     /// One on one host, which is the session's own; four between hosts.
@@ -78,7 +78,7 @@ impl Streams {
 }
 
 /// A further connection that this side makes. Nothing is sent on it before the peer's first HEARTBEAT: until then the peer may
-/// not know that it has joined, and whoever loses it would not tell.
+/// not know that it has joined, so that the loss of it would not be reported.
 #[derive(Debug)]
 struct Joining {
     number: u32,
@@ -102,7 +102,7 @@ struct Joined {
 pub(super) struct Bulk {
     /// Secret that they prove; none before the session's handshake is over.
     pub(super) secret: Option<JoinSecret>,
-    /// How many this side dials.
+    /// Number that this side dials.
     num_wanted: usize,
     joining: BTreeMap<Token, Joining>,
     joined: BTreeMap<Token, Joined>,
@@ -155,7 +155,7 @@ impl Bulk {
         self.num_wanted = streams.num_further(is_on_host);
     }
 
-    /// How many are to be dialled now that a stream of so many bytes begins.
+    /// Number to dial now that a stream of so many bytes begins.
     pub(super) fn num_missing(&self, num_bytes: u64, now: Instant) -> usize {
         if num_bytes < LEAST_BYTES || self.redial_at.is_some_and(|at| now < at) {
             return 0;
@@ -172,7 +172,7 @@ impl Bulk {
         self.joined.len() >= STREAMS_CAP
     }
 
-    /// How many have joined.
+    /// Number that have joined.
     pub(super) fn num_joined(&self) -> usize {
         self.joined.len()
     }
@@ -238,7 +238,10 @@ impl Bulk {
     /// One has joined that the peer has dialled.
     pub(super) fn add(&mut self, token: Token, number: u32, mut link: Link, now: Instant) {
         send_heartbeat(&mut link);
-        let last_rx = now;
+        self.insert(token, number, link, now);
+    }
+
+    fn insert(&mut self, token: Token, number: u32, link: Link, last_rx: Instant) {
         let joined = Joined {
             number,
             link,
@@ -274,7 +277,7 @@ pub(super) struct Received {
     pub(super) end: Option<BulkEnd>,
 }
 
-/// How a further connection has ended.
+/// End of a further connection.
 #[derive(Debug)]
 pub(super) enum BulkEnd {
     /// It is lost; the session goes on.
@@ -416,13 +419,7 @@ impl Bulk {
             ..
         }) = self.joining.remove(&token)
         {
-            let last_rx = now;
-            let joined = Joined {
-                number,
-                link,
-                last_rx,
-            };
-            self.joined.insert(token, joined);
+            self.insert(token, number, link, now);
         }
         Ok(())
     }

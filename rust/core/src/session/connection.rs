@@ -130,7 +130,7 @@ impl Connection {
         if !self.outbox.is_empty() && self.outbox.send(self.stream.as_fd(), sealer).is_err() {
             self.outbox.clear();
             self.is_broken = true;
-            // It may work still: the memory to send from was gone. The poller reports the end, here and at the peer.
+            // The connection may still work: the memory to send from was released. The poller reports the end, here and at the peer.
             let _ = self.stream.shutdown(Shutdown::Both);
         }
         let interest = if self.outbox.is_empty() {

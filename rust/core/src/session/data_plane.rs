@@ -16,7 +16,8 @@ use crate::transport::{Context, DeviceCopy, Get, Memory, RemoteKey, UcxResult, W
 /// Marks the token of the flush that has UCX connect; the rest is the session.
 const CONNECT_TOKEN: u64 = 1 << 62;
 
-/// Shortest time without the end of a read after which a device counts as failed. One lost packet may cost it four seconds.
+/// Shortest time without the end of a read after which a device counts as failed. A device waits a second or more before it
+/// sends again what was lost (`UCX_RC_TIMEOUT`).
 const LEAST_STANDSTILL: Duration = Duration::from_secs(10);
 
 /// The part of a session that belongs to the data plane.

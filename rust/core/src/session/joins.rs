@@ -82,7 +82,7 @@ impl Links {
         session.bulk.ask_to_join(token, connection, is_sealed, peer)
     }
 
-    /// Closes a further connection; the peer closes it too, once it is told. Parts on one that had joined may be lost:
+    /// Closes a further connection; STREAM_LOST has the peer close it too. Parts on one that had joined may be lost:
     /// destinations ask for their streams again.
     fn lose_bulk(&mut self, token: Token, reason: &str, is_peer_told: bool) {
         let now = self.now;
@@ -216,7 +216,7 @@ impl<S: Service> Sessions<S> {
             session.bulk.add(key, number, link, now);
             self.links.timers.set(owner, session.next_deadline());
             self.links.bulk.insert(key, owner);
-            // What came with the end of its handshake.
+            // Frames that came with the end of its handshake.
             self.receive_bulk(key, owner);
         }
     }

@@ -1,6 +1,6 @@
 //! Sessions: the authenticated connection to a peer, its UCX endpoint, and what a caller may expect of a peer that is late.
 //!
-//! What runs on top (pipe, lookup, control, handoff on an agent) is a [`Service`]: events in, calls on [`Links`] out, on one
+//! Each protocol on top (pipe, lookup, control, blocks) is a [`Service`]: events in, calls on [`Links`] out, on one
 //! thread at a time, without locks.
 
 mod attempts;
@@ -92,7 +92,7 @@ pub(crate) trait Service {
 
     /// Another thread asks. Commands that come while the reactor stops come right before [`stop`](Self::stop).
     fn command(&mut self, links: &mut Links, command: Self::Command);
-    /// Admits a peer that has proved the token, or gives the reason that the peer is told. `session_up` follows, or
+    /// Admits a peer that has proved the token, or returns the reason for the peer. `session_up` follows, or
     /// `dismissed`.
     fn accept(
         &mut self,
@@ -159,7 +159,7 @@ pub(crate) struct ReactorConfig {
     pub(crate) secrets: Secrets,
     /// Selects the frames that are sealed.
     pub(crate) encryption: Encryption,
-    /// How many connections carry the streams of a session.
+    /// Number of connections that carry the streams of a session.
     pub(crate) streams: Streams,
     /// Identity of this side.
     pub(crate) identity: Identity,

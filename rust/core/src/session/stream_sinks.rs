@@ -37,7 +37,7 @@ pub(crate) trait StreamSink {
 
 pub(super) type SharedSink = Rc<RefCell<dyn StreamSink>>;
 
-/// A part that a sink expects, until the sink is gone.
+/// A part that a sink expects, until the sink is dropped.
 pub(super) struct PartSink {
     sink: Weak<RefCell<dyn StreamSink>>,
     part: u64,

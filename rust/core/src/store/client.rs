@@ -319,7 +319,7 @@ impl TransferService for Client {
         let operation = header.u64()?;
         match StoreMessage::decode(kind, header, &data) {
             Ok(message) => self.receive(cx, operation, message),
-            // What the server holds for it is released.
+            // Releases what the server holds for it.
             Err(Error::Corrupt(text)) => {
                 let refused = StoreMessage::Refused(Error::Corrupt(text));
                 self.send_release(cx, operation, None);

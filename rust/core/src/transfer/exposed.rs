@@ -114,7 +114,7 @@ impl ExposedBuffer {
 pub(crate) struct ExposedBuffers(HashMap<SessionKey, HashMap<u64, ExposedBuffer>>);
 
 impl ExposedBuffers {
-    /// How many there are.
+    /// Number of them.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.0.values().map(HashMap::len).sum()

@@ -1,4 +1,4 @@
-//! What of a sequence of runs has not begun to come, where parts come in any order.
+//! Bytes of a sequence of runs that have not begun to come, where parts come in any order.
 
 use std::collections::BTreeMap;
 

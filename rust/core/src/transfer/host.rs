@@ -325,3 +325,6 @@ impl<S: TransferService> Service for Host<S> {
         sizes
     }
 }
+
+#[cfg(test)]
+mod tests;

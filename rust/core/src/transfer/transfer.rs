@@ -101,7 +101,7 @@ pub(super) struct Reading {
     pub(super) base: u64,
     /// The source can hash the parts of a stream.
     pub(super) can_checksum: bool,
-    /// How far it has been asked for.
+    /// Position up to which it has been asked for.
     pub(super) cursor: Cursor,
     /// Hashes what comes, if anything does.
     pub(super) verifier: Option<Verifier>,
@@ -130,7 +130,7 @@ pub(super) struct Transfer {
     pub(super) posted: PostedReads,
     /// True if it has begun again as a stream: checksums for its reads may still come.
     pub(super) is_restarted: bool,
-    /// How often its stream has begun again.
+    /// Number of times that its stream has begun again.
     pub(super) attempt: u8,
     /// True if it is in the queue of work.
     pub(super) is_scheduled: bool,

@@ -276,7 +276,7 @@ impl Worker {
         }
     }
 
-    /// How far the operations of an endpoint are. None if it is gone.
+    /// Progress of the operations of an endpoint. None once it is closed.
     pub(crate) fn progress_of(&self, endpoint: EndpointId) -> Option<EndpointProgress> {
         match self {
             Self::Ucx(worker) => worker.progress_of(endpoint),

@@ -55,3 +55,30 @@ fn an_endpoint_is_not_closed_before_a_copy_of_what_it_maps_has_ended() {
     });
     until(&worker, |event| matches!(event, Event::Closed { .. }));
 }
+
+#[test]
+fn the_progress_of_an_endpoint_counts_what_is_in_flight_and_what_has_ended() {
+    let Some((worker, id)) = connected() else {
+        return;
+    };
+    let progress = |in_flight, ended| Some(EndpointProgress { in_flight, ended });
+    assert_eq!(
+        worker.progress_of(id),
+        progress(0, 1),
+        "its flush has ended"
+    );
+    let endpoint = worker.inner.endpoint(id, "test").expect("open");
+    worker.inner.state.op_begins(&endpoint);
+    assert_eq!(worker.progress_of(id), progress(1, 1));
+    let copy = request::begin_copy(&worker.inner, &endpoint, (COPY, "test"), Keep::Nothing);
+    assert_eq!(
+        worker.progress_of(id),
+        progress(1, 1),
+        "a copy ends by itself"
+    );
+    request::finish_copy(Box::new(copy), sys::UCS_OK);
+    worker.inner.state.op_ends(&endpoint);
+    assert_eq!(worker.progress_of(id), progress(0, 3));
+    worker.close(id);
+    until(&worker, |event| matches!(event, Event::Closed { .. }));
+}

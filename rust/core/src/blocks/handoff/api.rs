@@ -127,7 +127,7 @@ impl Agent {
     }
 
     /// Consumer: ends a load; `LoadFailed` follows once nothing writes into its blocks any more. With `is_withdrawn`
-    /// every block counts as missing, because the producer has withdrawn it or nobody uses it, and the producer is not asked.
+    /// every block counts as missing: the producer has withdrawn it, or it is not needed. The producer is not asked.
     pub fn cancel(&self, handoff: HandoffId, reason: &str, is_withdrawn: bool) -> Result<()> {
         self.send_handoff(HandoffCommand::Cancel {
             handoff,

@@ -28,8 +28,25 @@ pub(super) struct ActiveBatch {
 }
 
 impl HandoffService {
-    /// Begins to read a batch; false if that failed at once, so that the load has to go on.
-    pub(super) fn read_batch(
+    /// Begins to read batches. A load one of whose reads failed at once goes on at once; no block is read more than twice.
+    pub(super) fn read_batches(
+        &mut self,
+        cx: &mut Cx<'_>,
+        session: SessionKey,
+        handoff: HandoffId,
+        batches: Vec<ReadBatch>,
+    ) {
+        let mut has_failed = false;
+        for batch in batches {
+            has_failed |= !self.read_batch(cx, session, handoff, batch);
+        }
+        if has_failed {
+            self.continue_load(cx, handoff);
+        }
+    }
+
+    /// Begins to read a batch; false if that failed at once.
+    fn read_batch(
         &mut self,
         cx: &mut Cx<'_>,
         session: SessionKey,

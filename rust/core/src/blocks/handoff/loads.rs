@@ -142,14 +142,8 @@ impl HandoffService {
         if self.agent.is_lost(cx.links, session) {
             return; // its end, which is about to be reported, leads to a fresh one
         }
-        let mut has_failed = false;
-        for batch in active.load.next_retries() {
-            has_failed |= !self.read_batch(cx, session, handoff, batch);
-        }
-        // Blocks are read twice at most.
-        if has_failed {
-            self.continue_load(cx, handoff);
-        }
+        let batches = active.load.next_retries();
+        self.read_batches(cx, session, handoff, batches);
     }
 
     pub(super) fn blocks_announced(
@@ -169,15 +163,7 @@ impl HandoffService {
             return self.fail_load(cx, handoff, FailureCause::Refused, REFUSES_VALIDATE);
         }
         match active.load.blocks_announced(epoch, blocks) {
-            Ok(batches) => {
-                let mut has_failed = false;
-                for batch in batches {
-                    has_failed |= !self.read_batch(cx, session, handoff, batch);
-                }
-                if has_failed {
-                    self.continue_load(cx, handoff);
-                }
-            }
+            Ok(batches) => self.read_batches(cx, session, handoff, batches),
             Err(Unreadable::Region(region)) => {
                 let name = self.region_name(session, region);
                 let reason = format!("{name} of the producer was closed or registered meanwhile");

@@ -68,7 +68,7 @@ pub(in crate::blocks) struct HandoffService {
     pub(super) loads: ActiveLoads,
     /// Batches of loads that are being read, by the owners of their transfers.
     pub(super) batches: HashMap<u64, ActiveBatch>,
-    /// Sessions that are gone, whose loads go on once their reads are handed over.
+    /// Sessions that have ended; their loads go on once their reads are handed over.
     lost_sessions: Vec<(SessionKey, Error)>,
 }
 

@@ -1,4 +1,4 @@
-//! What the reactor's thread and callers share of handoffs.
+//! State of handoffs that the reactor's thread and callers share.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -46,7 +46,7 @@ pub struct LoadReport {
 #[derive(Debug, Default)]
 pub(in crate::blocks) struct HandoffShared {
     pub(super) events: Events<Event>,
-    /// How many ends of a handoff callers have marked and the reactor's thread has not processed.
+    /// Number of ends of a handoff that callers have marked and the reactor's thread has not processed.
     ended: Mutex<HashMap<HandoffId, usize>>,
     pub(super) num_leased: AtomicUsize,
     /// Sessions in which this side reads its peer's memory, and sessions in which it gets streams.

@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use kvpipe_ucx::Event;
 
 use super::super::session::SessionState;
@@ -86,6 +88,12 @@ impl Fixture {
                 _ => {}
             }
         }
+    }
+
+    /// The session is up.
+    fn finish(&mut self) {
+        let session = self.links.sessions.get_mut(&SESSION).unwrap();
+        assert!(session.finish().is_some());
     }
 
     fn probed(mut self) -> Option<DataPath> {
@@ -244,14 +252,7 @@ fn a_data_path_that_changes_is_reported_once_the_session_is_up() {
         it.links.changed_paths.is_empty(),
         "reported with the session"
     );
-    assert!(
-        it.links
-            .sessions
-            .get_mut(&SESSION)
-            .unwrap()
-            .finish()
-            .is_some()
-    );
+    it.finish();
     it.links.switch_to_stream(SESSION, "a test");
     it.links.switch_to_stream(SESSION, "a test");
     assert_eq!(it.links.data_path(SESSION), Some(stream()));
@@ -265,14 +266,7 @@ fn reading() -> Fixture {
     it.run();
     let read = DataPath::RemoteRead(MEMORY.to_owned());
     it.links.receive_data_path(SESSION, read).unwrap();
-    assert!(
-        it.links
-            .sessions
-            .get_mut(&SESSION)
-            .unwrap()
-            .finish()
-            .is_some()
-    );
+    it.finish();
     it
 }
 
@@ -337,6 +331,29 @@ fn reads_stand_still_once_none_has_ended_for_as_long_as_a_peer_may_be_silent() {
     assert!(stands_still(&mut it, 4 * silence));
     assert!(it.links.next_ended_read().is_some());
     assert!(!stands_still(&mut it, 5 * silence), "all have ended");
+}
+
+#[test]
+fn reads_have_ten_seconds_also_where_a_peer_may_be_silent_for_less() {
+    let mut it = reading();
+    it.links.config.timeouts.silence = Duration::from_secs(1);
+    post_read(&mut it);
+    let begun = it.links.now;
+    for (after, stands_still) in [(0, false), (9, false), (10, true)] {
+        it.links.now = begun + Duration::from_secs(after);
+        assert_eq!(it.links.stands_still(SESSION), stands_still, "{after} s");
+    }
+}
+
+#[test]
+fn what_connects_devices_has_a_limit_of_its_own() {
+    let mut it = Fixture::new();
+    it.begin();
+    let begun = it.links.now;
+    for after in [0, 60] {
+        it.links.now = begun + Duration::from_secs(after);
+        assert!(!it.links.stands_still(SESSION), "the canary is in flight");
+    }
 }
 
 #[test]

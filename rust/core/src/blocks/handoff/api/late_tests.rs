@@ -303,7 +303,7 @@ fn of_two_streamed_loads_one_is_cancelled_and_the_other_neither_notices_nor_retr
 /// Bytes of another request, which has the blocks of a handoff that has ended.
 const REUSED: u8 = 9;
 
-/// Whether a block here has a byte that was there after the handoff had ended.
+/// True if a block here has a byte that was there after the handoff had ended.
 fn has_reused(side: &Side, block: u32) -> bool {
     let at = u64::from(block) * BLOCK;
     let bytes = side.memory.bytes(at as usize, BLOCK as usize).unwrap();

@@ -156,7 +156,7 @@ fn transfers_whose_device_is_lost_begin_again_as_streams_and_the_session_goes_on
     assert_eq!(it.requests(), [(later, Wanted::ChecksummedBytes)]);
 }
 
-/// What was on it may be lost, and nobody knows which of the rest has come.
+/// Parts on it may be lost, and neither side knows which.
 #[test]
 fn streams_begin_again_when_a_connection_of_their_session_is_lost_and_late_parts_are_dropped() {
     let mut it = Fixture::new(MemoryPath::Stream);
