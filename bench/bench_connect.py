@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-PEERS = ROOT / ".venv-peers" / "bin" / "python"
+PEERS = os.environ.get("KVPIPE_BENCH_PEERS_PYTHON") or str(ROOT / ".venv-peers" / "bin" / "python")
 SIZE = 64 << 10
 MEMORY = "DRAM"
 
@@ -103,7 +103,7 @@ def main() -> None:
     subjects = {
         "kvpipe, sealed": (sys.executable, "kvpipe", ours | {"KVPIPE_ENCRYPTION": "on"}),
         "kvpipe, plain": (sys.executable, "kvpipe", ours | {"KVPIPE_ENCRYPTION": "off"}),
-        "NIXL READ, UCX over TCP": (str(PEERS), "nixl", {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR"}),
+        "NIXL READ, UCX over TCP": (PEERS, "nixl", {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR"}),
     }
     sides: dict[str, tuple[Any, Any, str]] = {}
     times: dict[str, list[float]] = {name: [] for name in subjects}

@@ -118,7 +118,7 @@ def measure_beside(name: str, address: str, local: str, seconds: float) -> None:
         for bulk in (False, True):
             if bulk:
                 thread.start()
-                time.sleep(0.3)
+                time.sleep(0.3)  # its windows are full
             before, begun, trips = moved[0], time.perf_counter(), []
             while time.perf_counter() < begun + seconds:
                 sent = time.perf_counter()

@@ -82,7 +82,7 @@ impl Links {
         session.bulk.ask_to_join(token, connection, is_sealed, peer)
     }
 
-    /// Closes a further connection; STREAM_LOST has the peer close it too. Parts on one that had joined may be lost:
+    /// Closes a further connection; `STREAM_LOST` has the peer close it too. Parts on one that had joined may be lost:
     /// destinations ask for their streams again.
     fn lose_bulk(&mut self, token: Token, reason: &str, is_peer_told: bool) {
         let now = self.now;

@@ -293,3 +293,20 @@ fn any_number_of_reads_that_wait_can_fail_as_they_begin() {
     let is_retried = |event: &&Event| matches!(event, Event::LoadCompleted(report) if report.counts.num_retried == 1);
     assert_eq!(ended.iter().filter(is_retried).count(), NUM_LOADS as usize);
 }
+
+#[test]
+fn the_end_of_a_session_is_logged_before_the_loads_that_it_fails() {
+    let (producer, consumer) = load_in_part(MemoryPath::RemoteRead, Integrity::Checksum);
+    producer.agent.close();
+    while producer.agent.round() != Round::Over {}
+    settle(&[&consumer.agent]);
+    let events = consumer.agent.drain();
+    // Of the fresh session, which does not come.
+    let logged = events
+        .iter()
+        .rposition(|event| matches!(event, Event::Log(text) if text.starts_with("session.closed")));
+    let failed = events
+        .iter()
+        .position(|event| matches!(event, Event::LoadFailed(..)));
+    assert!(logged.is_some() && logged < failed, "{events:?}");
+}
