@@ -115,7 +115,7 @@ class BrokerProcess:
     def stop(self) -> None:
         """Ends it in order: it closes connections and writes its data.
 
-        As `kill`, it returns when the last of its processes has ended.
+        As `kill`, it returns when its processes have ended. A shell that Erlang runs at that moment ends by itself.
         """
         self._end(signal.SIGTERM)
 
