@@ -18,6 +18,7 @@ mod clock;
 pub mod completions;
 pub mod control;
 mod earliest;
+pub mod entries;
 mod error;
 pub mod events;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -26,7 +27,6 @@ pub mod ids;
 mod integrity;
 #[cfg(test)]
 mod logged;
-pub mod lookup;
 mod multimap;
 pub mod net;
 pub mod pipe;
@@ -35,7 +35,6 @@ pub mod reactor;
 pub mod session;
 #[cfg(test)]
 mod simulated_day;
-pub mod store;
 mod sync;
 pub mod tensor;
 pub mod trace;

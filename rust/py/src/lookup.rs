@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_core::lookup::{self, Items, LookupQuery, NUM_ITEMS};
+use kvpipe_core::entries::lookup::{self, Items, LookupQuery, NUM_ITEMS};
 use kvpipe_core::tensor::{Meta, Received};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_core::store::{self, DiskConfig, StoreInfo, ValuePage};
+use kvpipe_core::entries::StoreInfo;
+use kvpipe_core::entries::store::{self, DiskConfig, ValuePage};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict};

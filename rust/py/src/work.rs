@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::blocks;
 use kvpipe_core::completions::Completions as CoreCompletions;
-use kvpipe_core::lookup::{Operation, Selected};
-use kvpipe_core::store;
+use kvpipe_core::entries::StoreInfo;
+use kvpipe_core::entries::lookup::{Operation, Selected};
+use kvpipe_core::entries::store;
 use kvpipe_core::tensor::Received;
 use kvpipe_core::work::{Then, Waited, Work as CoreWork};
 use pyo3::IntoPyObjectExt;
@@ -33,7 +34,7 @@ pub(crate) enum Kind {
     Operation(CoreWork<Option<u64>>),
     Opened(CoreWork<Option<Arc<store::OpenedValue>>>),
     Page(CoreWork<store::ValuePage>),
-    StoreInfo(CoreWork<store::StoreInfo>),
+    StoreInfo(CoreWork<StoreInfo>),
 }
 
 /// Runs the same code for a work of any kind.

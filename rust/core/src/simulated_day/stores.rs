@@ -8,8 +8,8 @@ use kvpipe_ucx::Buffer;
 
 use super::visitors::{SIZES, TIMEOUT};
 use super::{MANY_BYTES, Rng, TOKEN, is_busy};
+use crate::entries::store::{OpenedValue, StoreClient, StoreServer};
 use crate::reactor::manual::{Sizes, without_threads};
-use crate::store::{OpenedValue, StoreClient, StoreServer};
 use crate::transport::{MemoryPath, Transport};
 use crate::work::{Then, Work};
 

@@ -13,7 +13,7 @@ use super::control::{Ports, port};
 use super::{LATE, MANY_BYTES, Rng, TOKEN, is_busy, transport};
 use crate::Integrity;
 use crate::control::{Control, ControlQuery};
-use crate::lookup::{Items, LookupBuffer, LookupQuery, Operation, Selected};
+use crate::entries::lookup::{Items, LookupBuffer, LookupQuery, Operation, Selected};
 use crate::pipe::{Deadline, Pipe};
 use crate::reactor::manual::{Sizes, without_threads};
 use crate::tensor::{Meta, Received};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpipe_core::Error;
-use kvpipe_core::lookup::{Items, LookupBuffer, LookupQuery};
+use kvpipe_core::entries::lookup::{Items, LookupBuffer, LookupQuery};
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::tensor::{Meta, Received};

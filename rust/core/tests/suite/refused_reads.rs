@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpipe_core::blocks::Options;
-use kvpipe_core::lookup::{Items, LookupBuffer, LookupQuery};
+use kvpipe_core::entries::lookup::{Items, LookupBuffer, LookupQuery};
 use kvpipe_core::pipe::{Deadline, Pipe};
 use kvpipe_core::tensor::{Meta, Received};
 use kvpipe_core::work::Then;

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use kvpipe_core::Error;
 use kvpipe_core::checksum;
+use kvpipe_core::entries::store::{StoreClient, StoreServer};
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
-use kvpipe_core::store::{StoreClient, StoreServer};
 use kvpipe_core::transport::Transport;
 use kvpipe_core::work::Then;
 use kvpipe_ucx::Buffer;

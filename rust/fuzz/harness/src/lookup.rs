@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvpipe_core::entries::lookup::{
+    Items, LookupBuffer, LookupQuery, NUM_ITEMS, Operation, Selected,
+};
 use kvpipe_core::fuzzing::{Round, without_threads};
-use kvpipe_core::lookup::{Items, LookupBuffer, LookupQuery, NUM_ITEMS, Operation, Selected};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::tensor::Received;
 use kvpipe_core::work::{Then, Work};

@@ -1,0 +1,63 @@
+//! When the server does work that takes long. All reactors are manual: each round of the server does one slice.
+
+mod copies;
+
+use super::super::{Items, LookupBuffer, Operation, Selected};
+use crate::entries::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
+use crate::tensor::Meta;
+
+/// Slices of an entry.
+const SLICES: usize = 8;
+const SLICE: usize = 4 << 20;
+
+fn entries(count: usize) -> Vec<Items> {
+    let entry = || entry(Meta::default(), SLICES * SLICE);
+    std::iter::repeat_with(entry).take(count).collect()
+}
+
+/// The round of the server in which each select ends.
+fn ends(
+    local: &LookupBuffer,
+    remotes: &[LookupBuffer],
+    selects: &[Operation<Selected>],
+) -> Vec<usize> {
+    let mut ends = vec![None; selects.len()];
+    for round in 0..ROUNDS {
+        local.manual_round();
+        for remote in remotes {
+            rest(|| remote.manual_round());
+        }
+        for (end, select) in ends.iter_mut().zip(selects) {
+            if select.is_completed() {
+                assert!(matches!(select.result(), Some(Ok(Some(_)))));
+                end.get_or_insert(round);
+            }
+        }
+        if let Some(ends) = ends.iter().copied().collect() {
+            return ends;
+        }
+    }
+    panic!("not all end")
+}
+
+#[test]
+fn clients_get_their_checksums_in_turns() {
+    const CLIENTS: usize = 3;
+    let local = serve(entries(CLIENTS));
+    let remotes: Vec<_> = (0..CLIENTS).map(|_| connect(&[&local])).collect();
+    let selects: Vec<_> = remotes.iter().map(select).collect();
+    let mut ends = ends(&local, &remotes, &selects);
+    ends.sort_unstable();
+    assert!(ends[CLIENTS - 1] - ends[0] < SLICES, "{ends:?}");
+}
+
+#[test]
+fn a_client_gets_the_checksums_first_of_what_it_fetches_first() {
+    const SELECTS: usize = 5;
+    let local = serve(entries(SELECTS));
+    let remote = [connect(&[&local])];
+    let selects: Vec<_> = (0..SELECTS).map(|_| select(&remote[0])).collect();
+    let ends = ends(&local, &remote, &selects);
+    let is_next = |pair: &[usize]| pair[1] >= pair[0] + SLICES / 2;
+    assert!(ends.windows(2).all(is_next), "{ends:?}");
+}
