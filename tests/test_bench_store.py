@@ -57,7 +57,6 @@ def test_subjects_on_a_server_that_is_not_installed_are_skipped_with_the_reason(
         assert run.skipped[name] == "redis-server is not installed; scripts/servers fetches it"
     assert run.skipped["Valkey"] == "valkey-server is not installed; scripts/servers fetches it"
     assert {entry.subject.name.partition(",")[0] for entry in run.entries} == {
-        "LookupBufferStore",
         "LMCache on Redis",
         "LMCache",
     }

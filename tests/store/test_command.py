@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 from kvpipe import ConfigError, cli
-from kvpipe.store import RemoteStore, StoreServer, open_store
+from kvpipe.store import RemoteStore, StoreServer
 
 
 @pytest.fixture
@@ -53,30 +53,6 @@ def test_a_served_store_prints_its_address_shows_metrics_and_ends_on_a_signal_in
         rest, log = process.communicate(timeout=30)
     assert (process.returncode, rest) == (0, "")
     assert "store.stopped" in log
-
-
-def test_a_lookup_buffer_is_served_as_a_store_of_its_url(capsys):
-    process = serve("--capacity", "8MiB", "--lookup-buffer")
-    try:
-        url = process.stdout.readline().strip()
-        assert url.startswith("lookup://127.0.0.1:")
-        with open_store(url, "t") as store:
-            assert store.put(b"key", b"abc")
-        assert cli.main(["store", "list", url, "--token", "t"]) == 0
-        assert capsys.readouterr().out.split() == ["3", "stored", b"key".hex()]
-        assert cli.main(["store", "purge", url, "--token", "t"]) == 0
-        assert cli.main(["store", "stats", url, "--token", "t"]) == 0
-        assert "num_values: 0\n" in capsys.readouterr().out
-    finally:
-        process.send_signal(signal.SIGTERM)
-        rest, _ = process.communicate(timeout=30)
-    assert (process.returncode, rest) == (0, "")
-
-
-def test_metrics_of_a_lookup_buffer_are_refused(capsys):
-    args = ["--listen", "127.0.0.1:0", "--lookup-buffer", "--metrics-port", "0"]
-    assert cli.main(["store", "serve", *args]) == 1
-    assert "--metrics-port" in capsys.readouterr().err
 
 
 def test_an_address_that_others_reach_is_refused_without_a_token(capsys, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Self
 
+from kvpipe import _kvpipe
 from kvpipe.store import KVStore, LocalStore
 
 URL = "tests.store_connector.stores:SharedStore:"
@@ -16,7 +17,7 @@ class SharedStore(LocalStore):
 
     `is_open`: calls wait while it is cleared. `failure` is raised by every call while it is set. `on_select` is called
     with each key before it is looked for, `on_put` with each key before it is put. `lookups` has the keys of each
-    question. `on_open` is called with the name before a store is opened. `has_parts`: whether values are read in parts.
+    question. `on_open` is called with the name before a store is opened. `has_parts`: true if values are read in parts.
     """
 
     of: dict[str, SharedStore] = {}  # noqa: RUF012 - the registry
@@ -62,8 +63,8 @@ class SharedStore(LocalStore):
         self.on_select(key)
         self._use()
         value = super().select(key, **more)
-        if value is not None and not self.has_parts:
-            value.read_parts = lambda _: None
+        if value is not None:
+            value.read_parts = (lambda parts: _read_parts(value, parts)) if self.has_parts else (lambda _: None)
         return value
 
     def replace(self, key: bytes, data: bytes) -> None:
@@ -78,6 +79,20 @@ class SharedStore(LocalStore):
 
     def close(self) -> None:
         pass
+
+
+def _read_parts(value: Any, parts: Any) -> int | None:
+    """Reads a value of any size in parts, as kvpipe's own store does with large ones."""
+    data = memoryview(value.read())
+    views = [memoryview(part).cast("B") for part in parts]
+    if sum(view.nbytes for view in views) != data.nbytes:
+        return None
+    at = 0
+    for view in views:
+        view[:] = data[at : at + view.nbytes]
+        at += view.nbytes
+    checksum: int = _kvpipe.checksums(data, [0], data.nbytes)[0]
+    return checksum
 
 
 class NoStore:

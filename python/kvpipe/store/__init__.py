@@ -16,11 +16,10 @@ from kvpipe.store.base import (
     Value,
     ValueInfo,
 )
-from kvpipe.store.local import LocalStore
 from kvpipe.store.urls import open_store
 
 if TYPE_CHECKING:
-    from kvpipe.store.lookup import LookupBufferStore
+    from kvpipe.store.local import LocalStore
     from kvpipe.store.remote import RemoteStore
     from kvpipe.store.server import StoreServer
     from kvpipe.store.valkey import ValkeyStore
@@ -33,7 +32,6 @@ __all__ = [
     "KVStore",
     "Lease",
     "LocalStore",
-    "LookupBufferStore",
     "Match",
     "RemoteStore",
     "Reservation",
@@ -47,7 +45,7 @@ __all__ = [
 
 # Imported when they are asked for: each needs something of its own.
 _MODULES = {
-    "LookupBufferStore": "kvpipe.store.lookup",
+    "LocalStore": "kvpipe.store.local",
     "RemoteStore": "kvpipe.store.remote",
     "StoreServer": "kvpipe.store.server",
     "ValkeyStore": "kvpipe.store.valkey",

@@ -84,15 +84,3 @@ def check_out(out: Buffer, num_bytes: int) -> memoryview:
         message = f"a destination of {view.nbytes} bytes, {kind}: expected {num_bytes} contiguous, writable bytes"
         raise ConfigError(message)
     return view.cast("B")
-
-
-def check_written(num_written: int, num_bytes: int) -> int:
-    """Returns the number of bytes that a reservation has after a write.
-
-    Raises:
-        ConfigError: It is more than were reserved.
-    """
-    if num_written > num_bytes:
-        message = f"{num_written} bytes were written, {num_bytes} are reserved"
-        raise ConfigError(message)
-    return num_written

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from kvpipe._address import join_host_port
 from kvpipe.exceptions import ConfigError
-from kvpipe.store.lookup_server import LookupStoreServer
 from kvpipe.store.server import StoreServer
 from kvpipe.store.urls import open_store
 
@@ -56,11 +55,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     serve.add_argument(
         "--metrics-port", type=int, metavar="PORT", help="serve /metrics there, at the address of --listen"
     )
-    serve.add_argument(
-        "--lookup-buffer",
-        action="store_true",
-        help="keep the values as entries of a lookup buffer, which clients reach by lookup://; for trials",
-    )
     serve.set_defaults(command=_serve)
     for name, about, command in (
         ("list", "print the values: size, state, key in hexadecimal digits", _list),
@@ -85,23 +79,7 @@ def _serve(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, stop))
-        server = _server(args)
-        stack.callback(server.close)
-        if isinstance(server, StoreServer) and args.metrics_port is not None:
-            _serve_metrics(stack, server, args.metrics_port)
-        logger.info("store.listening address=%s capacity_bytes=%s", server.address, args.capacity)
-        if isinstance(server, StoreServer) and args.disk is not None:
-            num_values = server.stats().details["num_disk_values"]
-            logger.info("store.disk directory=%s num_values=%s", args.disk, num_values)
-        print(server.url, flush=True)
-        stopped.wait()
-    logger.info("store.stopped")
-    return 0
-
-
-def _server(args: argparse.Namespace) -> StoreServer | LookupStoreServer:
-    if not args.lookup_buffer:
-        return StoreServer(
+        server = StoreServer(
             args.listen,
             capacity_bytes=args.capacity,
             quota_bytes=args.quota,
@@ -109,12 +87,17 @@ def _server(args: argparse.Namespace) -> StoreServer | LookupStoreServer:
             disk=args.disk,
             disk_capacity_bytes=args.disk_capacity,
         )
-    for flag in ("quota", "disk", "disk_capacity", "metrics_port"):
-        if getattr(args, flag) is not None:
-            name = f"--{flag.replace('_', '-')}"
-            message = f"{name}: a lookup buffer has no quota, disk or metrics; leave out {name} or --lookup-buffer"
-            raise ConfigError(message)
-    return LookupStoreServer(args.listen, capacity_bytes=args.capacity, token=args.token)
+        stack.callback(server.close)
+        if args.metrics_port is not None:
+            _serve_metrics(stack, server, args.metrics_port)
+        logger.info("store.listening address=%s capacity_bytes=%s", server.address, args.capacity)
+        if args.disk is not None:
+            num_values = server.stats().details["num_disk_values"]
+            logger.info("store.disk directory=%s num_values=%s", args.disk, num_values)
+        print(server.url, flush=True)
+        stopped.wait()
+    logger.info("store.stopped")
+    return 0
 
 
 def _serve_metrics(stack: ExitStack, server: StoreServer, port: int) -> None:

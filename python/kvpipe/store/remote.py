@@ -66,14 +66,7 @@ class RemoteStore(KVStore):
             ConnectError: The server does not answer in time.
             AuthenticationError: The server has another token.
         """
-        address = check_address(url, "kvpipe")
-        native, connected = _kvpipe.StoreClient.connect(address, resolve_token(token), transport(), timeout)
-        try:
-            _wait(connected)
-        except BaseException:
-            native.close()
-            raise
-        return cls(native)
+        return cls(connect(check_address(url, "kvpipe"), token, timeout))
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Returns for each key whether it can be selected now; see `KVStore.exists`."""
@@ -194,6 +187,17 @@ class _RemoteLease(_RemoteValue, Lease):
 
     def close(self) -> None:
         self.release()
+
+
+def connect(address: str, token: str | None, timeout: float = 10) -> _kvpipe.StoreClient:
+    """Connects to the server at an address; raises as `RemoteStore.open`."""
+    native, connected = _kvpipe.StoreClient.connect(address, resolve_token(token), transport(), timeout)
+    try:
+        _wait(connected)
+    except BaseException:
+        native.close()
+        raise
+    return native
 
 
 def stats_of(info: dict[str, Any], **details: Any) -> StoreStats:

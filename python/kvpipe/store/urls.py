@@ -16,12 +16,11 @@ _SCHEMES = {
     "rediss": ("kvpipe.store.valkey", "ValkeyStore"),
     "valkey": ("kvpipe.store.valkey", "ValkeyStore"),
     "valkeys": ("kvpipe.store.valkey", "ValkeyStore"),
-    "lookup": ("kvpipe.store.lookup", "LookupBufferStore"),
     "local": ("kvpipe.store.local", "LocalStore"),
 }
 # A class of the user's: what follows the second colon is its own.
 _USERS_CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?::(?P<rest>.*))?", re.DOTALL)
-_EXPECTED = "expected kvpipe://host:port, redis://…, lookup://… or module:Class"
+_EXPECTED = "expected kvpipe://host:port, redis://… or module:Class"
 
 
 class StoreUrl(NamedTuple):
@@ -51,8 +50,8 @@ def open_store(url: str, token: str | None = None, timeout: float = 10) -> KVSto
     """Connects to the store that a URL names.
 
     Args:
-        url: `kvpipe://host:port`, `redis://…` or another scheme of Valkey, `lookup://…`, or `module:Class` for a user's
-            own implementation. After another colon follows what the class's `open` gets.
+        url: `kvpipe://host:port`, `redis://…` or another scheme of Valkey, or `module:Class` for a user's own
+            implementation. After another colon follows what the class's `open` gets.
         token: The shared secret of kvpipe's own store; by default `KVPIPE_TOKEN`.
         timeout: Seconds to wait for the store.
 

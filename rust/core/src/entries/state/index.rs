@@ -66,7 +66,7 @@ impl Index {
     pub(super) fn len(&self) -> usize {
         match self {
             Self::Unique(slots) => slots.len(),
-            Self::Ordered(ordered) => ordered.by_key.len(),
+            Self::Ordered(ordered) => ordered.by_key.len().max(ordered.by_age.len()),
         }
     }
 
