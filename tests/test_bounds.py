@@ -13,8 +13,9 @@ NOT_COUNTED = {
     ("blocks/regions.rs", "waiting_for"): "the sessions, for each closing region",
     ("control/producer.rs", "watchers"): "the sessions that watch a handoff, which are counted by session",
     ("blocks/handoff/ready.rs", "left"): "the ready blocks of a step in the ready queue",
-    ("entries/lookup/shared.rs", "client_actions"): "the answers of one event, which are sent at its end",
-    ("entries/lookup/transfer.rs", "offered"): "the five tensors of an entry",
+    ("entries/lookup/client/fetches.rs", "rest"): "the five tensors of an entry",
+    ("entries/server/arrival.rs", "rest"): "the five parts of a put",
+    ("entries/shared.rs", "client_actions"): "the answers of one event, which are sent at its end",
     ("transfer/incoming_stream.rs", "coming"): "one part on each connection of a session, which has 17 at most",
     ("transport/memory.rs", "connected"): "the endpoints; the transport in memory is for tests",
 }

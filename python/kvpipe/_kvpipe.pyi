@@ -447,8 +447,8 @@ class StoreServer:
     ) -> StoreServer: ...
     @property
     def address(self) -> str: ...
-    def stats(self) -> Work:
-        """As of `StoreClient`."""
+    def stats(self) -> dict[str, int]:
+        """Content and counters."""
 
     def close(self) -> None: ...
 

@@ -87,9 +87,7 @@ class StoreServer(Closing):
         Raises:
             ClosedError: The server was closed.
         """
-        work = self._native.stats()
-        work.wait()
-        return stats_of(work.result())
+        return stats_of(self._native.stats())
 
     def close(self) -> None:
         """Ends the server: its clients lose it, and what only memory has is written to the disk or dropped.

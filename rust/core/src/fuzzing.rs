@@ -12,12 +12,11 @@ use crate::blocks::handoff::messages::HandoffMessage;
 use crate::blocks::messages::{self as agent, AgentMessage, OFFER};
 use crate::checksum;
 use crate::control::messages::ControlMessage;
-use crate::entries::lookup::messages::{self as lookup, LookupMessage};
-use crate::entries::lookup::transfer::EntryTransfer;
-use crate::entries::store::messages::StoreMessage;
+use crate::entries::messages::EntryMessage;
 use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
 use crate::net::encryption::Offer;
+use crate::net::fields::{read_refusal, write_refusal};
 use crate::net::identity::{Canary, Identity};
 use crate::tensor::Meta;
 use crate::transfer::Message;
@@ -92,7 +91,7 @@ impl PeerPlane {
 pub type Decoder = fn(&[u8]) -> Option<Vec<u8>>;
 
 /// Every decoder, by name. The harness chooses by index: a new one goes to the end.
-pub const DECODERS: [(&str, Decoder); 17] = [
+pub const DECODERS: [(&str, Decoder); 15] = [
     ("identity", |b| prefix(b, Identity::read, Identity::write)),
     ("meta", |b| prefix(b, Meta::read, Meta::write)),
     ("buffer", |b| {
@@ -118,13 +117,8 @@ pub const DECODERS: [(&str, Decoder); 17] = [
     ("metadata", |b| {
         Some(Metadata::from_bytes(b).ok()?.to_bytes())
     }),
-    ("select", |b| lookup_payload(lookup::SELECT, b)),
+    ("entries", entry_message),
     ("refusal", refusal),
-    // Entries are encoded from registered memory only.
-    ("entry", |b| {
-        EntryTransfer::read(Reader::new(b)).ok().map(|_| b.to_vec())
-    }),
-    ("store", store_message),
     ("encryption", |b| prefix(b, Offer::read, Offer::write)),
 ];
 
@@ -148,15 +142,9 @@ fn offered_blocks(bytes: &[u8]) -> Option<Vec<u8>> {
     Some(join(&header.finish(), &payload))
 }
 
-/// The payload of a message without header.
-fn lookup_payload(kind: u8, payload: &[u8]) -> Option<Vec<u8>> {
-    let message = LookupMessage::decode(kind, Reader::new(&[]), payload);
-    Some(message.ok()?.into_bytes().1)
-}
-
 /// A kind of a later version is read as the least specific one: only its text is encoded again.
 fn refusal(bytes: &[u8]) -> Option<Vec<u8>> {
-    let mut written = lookup_payload(lookup::REFUSED, bytes)?;
+    let mut written = write_refusal(&read_refusal(Reader::new(bytes)).ok()?);
     if bytes[0] > 4 {
         written[0] = bytes[0];
     }
@@ -194,10 +182,10 @@ fn handoff_message(bytes: &[u8]) -> Option<Vec<u8>> {
 }
 
 /// The payload of a message that has none stays empty.
-fn store_message(bytes: &[u8]) -> Option<Vec<u8>> {
+fn entry_message(bytes: &[u8]) -> Option<Vec<u8>> {
     let (header, payload) = split(bytes)?;
-    let read = StoreMessage::decode(header[0], Reader::new(&header[1..]), payload).ok()?;
-    let (kind, is_refusal) = (read.kind(), matches!(read, StoreMessage::Refused(_)));
+    let read = EntryMessage::decode(header[0], Reader::new(&header[1..]), payload).ok()?;
+    let (kind, is_refusal) = (read.kind(), matches!(read, EntryMessage::Refused(_)));
     let (written_header, mut written) = read.into_bytes();
     if is_refusal {
         // A kind of a later version is read as the least specific one, and nothing of the header is read.

@@ -62,9 +62,8 @@ impl StoreServer {
         self.0.address()
     }
 
-    fn stats(&self) -> PyResult<Work> {
-        let work = self.0.stats().map_err(to_py)?;
-        Ok(Work::new(Kind::StoreInfo(work)))
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        info_dict(py, &self.0.stats().map_err(to_py)?)
     }
 
     fn close(&self, py: Python<'_>) {

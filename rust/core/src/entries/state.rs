@@ -88,7 +88,7 @@ enum Rules {
 
 /// The way in which a select has its entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Access {
+pub(crate) enum Access {
     /// Beside others.
     Open,
     /// Alone, as long as the lease lasts; without end in a lookup buffer.
@@ -242,7 +242,10 @@ impl<C: Clone> Entries<C> {
     pub(super) fn clear(&mut self) {
         let capacity_bytes = self.info.capacity_bytes;
         let (num_committed, num_consumed) = (self.info.num_committed, self.num_consumed);
-        *self = Self::of_buffer(capacity_bytes);
+        *self = match self.rules {
+            Rules::Store { reservation } => Self::of_store(capacity_bytes, None, reservation),
+            Rules::Buffer => Self::of_buffer(capacity_bytes),
+        };
         self.info.num_committed = num_committed;
         self.num_consumed = num_consumed;
     }
@@ -367,6 +370,14 @@ impl<C: Clone> Entries<C> {
             }
             _ => Err(lease_ended()),
         }
+    }
+
+    /// True if this operation has an entry.
+    pub(super) fn is_held(&self, holder: Holder) -> bool {
+        matches!(
+            self.holds.get(holder),
+            Some(Hold::Open(_) | Hold::Leased { .. })
+        )
     }
 
     /// True if the entry of a lease was [consumed](Self::consume); `None` without a lease.

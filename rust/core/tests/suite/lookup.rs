@@ -14,15 +14,17 @@ use kvpipe_ucx::{Buffer, Search};
 
 use crate::common::{self, PATIENCE, Raw, TOKEN, eventually, on_both_paths};
 
-const INSERT: u8 = 16;
-const INSERTED: u8 = 17;
-const REFUSED: u8 = 18;
-const SELECT: u8 = 19;
-const OFFER: u8 = 20;
-const CONSUME: u8 = 22;
-const CONSUMED: u8 = 23;
-const SETTLE: u8 = 24;
-const WITHDRAW: u8 = 25;
+const EXISTS: u8 = 64;
+const PUT: u8 = 68;
+const SELECT: u8 = 70;
+const RELEASE: u8 = 72;
+const ACKNOWLEDGE: u8 = 74;
+const CONSUME: u8 = 79;
+const DONE: u8 = 80;
+const REFUSED: u8 = 81;
+const OFFER: u8 = 85;
+const CANCEL: u8 = 91;
+const NEVER: u64 = u64::MAX;
 /// Of the transfers that follow an offer.
 const SOURCE_CHECKSUMS: u8 = 44;
 const CAPACITY: u64 = 1 << 20;
@@ -71,18 +73,16 @@ fn insert(local: &LookupBuffer, tokens: &[i64], key: Vec<u8>) {
     assert!(inserted.is_completed());
 }
 
-/// Header and payload of an insert of token 1 with the given tensors.
-fn an_insert(operation: u64, tensors: &[u8]) -> (Vec<u8>, Vec<u8>) {
-    let payload = Writer::default()
-        .u64(u64::MAX)
-        .list(&[1u64], |w, token| w.u64(*token))
-        .raw(tensors)
-        .finish();
+/// Header and payload of an insert with this record and no parts.
+fn an_insert(operation: u64, record: &[u8]) -> (Vec<u8>, Vec<u8>) {
+    a_put(operation, &1u64.to_le_bytes(), (0, record))
+}
+
+fn a_put(operation: u64, key: &[u8], (is_hashed, record): (u8, &[u8])) -> (Vec<u8>, Vec<u8>) {
+    let payload = Writer::default().bytes(key).u64(NEVER).u64(NEVER);
+    let payload = payload.u8(is_hashed).bytes(record).u32(0).finish();
     let sum = crc_of(&payload);
-    (
-        Writer::new(INSERT).u64(operation).u64(sum).finish(),
-        payload,
-    )
+    (Writer::new(PUT).u64(operation).u64(sum).finish(), payload)
 }
 
 /// CRC-64/NVME, bit by bit.
@@ -92,8 +92,10 @@ fn crc_of(bytes: &[u8]) -> u64 {
     !bytes.iter().fold(u64::MAX, byte)
 }
 
+/// A select of the oldest entry.
 fn a_select(operation: u64) -> (Vec<u8>, Vec<u8>) {
-    let payload = Writer::default().u64(u64::MAX).u8(0).finish();
+    let (oldest, lease) = (1, 1);
+    let payload = Writer::new(oldest).u8(lease).u64(NEVER).u64(NEVER).finish();
     (Writer::new(SELECT).u64(operation).finish(), payload)
 }
 
@@ -101,8 +103,20 @@ fn about(kind: u8, operation: u64) -> Vec<u8> {
     Writer::new(kind).u64(operation).finish()
 }
 
-fn settle(operation: u64, is_consumed: u8) -> Vec<u8> {
-    Writer::new(SETTLE).u64(operation).u8(is_consumed).finish()
+/// ACKNOWLEDGE or RELEASE of a select, under another number.
+fn settle(kind: u8, select: u64) -> Vec<u8> {
+    Writer::new(kind).u64(100 + select).u64(select).finish()
+}
+
+/// A query of this kind, with a lease.
+fn a_query(kind: u8, key: &[u8]) -> Vec<u8> {
+    let query = Writer::new(kind).bytes(key);
+    query.u8(1).u64(NEVER).u64(NEVER).finish()
+}
+
+/// A select of the oldest entry without a lease.
+fn beside_others() -> Vec<u8> {
+    Writer::new(1).u8(0).u64(NEVER).finish()
 }
 
 #[test]
@@ -110,17 +124,17 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
     on_both_paths(|search| {
         let local = serve(search);
         let nonsense: Vec<(Vec<u8>, Vec<u8>)> = vec![
-            (vec![INSERT], vec![]),
+            (vec![PUT], vec![]),
             an_insert(1, &[0; 4]),
             an_insert(1, &[0; 6]),
             an_insert(1, &[9; 5]),
-            (Writer::new(SELECT).u64(1).finish(), vec![]),
-            (
-                Writer::new(SELECT).u64(1).finish(),
-                Writer::default().u64(0).u8(1).u32(0).finish(),
-            ),
-            (about(CONSUME, 7), vec![]),
-            (settle(7, 1), vec![]),
+            a_put(1, &[0; 7], (0, &[0; 5])),
+            a_put(1, &1u64.to_le_bytes(), (1, &[0; 5])),
+            (about(SELECT, 1), vec![]),
+            (about(SELECT, 1), a_query(2, &[])),
+            (about(SELECT, 1), a_query(0, b"a key")),
+            (about(SELECT, 1), beside_others()),
+            (about(EXISTS, 1), Writer::default().u32(0).finish()),
             (about(OFFER, 7), vec![]),
             an_insert(u64::MAX / 5, &[0; 5]),
             a_select(u64::MAX),
@@ -171,7 +185,7 @@ fn a_corrupt_insert_is_refused_and_the_session_stays() {
         assert_eq!((&operation[..], refusal[0]), (&1u64.to_le_bytes()[..], 3));
         let (header, payload) = an_insert(2, &[0; 5]);
         raw.send(&header, &payload);
-        assert_eq!(raw.message(INSERTED).0, 2u64.to_le_bytes());
+        assert_eq!(raw.message(DONE).0, 2u64.to_le_bytes());
         assert_eq!(local.info().num_entries, Some(1));
     });
 }
@@ -197,38 +211,46 @@ fn an_insert_that_is_never_fetched_keeps_its_space_only_as_long_as_its_session()
 }
 
 #[test]
-fn a_client_that_settles_an_entry_before_consuming_it_is_cut_off_and_the_entry_goes_back() {
+fn an_entry_is_the_clients_that_acknowledges_it_and_goes_back_if_it_is_released() {
     let Some(search) = common::ucx() else { return };
-    let local = serve(&search);
-    insert(&local, &[1], vec![7; 100]);
-    let mut client = raw(&local);
-    let (header, payload) = a_select(1);
-    client.send(&header, &payload);
-    client.message(OFFER);
-    client.send(&settle(1, 1), &[]);
-    assert!(client.is_closed());
-    let held = || {
+    for (kind, expected) in [(ACKNOWLEDGE, (Some(0), 1)), (RELEASE, (Some(1), 0))] {
+        let local = serve(&search);
+        insert(&local, &[1], vec![7; 100]);
+        let client = raw(&local);
+        let (header, payload) = a_select(1);
+        client.send(&header, &payload);
+        client.message(OFFER);
+        client.send(&settle(kind, 1), &[]);
+        client.message(DONE);
         let info = local.info();
-        (info.num_entries, info.num_leased)
-    };
-    eventually("it goes back", || {
-        (held() == (Some(1), Some(0))).then_some(())
-    });
+        assert_eq!((info.num_entries, info.num_consumed), expected);
+        assert_eq!(info.num_leased, Some(0));
+    }
 }
 
 #[test]
-fn a_client_that_settles_a_waiting_select_is_cut_off_and_the_select_ends() {
+fn an_entry_that_is_not_leased_is_neither_consumed_nor_acknowledged() {
     let Some(search) = common::ucx() else { return };
     let local = serve(&search);
-    let mut client = raw(&local);
+    let client = raw(&local);
+    for header in [about(CONSUME, 7), settle(ACKNOWLEDGE, 7)] {
+        client.send(&header, &[]);
+        assert_eq!(client.message(REFUSED).1[0], 4);
+    }
+    assert_eq!(local.info().num_consumed, 0);
+}
+
+#[test]
+fn a_waiting_select_that_is_released_gets_no_entry() {
+    let Some(search) = common::ucx() else { return };
+    let local = serve(&search);
+    let client = raw(&local);
     let (header, payload) = a_select(1);
     client.send(&header, &payload);
-    client.send(&settle(1, 0), &[]);
-    assert!(client.is_closed());
+    client.send(&settle(RELEASE, 1), &[]);
+    client.message(DONE);
     insert(&local, &[1], vec![7; 100]);
-    eventually("it is there for others", || {
-        (local.info().num_entries == Some(1)).then_some(())
-    });
+    assert_eq!(local.info().num_entries, Some(1));
 }
 
 #[test]
@@ -244,7 +266,7 @@ fn a_lost_client_keeps_consumed_entries_and_returns_leased_ones() {
             assert_eq!(client.message(OFFER).0[..8], operation.to_le_bytes());
         }
         client.send(&about(CONSUME, 1), &[]);
-        assert_eq!(client.message(CONSUMED).0, 1u64.to_le_bytes());
+        assert_eq!(client.message(DONE).0, 1u64.to_le_bytes());
         drop(client);
         eventually("one goes back, and one is consumed", || {
             let info = local.info();
@@ -269,8 +291,9 @@ fn a_consumed_entry_that_its_caller_returns_goes_back() {
             client.send(&header, &payload);
             client.message(OFFER);
             client.send(&about(CONSUME, operation), &[]);
-            client.message(CONSUMED);
-            client.send(&settle(operation, 0), &[]);
+            client.message(DONE);
+            client.send(&settle(RELEASE, operation), &[]);
+            client.message(DONE);
         }
         eventually("it goes back", || {
             (local.info().num_entries == Some(1)).then_some(())
@@ -315,7 +338,8 @@ fn a_withdrawn_insert_lets_the_next_one_in() {
         assert_eq!(local.info().num_inserted, 2);
         assert_eq!(second.result(), Some(Ok(())));
         let raw = raw(&local);
-        raw.send(&about(WITHDRAW, 99), &[]); // unknown ones are of no meaning
+        // Unknown ones are of no meaning.
+        raw.send(&Writer::new(CANCEL).u64(99).u8(1).finish(), &[]);
         let (header, payload) = a_select(1);
         raw.send(&header, &payload);
         raw.message(OFFER);

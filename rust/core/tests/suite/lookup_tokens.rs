@@ -14,7 +14,7 @@ use kvpipe_ucx::{Buffer, Search};
 
 use crate::common::{self, PATIENCE, Raw, TOKEN, eventually};
 
-const INSERT: u8 = 16;
+const PUT: u8 = 68;
 /// Most tokens of an entry or a query.
 const TOKENS_CAP: usize = 1 << 22;
 /// What an entry counts besides tokens, tensors and their descriptions.
@@ -212,13 +212,12 @@ fn a_client_that_exceeds_the_tokens_of_inserts_is_cut_off() {
         SessionKind::Lookup,
     );
     let insert = |raw: &Raw, operation: u64, num_tokens: usize| {
-        let payload = Writer::default()
-            .u64(u64::MAX)
-            .list(&vec![1u64; num_tokens], |w, token| w.u64(*token))
-            .raw(&[0; 5])
-            .finish();
+        let key = 1u64.to_le_bytes().repeat(num_tokens);
+        let (never, not_hashed, no_tensors) = (u64::MAX, 0, [0; 5]);
+        let payload = Writer::default().bytes(&key).u64(never).u64(never);
+        let payload = payload.u8(not_hashed).bytes(&no_tensors).u32(0).finish();
         let sum = checksum::of(&payload);
-        let header = Writer::new(INSERT).u64(operation).u64(sum).finish();
+        let header = Writer::new(PUT).u64(operation).u64(sum).finish();
         raw.send(&header, &payload);
     };
     insert(&raw, 1, TOKENS_CAP);

@@ -22,7 +22,11 @@ const COMMIT: u8 = 67;
 const PUT: u8 = 68;
 const CHECKSUM: u8 = 69;
 const SELECT: u8 = 70;
-const TAKE: u8 = 71;
+const CONSUME: u8 = 79;
+const EXACT: u8 = 0;
+const OLDEST: u8 = 1;
+const OPEN: u8 = 0;
+const LEASE: u8 = 1;
 const RENEW: u8 = 73;
 const DONE: u8 = 80;
 const REFUSED: u8 = 81;
@@ -127,11 +131,7 @@ fn a_client_that_closes_holds_nothing_and_its_value_goes_to_who_waits() {
         let acknowledged = waiting.acknowledge(operation).expect("acknowledge");
         acknowledged.wait_for(PATIENCE).expect("deleted");
         eventually("an empty store", || {
-            let info = server
-                .stats()
-                .expect("open")
-                .wait_for(PATIENCE)
-                .expect("stats");
+            let info = server.stats().expect("stats");
             (info.num_bytes == 0).then_some(())
         });
     });
@@ -158,8 +158,13 @@ fn a_reserve(raw: &Raw, operation: u64, num_bytes: u64) {
     raw.send(&plain(RESERVE, operation), &payload);
 }
 
+fn a_select(key: &[u8], timeout: u64) -> Vec<u8> {
+    Writer::new(EXACT).bytes(key).u8(OPEN).u64(timeout).finish()
+}
+
 fn a_put(bytes: &[u8]) -> Vec<u8> {
-    let writer = Writer::default().bytes(b"raw").u64(NO_TIME).bytes(b"");
+    let writer = Writer::default().bytes(b"raw").u64(NO_TIME).u64(0);
+    let writer = writer.u8(1).bytes(b"").u32(1);
     writer.u8(0).bytes(bytes).finish()
 }
 
@@ -169,16 +174,29 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
         let transport: Transport = search.clone().into();
         let server = serve(&transport);
         let client = connect(&transport, &server);
-        let select = Writer::default().bytes(b"none").u64(NO_TIME).finish();
-        let no_key = Writer::default().bytes(b"").u64(NO_TIME).finish();
-        let endless = Writer::default().bytes(b"key").u64(NO_TIME).u64(0).finish();
+        let select = a_select(b"none", NO_TIME);
+        let no_key = a_select(b"", NO_TIME);
+        let endless = Writer::new(EXACT).bytes(b"key").u8(LEASE);
+        let endless = endless.u64(NO_TIME).u64(0).finish();
+        let oldest = Writer::new(OLDEST).u8(OPEN).u64(NO_TIME).finish();
+        let unhashed = Writer::default().bytes(b"raw").u64(NO_TIME).u64(0);
+        let unhashed = unhashed
+            .u8(0)
+            .bytes(b"")
+            .u32(1)
+            .u8(0)
+            .bytes(b"abc")
+            .finish();
         let many = Writer::default().u32(u32::MAX).finish();
         let other = Writer::default().u64(1).u8(9).finish();
         let nonsense: Vec<(Vec<u8>, Vec<u8>)> = vec![
             (vec![SELECT], vec![]),
             (plain(SELECT, 1), no_key),
             (plain(SELECT, 1), [&select[..], &[0]].concat()),
-            (plain(TAKE, 1), endless),
+            (plain(SELECT, 1), endless),
+            (plain(SELECT, 1), oldest),
+            (plain(CONSUME, 1), vec![]),
+            (sealed(PUT, 1, &unhashed), unhashed),
             (plain(EXISTS, 1), many),
             (plain(LIST, 1), vec![1]),
             (plain(RENEW, 1), vec![]),
@@ -227,10 +245,9 @@ fn bytes_that_differ_from_their_checksum_are_not_committed() {
         let whole = checksum::of(b"abc");
         raw.send(&Writer::new(CHECKSUM).u64(6).u64(whole).finish(), &[]);
         raw.message(DONE);
-        let select = Writer::default().bytes(b"raw").u64(0).finish();
-        raw.send(&plain(SELECT, 7), &select);
+        raw.send(&plain(SELECT, 7), &a_select(b"raw", 0));
         let (_, offer) = raw.message(OFFER);
-        assert_eq!(offer[..8], whole.to_le_bytes());
+        assert_eq!((offer[0], &offer[1..9]), (1, &whole.to_le_bytes()[..]));
     });
 }
 

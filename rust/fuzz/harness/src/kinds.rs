@@ -43,31 +43,25 @@ pub(crate) mod pipe {
     pub(crate) const END: u8 = 15;
 }
 
-pub(crate) mod lookup {
-    pub(crate) const INSERT: u8 = 16;
-    pub(crate) const INSERTED: u8 = 17;
-    pub(crate) const REFUSED: u8 = 18;
-    pub(crate) const SELECT: u8 = 19;
-    pub(crate) const OFFER: u8 = 20;
-    pub(crate) const NOTHING: u8 = 21;
-    pub(crate) const CONSUME: u8 = 22;
-    pub(crate) const CONSUMED: u8 = 23;
-    pub(crate) const SETTLE: u8 = 24;
-    pub(crate) const WITHDRAW: u8 = 25;
-    pub(crate) const CANCEL: u8 = 26;
-}
-
-pub(crate) mod store {
+/// Entries of a lookup buffer and values of a store.
+pub(crate) mod entries {
     pub(crate) const EXISTS: u8 = 64;
     pub(crate) const WRITE: u8 = 66;
+    pub(crate) const PUT: u8 = 68;
     pub(crate) const SELECT: u8 = 70;
+    pub(crate) const RELEASE: u8 = 72;
     pub(crate) const RENEW: u8 = 73;
+    pub(crate) const ACKNOWLEDGE: u8 = 74;
     pub(crate) const LIST: u8 = 77;
+    pub(crate) const CONSUME: u8 = 79;
+    pub(crate) const DONE: u8 = 80;
     pub(crate) const REFUSED: u8 = 81;
     pub(crate) const PRESENT: u8 = 82;
     pub(crate) const OFFER: u8 = 85;
+    pub(crate) const NOTHING: u8 = 86;
     pub(crate) const PAGE: u8 = 88;
     pub(crate) const STATISTICS: u8 = 89;
+    pub(crate) const CANCEL: u8 = 91;
 }
 
 pub(crate) mod agent {

@@ -6,13 +6,14 @@ use std::time::Duration;
 
 use super::client::LookupClient;
 use super::command_queue::{CommandQueue, LookupCommand, QueuedInsert, QueuedSelect};
-use super::copying::LocalInsert;
-use super::messages::TOKENS_CAP;
 use super::operation::{Operation, Origin, Selected};
-use super::server::LookupServer;
-use super::shared::{BufferState, ChangedBy, LookupShared};
-use super::{Items, LookupInfo, LookupQuery, entry_bytes, key_of};
+use super::{Items, LookupInfo, LookupQuery, key_of};
 use crate::clock;
+use crate::entries::TOKENS_CAP;
+use crate::entries::copying::LocalInsert;
+use crate::entries::server::Server;
+use crate::entries::shared::{ChangedBy, Shared, SharedState};
+use crate::entries::state::Entries;
 use crate::error::{Error, Result};
 use crate::net::address::listen_address;
 use crate::net::encryption::Encryption;
@@ -54,7 +55,10 @@ impl LookupBuffer {
     /// for each token, and 2 KiB of bookkeeping.
     pub fn new(capacity_bytes: u64) -> Self {
         Self {
-            origin: Origin::Local(Arc::new(LookupShared::new(capacity_bytes))),
+            origin: Origin::Local(Arc::new(Shared::new(
+                Entries::of_buffer(capacity_bytes),
+                "lookup buffer",
+            ))),
             reactor: OnceLock::new(),
             serving: Mutex::default(),
             addresses: Vec::new(),
@@ -105,7 +109,7 @@ impl LookupBuffer {
             busy_poll: default_busy_poll(),
         };
         let in_thread = Arc::clone(shared);
-        let served = spawn(config, move || LookupServer::new(in_thread, is_checksummed))?;
+        let served = spawn(config, move || Server::of_buffer(in_thread, is_checksummed))?;
         shared.set_server(served.waker());
         self.reactor.get_or_init(|| served);
         Ok(())
@@ -193,9 +197,9 @@ impl LookupBuffer {
             Origin::Local(shared) => {
                 shared.check_process()?;
                 shared.pool.expire(now);
-                let num_bytes = entry_bytes(tokens.len(), items.0.iter().map(Arc::as_ref));
                 let key = key_of(&tokens);
                 drop(tokens);
+                let num_bytes = items.entry_bytes(key.len());
                 let insert = LocalInsert::new(items, completer);
                 let operation = shared.change(ChangedBy::Caller, |state| {
                     state.insert((&key, num_bytes), deadline, now, insert)
@@ -207,7 +211,7 @@ impl LookupBuffer {
                 let operation = queue.next_operation();
                 let insert = QueuedInsert {
                     operation,
-                    tokens,
+                    key: key_of(&tokens),
                     items,
                     deadline,
                     completer,
@@ -254,7 +258,7 @@ impl LookupBuffer {
                 let deadline = timeout.map(|timeout| now + timeout);
                 let query = query.to_query();
                 let select =
-                    |state: &mut BufferState| state.select(&query, deadline, now, completer);
+                    |state: &mut SharedState| state.select(&query, deadline, now, completer);
                 let operation = shared.change(ChangedBy::Caller, select)?;
                 let operation = Operation::new(selected, operation, self.origin.clone());
                 Ok(operation.withdraws_on_drop().expires(deadline))
@@ -287,7 +291,7 @@ impl LookupBuffer {
     /// Counters and state.
     pub fn info(&self) -> LookupInfo {
         match &self.origin {
-            Origin::Local(shared) => shared.info(),
+            Origin::Local(shared) => shared.lookup_info(),
             Origin::Remote(queue) => queue.info(),
         }
     }
@@ -329,7 +333,7 @@ impl LookupBuffer {
     }
 
     /// The shared state of a buffer in this process.
-    pub(super) fn shared(&self) -> &Arc<LookupShared> {
+    pub(in crate::entries) fn shared(&self) -> &Arc<Shared> {
         match &self.origin {
             Origin::Local(shared) => shared,
             Origin::Remote(_) => panic!("a client"),

@@ -1,5 +1,6 @@
 //! The client of one or more lookup servers on its reactor: sends each operation, and ends it with the answers.
 
+mod fetches;
 mod inserts;
 mod selects;
 
@@ -9,19 +10,22 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::command_queue::{CommandQueue, LookupCommand};
-use super::messages::LookupMessage;
-use super::tensors::{TRANSFERS_IN_FLIGHT, Tensors};
 use crate::earliest::Earliest;
+use crate::entries::TRANSFERS_IN_FLIGHT;
+use crate::entries::messages::EntryMessage;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
+use crate::integrity::Integrity;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::{Links, Payload};
+use crate::transfer::exposed::ExposedBuffers;
 use crate::transfer::region::Layout;
 use crate::transfer::source::SourceRequest;
 use crate::transfer::{Completion, Cx, TransferService};
 use crate::transport::Memory;
 use crate::work::Completer;
+use fetches::Fetch;
 use inserts::Inserts;
 use selects::PendingSelect;
 
@@ -39,12 +43,22 @@ pub(super) struct LookupClient {
     next_looks: Earliest,
     /// Entries that callers have neither consumed nor returned, by the server that leases them.
     delivered: HashMap<u64, SessionKey>,
-    tensors: Tensors,
+    /// Entries that are being read from servers, by the select.
+    fetches: HashMap<u64, Fetch>,
+    /// Tensors of inserts that the server may read.
+    exposed: ExposedBuffers,
+    /// With which the server verifies them.
+    integrity: Integrity,
     failure: Option<Error>,
 }
 
 impl LookupClient {
     pub(super) fn new(command_queue: Arc<CommandQueue>, is_checksummed: bool) -> Self {
+        let integrity = if is_checksummed {
+            Integrity::Checksum
+        } else {
+            Integrity::None
+        };
         Self {
             command_queue,
             sessions: Vec::new(),
@@ -55,7 +69,9 @@ impl LookupClient {
             selects: HashMap::new(),
             next_looks: Earliest::default(),
             delivered: HashMap::new(),
-            tensors: Tensors::new(is_checksummed),
+            fetches: HashMap::new(),
+            exposed: ExposedBuffers::default(),
+            integrity,
             failure: None,
         }
     }
@@ -74,7 +90,7 @@ impl LookupClient {
                 is_consumed,
             } => {
                 if let Some(session) = self.delivered.remove(&operation) {
-                    LookupMessage::Settle { is_consumed }.send(cx.links, session, operation);
+                    self.settle(cx, (session, operation), is_consumed);
                 }
             }
         }
@@ -102,24 +118,37 @@ impl LookupClient {
         Ok(())
     }
 
+    /// Keeps the entry of a select, or gives it back. Nothing waits for the answer.
+    fn settle(&self, cx: &mut Cx<'_>, (session, select): (SessionKey, u64), is_consumed: bool) {
+        let message = if is_consumed {
+            EntryMessage::Acknowledge { take: select }
+        } else {
+            EntryMessage::Release { target: select }
+        };
+        message.send(cx.links, session, self.command_queue.next_operation());
+    }
+
     fn receive(
         &mut self,
         cx: &mut Cx<'_>,
         session: SessionKey,
         operation: u64,
-        message: LookupMessage<'_>,
+        message: EntryMessage<'_>,
     ) -> Result<()> {
+        let is_insert = self.inserts.sent.contains_key(&operation);
         match message {
-            LookupMessage::Inserted => self.insert_answered(cx, session, operation, Ok(())),
-            LookupMessage::Refused(error) if self.inserts.sent.contains_key(&operation) => {
+            EntryMessage::Done if is_insert => self.insert_answered(cx, session, operation, Ok(())),
+            EntryMessage::Done => self.consumed(cx, session, operation),
+            EntryMessage::Refused(error) if is_insert => {
                 self.insert_answered(cx, session, operation, Err(error));
             }
-            LookupMessage::Refused(error) => self.select_refused(cx, session, operation, error),
-            LookupMessage::Offer { tensors } => {
-                return self.offer(cx, session, operation, Ok(&tensors));
-            }
-            LookupMessage::Nothing => self.nothing(session, operation),
-            LookupMessage::Consumed => return self.consumed(cx, session, operation),
+            EntryMessage::Refused(error) => self.select_refused(cx, session, operation, error),
+            EntryMessage::Offer {
+                checksum: None,
+                record,
+                parts,
+            } => return self.offer(cx, session, operation, Ok((&record, parts))),
+            EntryMessage::Nothing => self.nothing(session, operation),
             other => {
                 let text = format_args!("message {} to a client of a lookup buffer", other.kind());
                 return Err(Error::protocol(text));
@@ -169,7 +198,7 @@ impl TransferService for LookupClient {
 
     fn session_up(&mut self, cx: &mut Cx<'_>, session: SessionKey, _peer: &Identity) {
         self.num_up += 1;
-        self.tensors.session_up(session);
+        self.exposed.session_up(session);
         self.data_path_changed(cx, session);
         if self.num_up == self.sessions.len()
             && let Some(completer) = self.connecting.take()
@@ -188,7 +217,8 @@ impl TransferService for LookupClient {
 
     /// Without one of its servers, a client can neither know that no entry matches nor where an entry went: it fails.
     fn session_down(&mut self, cx: &mut Cx<'_>, session: SessionKey, error: Error) {
-        self.tensors.session_down(session);
+        self.exposed.session_down(session);
+        self.end_fetches(session);
         self.servers.remove(&session);
         self.delivered.retain(|_, from| *from != session);
         let failure = self.failure.get_or_insert(error).clone();
@@ -210,7 +240,7 @@ impl TransferService for LookupClient {
         data: Payload,
     ) -> Result<()> {
         let operation = header.u64()?;
-        match LookupMessage::decode(kind, header, &data) {
+        match EntryMessage::decode(kind, header, &data) {
             Ok(message) => self.receive(cx, session, operation, message)?,
             Err(error @ Error::Corrupt(_)) => self.offer(cx, session, operation, Err(error))?,
             Err(error) => return Err(error),
@@ -220,17 +250,11 @@ impl TransferService for LookupClient {
     }
 
     fn source(&mut self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
-        self.tensors.exposed.requested(request)
+        self.exposed.requested(request)
     }
 
     fn transferred(&mut self, cx: &mut Cx<'_>, completion: Completion) {
-        self.tensors.transferred(cx, completion);
-    }
-
-    fn advance(&mut self, cx: &mut Cx<'_>) {
-        while let Some((session, operation, items)) = self.tensors.next_arrived() {
-            self.arrived(cx, session, operation, items);
-        }
+        self.fetched(cx, completion);
     }
 
     /// Runs the commands of callers, which come by a queue of their own.
@@ -259,22 +283,23 @@ impl TransferService for LookupClient {
         self.command_queue.close();
         let closed = cx.links.closed("the lookup buffer is closed");
         cx.transfers.stop(&closed);
-        self.tensors.stop();
+        self.exposed.clear();
+        self.fetches.clear();
         self.fail(&closed);
     }
 
     #[cfg(test)]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
-        let mut sizes = vec![
+        vec![
             ("servers", self.servers.len()),
             ("lookup commands", self.command_queue.len()),
             ("queued inserts", self.inserts.queue.len()),
             ("sent inserts", self.inserts.sent.len()),
             ("pending selects", self.selects.len()),
             ("delivered entries", self.delivered.len()),
-        ];
-        sizes.extend(self.tensors.sizes());
-        sizes
+            ("entries on their way", self.fetches.len()),
+            ("exposed buffers", self.exposed.len()),
+        ]
     }
 }
 

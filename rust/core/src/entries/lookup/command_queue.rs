@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::operation::Selected;
 use super::{Items, LookupInfo, LookupQuery};
+use crate::entries::state::Key;
 use crate::error::{Error, Result};
 use crate::process::Process;
 use crate::reactor::Waker;
@@ -17,7 +18,7 @@ use crate::work::{Completer, Then};
 #[derive(Debug)]
 pub(super) struct QueuedInsert {
     pub(super) operation: u64,
-    pub(super) tokens: Vec<i64>,
+    pub(super) key: Key,
     pub(super) items: Items,
     pub(super) deadline: Option<Instant>,
     pub(super) completer: Completer<()>,

@@ -4,33 +4,23 @@
 mod buffer;
 mod client;
 mod command_queue;
-mod copying;
-pub(crate) mod messages;
 mod operation;
-mod server;
-mod shared;
-mod tensors;
 #[cfg(test)]
-mod tests;
-pub(crate) mod transfer;
+pub(super) mod tests;
 
 use std::sync::Arc;
 
-use kvpipe_ucx::Buffer;
-
 use super::state::{Key, Query, TOKEN_BYTES};
 use crate::error::{Error, Result};
-use crate::tensor::Received;
+use crate::tensor::{Meta, Received};
 
 pub use buffer::LookupBuffer;
 pub use operation::{Delivery, Operation, Selected};
 
 /// Inserts of one client that may wait at a server; the client queues more of them itself.
-const INSERTS_IN_FLIGHT: usize = 64;
+pub(super) const INSERTS_IN_FLIGHT: usize = 64;
 /// Selects of one client that may wait at a server.
 const SELECTS_CAP: usize = 4096;
-/// Tokens of all selects of one client that wait at a server: 128 MiB.
-const SELECT_TOKENS_CAP: usize = 1 << 24;
 
 /// Bytes that an entry counts besides its tensors and tokens. Measured: 1.2 KiB with input tokens only, 1.8 KiB with all tensors.
 const BOOKKEEPING_BYTES: u64 = 2 << 10;
@@ -48,13 +38,6 @@ pub enum LookupQuery {
 }
 
 impl LookupQuery {
-    fn num_tokens(&self) -> usize {
-        match self {
-            Self::Any => 0,
-            Self::Tokens(tokens) => tokens.len(),
-        }
-    }
-
     /// As the entries of a buffer are asked for it.
     fn to_query(&self) -> Query<Key> {
         match self {
@@ -79,30 +62,36 @@ impl LookupQuery {
 pub struct Items(pub [Arc<Received>; NUM_ITEMS]);
 
 impl Items {
-    fn num_bytes(&self) -> u64 {
-        let buffers = self.0.iter().filter_map(|item| item.buffer.as_ref());
-        buffers.map(|buffer| buffer.len() as u64).sum()
+    /// Bytes that the entry counts against a buffer's capacity, with a key of so many.
+    fn entry_bytes(&self, num_key: usize) -> u64 {
+        let with_bytes = || self.0.iter().filter(|item| item.buffer.is_some());
+        let buffers = with_bytes().filter_map(|item| item.buffer.as_ref());
+        let num_bytes = buffers.map(|buffer| buffer.len() as u64).sum();
+        entry_bytes(num_key, with_bytes().map(|item| &item.meta), num_bytes)
     }
 }
 
 /// The key of an entry with these tokens.
-fn key_of(tokens: &[i64]) -> Key {
+pub(super) fn key_of(tokens: &[i64]) -> Key {
     let mut key = Vec::with_capacity(tokens.len() * TOKEN_BYTES);
     key.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
     key.into()
 }
 
-fn not_host() -> Error {
+pub(super) fn not_host() -> Error {
     let text = "only host memory can be inserted in this version; copy the tensor to the CPU first";
     Error::Unavailable(text.to_owned())
 }
 
 /// Bytes that an entry counts against a buffer's capacity: all memory that it occupies.
-fn entry_bytes<'a>(num_tokens: usize, items: impl Iterator<Item = &'a Received>) -> u64 {
-    let len = |buffer: &Buffer| buffer.len() as u64;
-    items
-        .flat_map(|item| [item.meta.num_bytes(), item.buffer.as_ref().map_or(0, len)])
-        .chain([(num_tokens * TOKEN_BYTES) as u64])
+pub(super) fn entry_bytes<'a>(
+    num_key: usize,
+    metas: impl Iterator<Item = &'a Meta>,
+    num_bytes: u64,
+) -> u64 {
+    metas
+        .map(Meta::num_bytes)
+        .chain([num_key as u64, num_bytes])
         .fold(BOOKKEEPING_BYTES, u64::saturating_add)
 }
 
@@ -131,7 +120,7 @@ pub struct LookupInfo {
 
 impl LookupInfo {
     /// Of a buffer that cannot be looked at, in the child of a fork.
-    fn closed() -> Self {
+    pub(super) fn closed() -> Self {
         Self {
             state: "closed",
             ..Self::default()

@@ -6,16 +6,16 @@ use std::time::Instant;
 
 use super::Items;
 use super::command_queue::{CommandQueue, LookupCommand};
-use super::shared::{BufferState, ChangedBy, LookupShared};
 use crate::clock;
 use crate::completions::Completions;
+use crate::entries::shared::{ChangedBy, Shared, SharedState};
 use crate::error::Result;
 use crate::work::{Then, Waited, Work};
 
 /// The buffer of an operation, which numbers its operations. A closed buffer ignores all calls.
 #[derive(Debug, Clone)]
 pub(super) enum Origin {
-    Local(Arc<LookupShared>),
+    Local(Arc<Shared>),
     Remote(Arc<CommandQueue>),
 }
 
@@ -24,7 +24,7 @@ impl Origin {
     fn withdraw(&self, operation: u64) {
         match self {
             Self::Local(shared) => {
-                let withdraw = |state: &mut BufferState| state.withdraw(operation, clock::now());
+                let withdraw = |state: &mut SharedState| state.withdraw(operation, clock::now());
                 let _ = shared.change(ChangedBy::Caller, withdraw);
             }
             // The servers of a closed client forget the operation when the sessions end.
@@ -39,7 +39,7 @@ impl Origin {
         match self {
             Self::Local(shared) => {
                 let settle =
-                    |state: &mut BufferState| state.settle(operation, is_consumed, clock::now());
+                    |state: &mut SharedState| state.settle(operation, is_consumed, clock::now());
                 let _ = shared.change(ChangedBy::Caller, settle);
             }
             // The servers of a closed client return the entry when the sessions end.
@@ -57,7 +57,7 @@ impl Origin {
     /// Ends operations whose deadline has passed. A remote buffer has a thread for that.
     fn expire(&self) {
         if let Self::Local(shared) = self {
-            let expire = |state: &mut BufferState| state.entries.expire(clock::now());
+            let expire = |state: &mut SharedState| state.entries.expire(clock::now());
             let _ = shared.change(ChangedBy::Caller, expire);
         }
     }
@@ -76,6 +76,11 @@ pub struct Delivery {
 }
 
 impl Delivery {
+    /// An entry of this process that a select of this number leases.
+    pub(in crate::entries) fn of_local(items: Items, operation: u64, shared: Arc<Shared>) -> Self {
+        Self::new(items, operation, Origin::Local(shared))
+    }
+
     pub(super) fn new(items: Items, operation: u64, origin: Origin) -> Self {
         Self {
             items,
@@ -147,7 +152,7 @@ impl<T> Operation<T> {
         self
     }
 
-    pub(super) fn expires(mut self, at: Option<Instant>) -> Self {
+    pub(in crate::entries) fn expires(mut self, at: Option<Instant>) -> Self {
         self.deadline = at;
         self
     }

@@ -1,5 +1,6 @@
 //! The index of entries by their keys.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Bound;
 
@@ -10,7 +11,7 @@ pub(in super::super) const TOKEN_BYTES: usize = size_of::<i64>();
 
 /// The entry that a select requests. `K` is its key, borrowed or kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in super::super) enum Query<K> {
+pub(crate) enum Query<K> {
     /// The entry of this key.
     Exact(K),
     /// The oldest entry.
@@ -28,8 +29,17 @@ impl<K: AsRef<[u8]>> Query<K> {
         }
     }
 
+    /// Itself, with a key for a message.
+    pub(in super::super) fn as_borrowed(&self) -> Query<Cow<'_, [u8]>> {
+        match self {
+            Self::Exact(key) => Query::Exact(key.as_ref().into()),
+            Self::Oldest => Query::Oldest,
+            Self::LongestPrefix(tokens) => Query::LongestPrefix(tokens.as_ref().into()),
+        }
+    }
+
     /// Bytes that it occupies while it waits.
-    pub(super) fn num_bytes(&self) -> usize {
+    pub(in super::super) fn num_bytes(&self) -> usize {
         match self {
             Self::Oldest => 0,
             Self::Exact(key) | Self::LongestPrefix(key) => key.as_ref().len(),

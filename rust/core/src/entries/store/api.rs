@@ -1,5 +1,6 @@
 //! A store as callers see it: a server in this process, and clients of servers.
 
+use std::convert::Infallible;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -7,12 +8,13 @@ use std::time::Duration;
 use kvpipe_ucx::Buffer;
 
 use super::client::{Client, ClientCommand, ClientShared, Pending};
-use super::disk::OpenedDisk;
-use super::messages::StoreMessage;
-use super::server::{Server, ServerCommand};
 use super::values::{OpenedValue, ValuePage};
-use super::{KEY_CAP, KEYS_CAP, RECORD_CAP};
-use crate::entries::StoreInfo;
+use crate::entries::disk::OpenedDisk;
+use crate::entries::messages::EntryMessage;
+use crate::entries::server::Server;
+use crate::entries::shared::Shared;
+use crate::entries::state::{Access, Entries, Query};
+use crate::entries::{KEY_CAP, KEYS_CAP, RECORD_CAP, StoreInfo};
 use crate::error::{Error, Result};
 use crate::net::address::listen_address;
 use crate::net::encryption::Encryption;
@@ -38,7 +40,8 @@ pub struct DiskConfig {
 /// A store in this process that serves others. Any thread may call.
 #[derive(Debug)]
 pub struct StoreServer {
-    reactor: Reactor<ServerCommand>,
+    reactor: Reactor<Infallible>,
+    shared: Arc<Shared>,
     /// The threads of its disk, which end after the reactor.
     disk_threads: Mutex<Vec<Thread>>,
 }
@@ -78,13 +81,15 @@ impl StoreServer {
             timeouts: SessionTimeouts::default(),
             busy_poll: default_busy_poll(),
         };
-        let reactor = spawn(config, move || {
-            Server::new(capacity_bytes, quota_bytes, reservation, disk)
-        })?;
+        let entries = Entries::of_store(capacity_bytes, quota_bytes, reservation);
+        let shared = Arc::new(Shared::new(entries, "store"));
+        let in_thread = Arc::clone(&shared);
+        let reactor = spawn(config, move || Server::of_store(in_thread, disk))?;
         let disk_threads = opened.map(|it| it.start(&reactor.waker()));
         let disk_threads = disk_threads.transpose()?.unwrap_or_default();
         Ok(Self {
             reactor,
+            shared,
             disk_threads: Mutex::new(disk_threads),
         })
     }
@@ -99,16 +104,14 @@ impl StoreServer {
     ///
     /// # Errors
     /// `Closed`: the store is closed.
-    pub fn stats(&self) -> Result<Work<StoreInfo>> {
-        let (work, completer) = self.reactor.work();
-        let command = ServerCommand::Stats(completer);
-        self.reactor.send_and(command, Then::Wait)?;
-        Ok(work)
+    pub fn stats(&self) -> Result<StoreInfo> {
+        self.shared.info()
     }
 
     /// Ends the store and its sessions, and then saves what is in memory alone; without a disk, all values are dropped.
     pub fn close(&self) {
         self.reactor.stop();
+        self.shared.close();
         for thread in lock(&self.disk_threads).drain(..) {
             thread.join();
         }
@@ -193,7 +196,7 @@ impl StoreClient {
     /// Asks the server; the operation's number names it for [`release`](Self::release).
     fn ask<T>(
         &self,
-        message: StoreMessage<'static>,
+        message: EntryMessage<'static>,
         timeout: Option<Duration>,
         pending: impl FnOnce(Completer<T>) -> Pending,
     ) -> Result<(Work<T>, u64)> {
@@ -215,7 +218,7 @@ impl StoreClient {
     /// For each key, true if it can be selected now.
     pub fn exists(&self, keys: Vec<Vec<u8>>) -> Result<Work<Vec<bool>>> {
         let keys = check_keys(keys)?;
-        let exists = StoreMessage::Exists { keys };
+        let exists = EntryMessage::Exists { keys };
         Ok(self.ask(exists, None, Pending::Present)?.0)
     }
 
@@ -227,7 +230,7 @@ impl StoreClient {
         ttl: Option<Duration>,
         timeout: Option<Duration>,
     ) -> Result<(Work<Option<u64>>, u64)> {
-        let reserve = StoreMessage::Reserve {
+        let reserve = EntryMessage::Reserve {
             key: check_key(key)?.into(),
             num_bytes,
             ttl,
@@ -286,9 +289,7 @@ impl StoreClient {
         key: Vec<u8>,
         timeout: Option<Duration>,
     ) -> Result<(Work<Option<Arc<OpenedValue>>>, u64)> {
-        let key = check_key(key)?.into();
-        let select = StoreMessage::Select { key, timeout };
-        self.ask(select, timeout, Pending::Open)
+        self.open(key, Access::Open, timeout)
     }
 
     /// As [`select`](Self::select), for this operation alone.
@@ -298,13 +299,22 @@ impl StoreClient {
         lease: Duration,
         timeout: Option<Duration>,
     ) -> Result<(Work<Option<Arc<OpenedValue>>>, u64)> {
-        let key = check_key(key)?.into();
-        let take = StoreMessage::Take {
-            key,
-            lease,
+        self.open(key, Access::Lease(Some(lease)), timeout)
+    }
+
+    fn open(
+        &self,
+        key: Vec<u8>,
+        access: Access,
+        timeout: Option<Duration>,
+    ) -> Result<(Work<Option<Arc<OpenedValue>>>, u64)> {
+        let query = Query::Exact(check_key(key)?.into());
+        let select = EntryMessage::Select {
+            query,
+            access,
             timeout,
         };
-        self.ask(take, timeout, Pending::Open)
+        self.ask(select, timeout, Pending::Open)
     }
 
     /// Reads all of an open value into memory of its size.
@@ -326,20 +336,20 @@ impl StoreClient {
 
     /// Extends a lease.
     pub fn renew(&self, take: u64, lease: Duration) -> Result<Work<()>> {
-        let renew = StoreMessage::Renew { take, lease };
+        let renew = EntryMessage::Renew { take, lease };
         Ok(self.ask(renew, None, Pending::Done)?.0)
     }
 
     /// Deletes a leased value.
     pub fn acknowledge(&self, take: u64) -> Result<Work<()>> {
-        let acknowledge = StoreMessage::Acknowledge { take };
+        let acknowledge = EntryMessage::Acknowledge { take };
         Ok(self.ask(acknowledge, None, Pending::Done)?.0)
     }
 
     /// Deletes values that nobody holds; ends with their number.
     pub fn delete(&self, keys: Vec<Vec<u8>>) -> Result<Work<u64>> {
         let keys = check_keys(keys)?;
-        let delete = StoreMessage::Delete { keys };
+        let delete = EntryMessage::Delete { keys };
         Ok(self.ask(delete, None, Pending::Deleted)?.0)
     }
 
@@ -350,13 +360,13 @@ impl StoreClient {
             return Err(Error::Config(text));
         }
         let prefix = prefix.into();
-        let list = StoreMessage::List { prefix, after };
+        let list = EntryMessage::List { prefix, after };
         Ok(self.ask(list, None, Pending::Page)?.0)
     }
 
     /// Content and counters of the server.
     pub fn stats(&self) -> Result<Work<StoreInfo>> {
-        Ok(self.ask(StoreMessage::Stats, None, Pending::Statistics)?.0)
+        Ok(self.ask(EntryMessage::Stats, None, Pending::Statistics)?.0)
     }
 
     fn send<T>(&self, command: impl FnOnce(u64, Completer<T>) -> ClientCommand) -> Result<Work<T>> {

@@ -10,10 +10,10 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::TRANSFERS_IN_FLIGHT;
-use super::messages::StoreMessage;
 use super::values::OpenedValue;
 use crate::earliest::Earliest;
+use crate::entries::messages::EntryMessage;
+use crate::entries::{TRANSFERS_IN_FLIGHT, source_id};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
@@ -91,7 +91,7 @@ impl Client {
         &mut self,
         cx: &mut Cx<'_>,
         operation: u64,
-        message: StoreMessage<'_>,
+        message: EntryMessage<'_>,
         (pending, timeout): (Pending, Option<Duration>),
     ) {
         match self.usable() {
@@ -116,8 +116,9 @@ impl Client {
         let is_open = self.opened.remove(&operation).is_some();
         if is_open && let Some(session) = self.session {
             let closed = Error::Closed("the value is closed".to_owned());
+            let source = source_id(operation, 0);
             cx.transfers
-                .remove_source(cx.links, session, operation, &closed);
+                .remove_source(cx.links, session, source, &closed);
         }
         let holds = waited.is_some() || is_upload || is_open;
         if let Some(waited) = waited {
@@ -133,7 +134,7 @@ impl Client {
     /// Has the server end what an operation holds there.
     fn send_release(&mut self, cx: &mut Cx<'_>, target: u64, completer: Option<Completer<()>>) {
         let operation = self.shared.next_operation();
-        let message = StoreMessage::Release { target };
+        let message = EntryMessage::Release { target };
         match (completer, self.usable()) {
             (Some(completer), _) => {
                 self.ask(cx, operation, message, (Pending::Done(completer), None));
@@ -147,9 +148,9 @@ impl Client {
         &mut self,
         cx: &mut Cx<'_>,
         operation: u64,
-        message: StoreMessage<'_>,
+        message: EntryMessage<'_>,
     ) -> Result<()> {
-        if let StoreMessage::Ended = message {
+        if let EntryMessage::Ended = message {
             self.ended(cx, operation);
             return Ok(());
         }
@@ -162,27 +163,29 @@ impl Client {
             return Ok(());
         };
         match (pending, message) {
-            (pending, StoreMessage::Refused(error)) => pending.fail(error),
+            (pending, EntryMessage::Refused(error)) => pending.fail(error),
             (
                 Pending::Reserve {
                     completer,
                     num_bytes,
                 },
-                StoreMessage::Reserved,
+                EntryMessage::Reserved,
             ) => {
                 self.uploads.insert(operation, Upload::new(num_bytes));
                 completer.complete(Ok(Some(operation)));
             }
             (
                 Pending::Open(completer),
-                StoreMessage::Offer {
-                    checksum,
+                EntryMessage::Offer {
+                    checksum: Some(checksum),
                     record,
-                    bytes,
+                    mut parts,
                 },
-            ) => {
-                let value = OpenedValue::new(operation, checksum, &record, bytes);
-                self.open(cx, value, completer);
+            ) if parts.len() == 1 => {
+                if let Some(bytes) = parts.pop() {
+                    let value = OpenedValue::new(operation, checksum, &record, bytes);
+                    self.open(cx, value, completer);
+                }
             }
             (pending, message) => pending.complete(message)?,
         }
@@ -317,11 +320,11 @@ impl TransferService for Client {
         data: Payload,
     ) -> Result<()> {
         let operation = header.u64()?;
-        match StoreMessage::decode(kind, header, &data) {
+        match EntryMessage::decode(kind, header, &data) {
             Ok(message) => self.receive(cx, operation, message),
             // Releases what the server holds for it.
             Err(Error::Corrupt(text)) => {
-                let refused = StoreMessage::Refused(Error::Corrupt(text));
+                let refused = EntryMessage::Refused(Error::Corrupt(text));
                 self.send_release(cx, operation, None);
                 self.receive(cx, operation, refused)
             }

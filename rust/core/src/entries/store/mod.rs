@@ -1,12 +1,8 @@
-//! A memory server for KV that waits for whoever needs it, and its client. A [`StoreServer`] keeps values by their keys; a
-//! [`StoreClient`] reserves, writes, commits, selects and takes them. What the operations mean is `kvpipe.store.KVStore`.
+//! A memory server for values of KV, and its client. A [`StoreServer`] keeps values by their keys; a [`StoreClient`] reserves,
+//! writes, commits, selects and takes them. What the operations mean is `kvpipe.store.KVStore`.
 
 mod api;
 mod client;
-mod content;
-mod disk;
-pub(crate) mod messages;
-mod server;
 mod values;
 
 use crate::transfer::host::HUGE;
@@ -14,24 +10,13 @@ use crate::transfer::host::HUGE;
 pub use api::{DiskConfig, StoreClient, StoreServer};
 pub use values::{ListedValue, OpenedValue, ValuePage};
 
-/// Longest key.
-pub const KEY_CAP: usize = 512;
-/// Longest record.
-pub const RECORD_CAP: usize = 64 << 10;
-/// Bytes that travel inside a message. Above them, one copy costs more than one more round trip.
-const INLINE_CAP: usize = 32 << 10;
-/// Keys in one message.
-pub const KEYS_CAP: usize = 1 << 14;
-/// Buffers that are read from one peer at once.
-const TRANSFERS_IN_FLIGHT: usize = 4;
-
 /// Bytes that a value counts besides its bytes, key and record.
 const BOOKKEEPING_BYTES: u64 = 512;
 /// Large values are kept in huge pages.
 const GRAIN: u64 = 2 << 20;
 
 /// Bytes that a value counts against the capacity, without its record: all memory that it occupies.
-fn footprint(key: &[u8], num_bytes: u64) -> u64 {
+pub(super) fn footprint(key: &[u8], num_bytes: u64) -> u64 {
     let occupied = if num_bytes < HUGE as u64 {
         num_bytes
     } else {

@@ -6,8 +6,8 @@ use kvpipe_ucx::{Buffer, PIECES_CAP, Piece, ProcessVmReader};
 
 #[cfg(doc)]
 use super::StoreClient;
-use super::messages::{Carried, Page};
 use crate::checksum::RunningChecksum;
+use crate::entries::messages::{Carried, Page};
 
 /// Bytes that are read in one go before they are hashed: as many as a core's own cache still has then.
 const SLICE: usize = 1 << 20;

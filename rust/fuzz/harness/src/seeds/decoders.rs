@@ -8,10 +8,9 @@ use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
 
 use super::agent::ready_block;
-use super::lookup::{by_tokens, tensors};
 use crate::agent::KV;
 use crate::control::{HANDOFFS, opening, sequence_state};
-use crate::kinds::{agent, store, transfer};
+use crate::kinds::{agent, entries, transfer};
 use crate::wire::{
     self, block_ids, head, meta, numbers, offer, ready_blocks, region, regions, text,
 };
@@ -74,12 +73,10 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
         ("handoff", message(of_handoff(agent::INVALID), &[])),
         ("reason", text("a reason")),
         ("metadata", metadata.to_bytes()),
-        ("select", by_tokens()),
         ("refusal", Writer::new(2).str("no place").finish()),
-        ("entry", tensors()),
         ("buffer_checksums", offer().bytes(&numbers(&[1])).finish()),
     ];
-    let single = single.into_iter().chain(store_messages());
+    let single = single.into_iter().chain(entry_messages());
     let control = wire::control(HANDOFFS[0], &opening(), &sequence_state());
     let control = control.into_iter().map(|frame| ("control", frame));
     let all = single.chain(control);
@@ -87,35 +84,42 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// Messages of a store, of each shape.
-fn store_messages() -> impl Iterator<Item = (&'static str, Vec<u8>)> {
+/// Messages of entries, of each shape.
+fn entry_messages() -> impl Iterator<Item = (&'static str, Vec<u8>)> {
     let message = |header: &[u8], payload: &[u8]| {
         let message = Writer::default().bytes(header).raw(payload);
-        ("store", message.finish())
+        ("entries", message.finish())
     };
     let keys = Writer::default().list(&[b"a", b"b"], |w, key| w.bytes(*key));
-    let select = Writer::default().bytes(b"key").u64(1);
+    let select = Writer::new(0).bytes(b"key").u8(0).u64(1);
+    let take = Writer::new(2).bytes(&[0; 16]).u8(1).u64(u64::MAX).u64(1);
     let list = Writer::default().bytes(b"k").u64(7);
     let present = Writer::default().u32(3).u8(5);
     let page = Writer::default().u64(9).u32(1).bytes(b"key").u64(4).u8(1);
-    let renew = Writer::new(store::RENEW).u64(3).u64(1_000_000);
+    let renew = Writer::new(entries::RENEW).u64(3).u64(1_000_000);
     let sealed = |kind: u8, payload: Vec<u8>| {
         let header = Writer::new(kind).u64(checksum::of(&payload)).finish();
         message(&header, &payload)
     };
     let inline = Writer::default().u64(1).u8(0).bytes(b"abc").finish();
-    let offered = offer(Writer::default().u64(1).bytes(b"record").u8(1), 40 << 10, 0);
+    let offered = Writer::default().u8(1).u64(1).bytes(b"record").u32(1);
+    let offered = offer(offered.u8(1), 40 << 10, 0);
+    let put = Writer::default().bytes(b"key").u64(1).u64(2).u8(1);
+    let put = put.bytes(b"record").u32(1).u8(0).bytes(b"abc");
     [
-        message(&[store::EXISTS], &keys.finish()),
-        message(&[store::SELECT], &select.finish()),
-        message(&[store::LIST], &list.finish()),
-        message(&[store::PRESENT], &present.finish()),
-        message(&[store::PAGE], &page.finish()),
-        message(&[store::STATISTICS], &[0; 24 * 8]),
+        message(&[entries::EXISTS], &keys.finish()),
+        message(&[entries::SELECT], &select.finish()),
+        message(&[entries::SELECT], &take.finish()),
+        message(&[entries::CANCEL, 1], &[]),
+        message(&[entries::LIST], &list.finish()),
+        message(&[entries::PRESENT], &present.finish()),
+        message(&[entries::PAGE], &page.finish()),
+        message(&[entries::STATISTICS], &[0; 24 * 8]),
         message(&renew.finish(), &[]),
-        message(&[store::REFUSED], &Writer::new(4).str("late").finish()),
-        sealed(store::WRITE, inline),
-        sealed(store::OFFER, offered.finish()),
+        message(&[entries::REFUSED], &Writer::new(4).str("late").finish()),
+        sealed(entries::WRITE, inline),
+        sealed(entries::OFFER, offered.finish()),
+        sealed(entries::PUT, put.finish()),
     ]
     .into_iter()
 }

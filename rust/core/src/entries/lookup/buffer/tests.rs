@@ -56,7 +56,7 @@ fn an_insert_that_fails_releases_its_callers_memory_before_it_completes() {
     ];
     for end in ends {
         let one = entry(Meta::default(), 90);
-        let capacity = entry_bytes(1, one.0.iter().map(Arc::as_ref));
+        let capacity = one.entry_bytes(key_of(&[1]).len());
         let buffer = LookupBuffer::new(capacity + 9);
         let first = buffer.insert(vec![1], one, None, Then::GoOn);
         assert!(first.unwrap().is_completed());

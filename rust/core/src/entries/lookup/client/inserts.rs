@@ -3,11 +3,14 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
-use super::super::INSERTS_IN_FLIGHT;
 use super::super::command_queue::QueuedInsert;
-use super::super::messages::{LookupMessage, TOKENS_CAP};
+use super::super::{INSERTS_IN_FLIGHT, Items, not_host};
 use super::LookupClient;
 use crate::earliest::Earliest;
+use crate::entries::content::{PARTS_CAP, write_metas};
+use crate::entries::messages::{Carried, EntryMessage};
+use crate::entries::state::TOKEN_BYTES;
+use crate::entries::{INLINE_CAP, TOKENS_CAP, source_id};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::grace::{AnswerStage, GracePeriod};
@@ -17,7 +20,8 @@ use crate::work::Completer;
 /// An insert that the server has not answered. The server enforces the deadline while it waits for space.
 #[derive(Debug)]
 pub(super) struct SentInsert {
-    num_tokens: usize,
+    /// Bytes of its key.
+    num_key: usize,
     completer: Completer<()>,
     /// `None` without a deadline, and once the caller knows that it is late.
     grace: Option<GracePeriod>,
@@ -41,6 +45,11 @@ impl Inserts {
     }
 }
 
+const LATE: EntryMessage<'static> = EntryMessage::Cancel {
+    is_withdrawn: false,
+};
+const WITHDRAWN: EntryMessage<'static> = EntryMessage::Cancel { is_withdrawn: true };
+
 impl LookupClient {
     pub(super) fn insert(&mut self, cx: &mut Cx<'_>, insert: QueuedInsert) {
         if let Err(error) = self.check_usable() {
@@ -60,29 +69,32 @@ impl LookupClient {
         while let Some(insert) = self.next_insert() {
             let QueuedInsert {
                 operation,
-                tokens,
+                key,
                 items,
                 deadline,
                 completer,
             } = insert;
-            match self.tensors.write(cx, session, operation, &items) {
-                Ok(encoded) => {
+            match self.carry(cx, (session, operation), &items) {
+                Ok((record, parts)) => {
                     let sent = SentInsert {
-                        num_tokens: tokens.len(),
+                        num_key: key.len(),
                         completer,
                         grace: deadline.map(|at| GracePeriod::new(cx.links.now(), at)),
                         is_cancelled: false,
                     };
-                    let message = LookupMessage::Insert {
+                    let message = EntryMessage::Put {
+                        key: (&key[..]).into(),
+                        ttl: None,
                         timeout: deadline.map(|at| at.saturating_duration_since(cx.links.now())),
-                        tokens,
-                        tensors: encoded.into(),
+                        is_hashed: false,
+                        record: record.into(),
+                        parts,
                     };
                     message.send(cx.links, session, operation);
                     self.inserts.sent.insert(operation, sent);
                 }
                 Err(error) => {
-                    self.tensors.release(cx, session, operation);
+                    self.withdraw_parts(cx, session, operation);
                     drop(items); // before the insert completes
                     self.end(Some(completer), Err(error));
                 }
@@ -90,12 +102,45 @@ impl LookupClient {
         }
     }
 
+    /// The record and the tensors as a message carries them: those that are too large are exposed until the server has answered.
+    fn carry(
+        &mut self,
+        cx: &mut Cx<'_>,
+        (session, operation): (SessionKey, u64),
+        items: &Items,
+    ) -> Result<(Vec<u8>, Vec<Carried<'static>>)> {
+        let record = write_metas(&items.metas())?;
+        let mut space = INLINE_CAP;
+        let mut parts = Vec::new();
+        for item in &items.0 {
+            let Some(buffer) = &item.buffer else { continue };
+            let len = buffer.len();
+            if len <= space {
+                space -= len;
+                let bytes = buffer.bytes(0, len).ok_or_else(not_host)?;
+                parts.push(Carried::Inline(bytes.to_vec().into()));
+                continue;
+            }
+            let source = source_id(operation, parts.len());
+            let exposed = &mut self.exposed;
+            let described = exposed.expose(cx, session, source, buffer.clone(), self.integrity)?;
+            parts.push(Carried::Offered(described));
+        }
+        Ok((record, parts))
+    }
+
+    fn withdraw_parts(&mut self, cx: &mut Cx<'_>, session: SessionKey, operation: u64) {
+        for source in (0..PARTS_CAP).map(|part| source_id(operation, part)) {
+            self.exposed.withdraw(cx, session, source);
+        }
+    }
+
     /// The first queued insert, if the server lets it wait beside those that were sent.
     fn next_insert(&mut self) -> Option<QueuedInsert> {
         let Inserts { queue, sent, .. } = &mut self.inserts;
-        let num_tokens: usize = sent.values().map(|sent| sent.num_tokens).sum();
+        let num_key: usize = sent.values().map(|sent| sent.num_key).sum();
         let may_wait = sent.len() < INSERTS_IN_FLIGHT
-            && num_tokens + queue.front()?.tokens.len() <= TOKENS_CAP;
+            && num_key + queue.front()?.key.len() <= TOKENS_CAP * TOKEN_BYTES;
         may_wait.then(|| queue.pop_front()).flatten()
     }
 
@@ -106,7 +151,7 @@ impl LookupClient {
         operation: u64,
         result: Result<()>,
     ) {
-        self.tensors.release(cx, session, operation);
+        self.withdraw_parts(cx, session, operation);
         if let Some(sent) = self.inserts.sent.remove(&operation) {
             self.command_queue
                 .update_info(|info| info.num_inserted += u64::from(result.is_ok()));
@@ -158,13 +203,13 @@ impl LookupClient {
                     if stage != AnswerStage::Late {
                         grace.due_from(cx.links.now());
                     }
-                    LookupMessage::Cancel.send(cx.links, session, *operation);
+                    LATE.send(cx.links, session, *operation);
                 }
                 AnswerStage::Overdue => {
                     sent.grace = None;
                     if !sent.is_cancelled {
                         sent.is_cancelled = true; // a silent server may go on later
-                        LookupMessage::Cancel.send(cx.links, session, *operation);
+                        LATE.send(cx.links, session, *operation);
                     }
                     sent.completer.complete_unsettled(Err(unanswered()));
                     continue;
@@ -184,7 +229,7 @@ impl LookupClient {
         if self.inserts.sent.contains_key(&operation)
             && let Some(&session) = self.sessions.first()
         {
-            LookupMessage::Withdraw.send(cx.links, session, operation);
+            WITHDRAWN.send(cx.links, session, operation);
         }
     }
 

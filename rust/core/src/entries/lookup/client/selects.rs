@@ -4,14 +4,13 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::super::command_queue::QueuedSelect;
-use super::super::messages::LookupMessage;
 use super::super::operation::{Delivery, Origin, Selected};
-use super::super::transfer::EntryTransfer;
 use super::super::{Items, SELECTS_CAP};
 use super::LookupClient;
+use crate::entries::messages::{Carried, EntryMessage};
+use crate::entries::state::Access;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::net::codec::Reader;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::transfer::Cx;
 use crate::work::Completer;
@@ -47,13 +46,17 @@ impl PendingSelect {
         }
     }
 
-    /// Withdraws the select from the servers that have not answered.
-    fn withdraw_from_others(&mut self, cx: &mut Cx<'_>, operation: u64) {
-        if let SelectStage::Asking(servers) = &mut self.stage {
-            for session in servers.drain() {
-                LookupMessage::Withdraw.send(cx.links, session, operation);
-            }
+    /// The servers that have not answered.
+    fn drain_asked(&mut self) -> Vec<SessionKey> {
+        match &mut self.stage {
+            SelectStage::Asking(servers) => servers.drain().collect(),
+            SelectStage::Fetching(_) | SelectStage::Consuming(..) => Vec::new(),
         }
+    }
+
+    /// True if its entry is here, and this server was asked for it.
+    fn is_consuming_from(&self, session: SessionKey) -> bool {
+        matches!(self.stage, SelectStage::Consuming(from, _) if from == session)
     }
 
     /// The servers from which something is to come.
@@ -64,8 +67,6 @@ impl PendingSelect {
         }
     }
 }
-
-const RETURN: LookupMessage<'static> = LookupMessage::Settle { is_consumed: false };
 
 impl LookupClient {
     pub(super) fn select(&mut self, cx: &mut Cx<'_>, select: QueuedSelect) {
@@ -83,9 +84,14 @@ impl LookupClient {
             let text = format!("{SELECTS_CAP} selects wait already, more are not possible");
             return completer.complete(Err(Error::Exhausted(text)));
         }
+        let query = query.to_query();
         for &session in &self.sessions {
-            let query = query.clone();
-            LookupMessage::Select { query, timeout }.send(cx.links, session, operation);
+            let select = EntryMessage::Select {
+                query: query.as_borrowed(),
+                access: Access::Lease(None),
+                timeout,
+            };
+            select.send(cx.links, session, operation);
         }
         let grace =
             timeout.map(|timeout| GracePeriod::new(cx.links.now(), cx.links.now() + timeout));
@@ -107,11 +113,19 @@ impl LookupClient {
             return;
         };
         if matches!(select.stage, SelectStage::Asking(_)) {
-            select.withdraw_from_others(cx, operation);
+            let asked = select.drain_asked();
             self.selects.remove(&operation);
+            self.withdraw_from(cx, asked, operation);
         } else {
             // The entry goes back when it is here: its reads are under way, or the server's answer is.
             select.is_withdrawn = true;
+        }
+    }
+
+    /// Withdraws a select from servers that have not answered.
+    fn withdraw_from(&self, cx: &mut Cx<'_>, asked: Vec<SessionKey>, operation: u64) {
+        for session in asked {
+            self.settle(cx, (session, operation), false);
         }
     }
 
@@ -126,8 +140,9 @@ impl LookupClient {
             return;
         };
         // Otherwise another server has offered an entry while this refusal was on its way.
-        if select.mark_answered(session) {
-            select.withdraw_from_others(cx, operation);
+        if select.mark_answered(session) || select.is_consuming_from(session) {
+            let asked = select.drain_asked();
+            self.withdraw_from(cx, asked, operation);
             self.end_select(operation, Err(error));
         }
     }
@@ -138,7 +153,7 @@ impl LookupClient {
         cx: &mut Cx<'_>,
         session: SessionKey,
         operation: u64,
-        tensors: Result<&[u8]>,
+        entry: Result<(&[u8], Vec<Carried<'_>>)>,
     ) -> Result<()> {
         let Some(select) = self.selects.get_mut(&operation) else {
             return Ok(());
@@ -146,17 +161,16 @@ impl LookupClient {
         if !select.mark_answered(session) {
             return Ok(());
         }
-        select.withdraw_from_others(cx, operation);
-        match tensors {
-            Ok(tensors) => {
-                select.stage = SelectStage::Fetching(session);
-                let entry = EntryTransfer::read(Reader::new(tensors))?;
-                self.tensors.add(cx, session, operation, entry);
-                self.tensors.begin(cx, session, operation);
+        let asked = select.drain_asked();
+        select.stage = SelectStage::Fetching(session);
+        self.withdraw_from(cx, asked, operation);
+        match entry {
+            Ok((record, parts)) => self.fetch(cx, (session, operation), record, parts),
+            Err(error) => {
+                self.return_entry(cx, session, operation, Err(error));
+                Ok(())
             }
-            Err(error) => self.return_entry(cx, session, operation, Err(error)),
         }
-        Ok(())
     }
 
     pub(super) fn nothing(&mut self, session: SessionKey, operation: u64) {
@@ -186,7 +200,7 @@ impl LookupClient {
             }
             Ok(items) => {
                 select.stage = SelectStage::Consuming(session, items);
-                LookupMessage::Consume.send(cx.links, session, operation);
+                EntryMessage::Consume.send(cx.links, session, operation);
             }
             Err(error) => self.return_entry(cx, session, operation, Err(error)),
         }
@@ -199,7 +213,7 @@ impl LookupClient {
         operation: u64,
         result: Result<Selected>,
     ) {
-        RETURN.send(cx.links, session, operation);
+        self.settle(cx, (session, operation), false);
         self.end_select(operation, result);
     }
 
@@ -209,36 +223,28 @@ impl LookupClient {
         }
     }
 
-    /// The entry belongs to this client alone.
-    pub(super) fn consumed(
-        &mut self,
-        cx: &mut Cx<'_>,
-        session: SessionKey,
-        operation: u64,
-    ) -> Result<()> {
-        let is_asked = |select: &PendingSelect| matches!(select.stage, SelectStage::Consuming(from, _) if from == session);
-        let is_known = self.selects.get(&operation).is_some_and(is_asked);
-        let select = is_known.then(|| self.selects.remove(&operation)).flatten();
+    /// The entry belongs to this client alone. Other answers of this kind are to messages for which nothing waits.
+    pub(super) fn consumed(&mut self, cx: &mut Cx<'_>, session: SessionKey, operation: u64) {
+        let select = self.selects.get(&operation);
+        if !select.is_some_and(|select| select.is_consuming_from(session)) {
+            return;
+        }
         let Some(PendingSelect {
             stage: SelectStage::Consuming(_, items),
             completer,
             is_withdrawn,
             ..
-        }) = select
+        }) = self.selects.remove(&operation)
         else {
-            return Err(Error::protocol(format_args!(
-                "select {operation} was not asked for"
-            )));
+            return;
         };
         if is_withdrawn {
-            RETURN.send(cx.links, session, operation);
-            return Ok(());
+            return self.settle(cx, (session, operation), false);
         }
         self.delivered.insert(operation, session);
         let origin = Origin::Remote(Arc::clone(&self.command_queue));
         let delivery = Arc::new(Delivery::new(items, operation, origin));
         self.end(completer, Ok(Some(delivery)));
-        Ok(())
     }
 
     /// Ends selects whose grace period is over. An entry on its way goes back.

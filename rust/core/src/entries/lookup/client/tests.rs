@@ -5,14 +5,16 @@ mod late_selects;
 use std::time::Duration;
 
 use super::super::command_queue::{QueuedInsert, QueuedSelect};
-use super::super::transfer::{NOTHING, OFFERED};
-use super::super::{LookupBuffer, LookupQuery, Operation, Selected};
+use super::super::{LookupBuffer, LookupQuery, Operation, Selected, key_of};
 use super::*;
 use crate::clock;
+use crate::entries::content::write_metas;
 use crate::entries::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
+use crate::entries::messages::Carried;
 use crate::net::codec::Writer;
 use crate::session::Service;
 use crate::tensor::Meta;
+use crate::transfer::exposed::BufferDescription;
 use crate::transfer::host::Host;
 use crate::work::{Then, Work, work};
 
@@ -189,7 +191,7 @@ fn insert(client: &mut LookupClient) -> Work<()> {
     let (inserted, completer) = work();
     client.inserts.queue.push_back(QueuedInsert {
         operation: 0,
-        tokens: vec![1],
+        key: key_of(&[1]),
         items: entry(Meta::default(), 1),
         deadline: None,
         completer,
@@ -205,7 +207,7 @@ fn an_entry_larger_than_the_machine_is_refused_by_its_size_before_anything_is_al
     client.service.sessions.push(server);
     client.service.servers.insert(server);
     client.transfers.session_up(server);
-    client.service.tensors.session_up(server);
+    client.service.exposed.session_up(server);
     let (selected, completer) = work();
     let asked = QueuedSelect {
         operation,
@@ -216,13 +218,13 @@ fn an_entry_larger_than_the_machine_is_refused_by_its_size_before_anything_is_al
     };
     client.call(&mut links, |client, cx| client.select(cx, asked));
     let (num_bytes, address, in_host, on_request, rkey) = (1 << 60, 4096, 0, 0, [1]);
-    let key = Meta::default().write(Writer::default().u8(OFFERED));
-    let key = key.u64(num_bytes).u64(address).u8(in_host);
-    let key = key.u8(on_request).bytes(&rkey);
-    let entry = key.u8(NOTHING).u8(NOTHING).u8(NOTHING).u8(NOTHING);
-    let entry = entry.finish();
+    let key = Writer::default().u64(num_bytes).u64(address).u8(in_host);
+    let key = key.u8(on_request).bytes(&rkey).finish();
+    let key = BufferDescription::read(&mut Reader::new(&key)).unwrap();
+    let record = write_metas(&[Some(Meta::default()), None, None, None, None]).unwrap();
     let offered = client.call(&mut links, |client, cx| {
-        client.offer(cx, server, operation, Ok(&entry))
+        let parts = vec![Carried::Offered(key)];
+        client.offer(cx, server, operation, Ok((&record, parts)))
     });
     assert_eq!(offered, Ok(()));
     let Some(Err(Error::Exhausted(text))) = selected.result() else {

@@ -14,10 +14,10 @@ use crate::work::Then;
 const TIMEOUT: Duration = Duration::from_secs(600);
 const TRANSPORT: Transport = Transport::Memory(MemoryPath::RemoteRead);
 /// More rounds than any test needs.
-pub(in crate::entries::lookup) const ROUNDS: usize = 100_000;
+pub(in crate::entries) const ROUNDS: usize = 100_000;
 
 /// An entry with a key of so many bytes.
-pub(in crate::entries::lookup) fn entry(key: Meta, num_bytes: usize) -> Items {
+pub(in crate::entries) fn entry(key: Meta, num_bytes: usize) -> Items {
     let nothing = || Received {
         meta: Meta::default(),
         buffer: None,
@@ -31,15 +31,12 @@ pub(in crate::entries::lookup) fn entry(key: Meta, num_bytes: usize) -> Items {
 }
 
 /// A served buffer with these entries.
-pub(in crate::entries::lookup) fn serve(entries: Vec<Items>) -> LookupBuffer {
+pub(in crate::entries) fn serve(entries: Vec<Items>) -> LookupBuffer {
     serve_within(u64::MAX, entries)
 }
 
 /// As [`serve`], with a capacity.
-pub(in crate::entries::lookup) fn serve_within(
-    capacity_bytes: u64,
-    entries: Vec<Items>,
-) -> LookupBuffer {
+pub(in crate::entries) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> LookupBuffer {
     let local = LookupBuffer::new(capacity_bytes);
     for entry in entries {
         let inserted = local.insert(vec![1], entry, None, Then::GoOn).unwrap();
@@ -51,7 +48,7 @@ pub(in crate::entries::lookup) fn serve_within(
 }
 
 /// A client of all these servers.
-pub(in crate::entries::lookup) fn connect(locals: &[&LookupBuffer]) -> LookupBuffer {
+pub(in crate::entries) fn connect(locals: &[&LookupBuffer]) -> LookupBuffer {
     let address = |local: &&LookupBuffer| local.address();
     let addresses = locals.iter().map(address).collect();
     let connect = || LookupBuffer::connect(addresses, b"token", TRANSPORT, true, TIMEOUT);
@@ -71,13 +68,13 @@ pub(in crate::entries::lookup) fn connect(locals: &[&LookupBuffer]) -> LookupBuf
 }
 
 /// Begins a select, and sends it.
-pub(in crate::entries::lookup) fn select(remote: &LookupBuffer) -> Operation<Selected> {
+pub(in crate::entries) fn select(remote: &LookupBuffer) -> Operation<Selected> {
     let selected = remote.select(LookupQuery::Any, None, Then::GoOn).unwrap();
     rest(|| remote.manual_round());
     selected
 }
 
 /// Runs a reactor until it is idle.
-pub(in crate::entries::lookup) fn rest(round: impl Fn() -> Round) {
+pub(in crate::entries) fn rest(round: impl Fn() -> Round) {
     while round() == Round::Busy {}
 }

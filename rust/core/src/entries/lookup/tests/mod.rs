@@ -1,3 +1,3 @@
 //! What tests of several files of the lookup buffer share.
 
-pub(super) mod manual;
+pub(in crate::entries) mod manual;

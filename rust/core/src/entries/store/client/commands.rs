@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use kvpipe_ucx::Buffer;
 
-use super::super::messages::StoreMessage;
 use super::super::values::OpenedValue;
 use super::Pending;
+use crate::entries::messages::EntryMessage;
 use crate::work::Completer;
 
 /// Requests of callers.
@@ -21,7 +21,7 @@ pub(in super::super) enum ClientCommand {
     /// A question whose answer completes it; with a timeout, the server answers in that time.
     Ask {
         operation: u64,
-        message: StoreMessage<'static>,
+        message: EntryMessage<'static>,
         pending: Pending,
         timeout: Option<Duration>,
     },

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::super::messages::StoreMessage;
 use super::super::values::{OpenedValue, ValuePage};
 use crate::entries::StoreInfo;
+use crate::entries::messages::EntryMessage;
 use crate::error::{Error, Result};
 use crate::work::Completer;
 
@@ -41,21 +41,21 @@ impl Pending {
     ///
     /// # Errors
     /// `Protocol`: it is none of its answers.
-    pub(super) fn complete(self, answer: StoreMessage<'_>) -> Result<()> {
+    pub(super) fn complete(self, answer: EntryMessage<'_>) -> Result<()> {
         match (self, answer) {
-            (Self::Done(completer), StoreMessage::Done) => completer.complete(Ok(())),
-            (Self::Present(completer), StoreMessage::Present(present)) => {
+            (Self::Done(completer), EntryMessage::Done) => completer.complete(Ok(())),
+            (Self::Present(completer), EntryMessage::Present(present)) => {
                 completer.complete(Ok(present));
             }
-            (Self::Reserve { completer, .. }, StoreMessage::Occupied) => {
+            (Self::Reserve { completer, .. }, EntryMessage::Occupied) => {
                 completer.complete(Ok(None));
             }
-            (Self::Open(completer), StoreMessage::Nothing) => completer.complete(Ok(None)),
-            (Self::Deleted(completer), StoreMessage::Deleted(num)) => completer.complete(Ok(num)),
-            (Self::Page(completer), StoreMessage::Page(page)) => {
+            (Self::Open(completer), EntryMessage::Nothing) => completer.complete(Ok(None)),
+            (Self::Deleted(completer), EntryMessage::Deleted(num)) => completer.complete(Ok(num)),
+            (Self::Page(completer), EntryMessage::Page(page)) => {
                 completer.complete(Ok(ValuePage::new(page)));
             }
-            (Self::Statistics(completer), StoreMessage::Statistics(info)) => {
+            (Self::Statistics(completer), EntryMessage::Statistics(info)) => {
                 completer.complete(Ok(info));
             }
             (pending, answer) => {

@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
 
-use super::super::messages::{Carried, StoreMessage};
 use super::super::values::OpenedValue;
 use super::{Client, Pending};
 use crate::checksum::RunningChecksum;
+use crate::entries::messages::{Carried, EntryMessage};
+use crate::entries::source_id;
 use crate::error::{Error, Result};
 use crate::transfer::exposed::BufferDescription;
 use crate::transfer::region::Pieces;
@@ -31,8 +32,8 @@ impl Client {
         completer: Completer<Option<Arc<OpenedValue>>>,
     ) {
         if let (Carried::Offered(buffer), Some(session)) = (&value.bytes, self.session) {
-            cx.transfers
-                .add_source(session, value.operation, buffer.source());
+            let source = source_id(value.operation, 0);
+            cx.transfers.add_source(session, source, buffer.source());
             let process = cx.links.process(session);
             value.process = process.map(|process| (process, buffer.address()));
         }
@@ -65,7 +66,7 @@ impl Client {
             }
             Carried::Offered(offered) => {
                 let owner = cx.links.token();
-                match self.begin_read(cx, owner, (value.operation, offered), buffer) {
+                match self.begin_read(cx, owner, (source_id(value.operation, 0), offered), buffer) {
                     Ok(transfer) => {
                         self.reads.insert(owner, reading);
                         cx.transfers.enqueue(cx.links, transfer);
@@ -133,7 +134,7 @@ impl Client {
         // The server knows whether the value has changed, or whether this operation did not hold it any more.
         let operation = self.shared.next_operation();
         let select = value.operation;
-        let question = StoreMessage::Corrupt { select };
+        let question = EntryMessage::Corrupt { select };
         self.ask(cx, operation, question, (Pending::Done(completer), None));
     }
 }

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use kvpipe_ucx::Buffer;
 
-use super::super::INLINE_CAP;
-use super::super::messages::{Carried, StoreMessage};
 use super::hashing::ValueHasher;
 use super::{Client, Pending};
+use crate::entries::messages::{Carried, EntryMessage};
+use crate::entries::{INLINE_CAP, source_id};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
@@ -123,9 +123,15 @@ impl Client {
         if buffer.len() <= INLINE_CAP {
             return Ok(Carried::Inline(bytes.to_vec().into()));
         }
+        let source = source_id(operation, 0);
         let described =
-            (self.exposed).expose(cx, session, operation, buffer.clone(), Integrity::None)?;
+            (self.exposed).expose(cx, session, source, buffer.clone(), Integrity::None)?;
         Ok(Carried::Offered(described))
+    }
+
+    /// The server reads nothing of an operation any more.
+    fn withdraw(&mut self, cx: &mut Cx<'_>, session: SessionKey, operation: u64) {
+        self.exposed.withdraw(cx, session, source_id(operation, 0));
     }
 
     pub(super) fn put(
@@ -149,11 +155,13 @@ impl Client {
         });
         match carried {
             Ok((session, bytes)) => {
-                let message = StoreMessage::Put {
+                let message = EntryMessage::Put {
                     key: key.into(),
                     ttl,
+                    timeout: Some(Duration::ZERO),
+                    is_hashed: true,
                     record: record.into(),
-                    bytes,
+                    parts: vec![bytes],
                 };
                 message.send(cx.links, session, operation);
                 self.uploads.insert(operation, upload);
@@ -186,7 +194,7 @@ impl Client {
         };
         match carried {
             Ok((session, bytes)) => {
-                StoreMessage::Write { reservation, bytes }.send(cx.links, session, operation);
+                EntryMessage::Write { reservation, bytes }.send(cx.links, session, operation);
                 if let Some(upload) = self.uploads.get_mut(&reservation) {
                     upload.write = Some(write);
                 }
@@ -213,7 +221,7 @@ impl Client {
         if let Uploader::Put(_, record) = &write.uploader {
             let checksum = std::mem::take(&mut upload.hasher).finish(record);
             if let Ok(session) = self.usable() {
-                StoreMessage::Checksum(checksum).send(cx.links, session, operation);
+                EntryMessage::Checksum(checksum).send(cx.links, session, operation);
             }
         }
         self.end_write_if_done(operation);
@@ -249,7 +257,7 @@ impl Client {
             return completer.complete(Err(error));
         }
         // The server refuses, and aborts, a reservation that is not full.
-        let message = StoreMessage::Commit {
+        let message = EntryMessage::Commit {
             reservation,
             checksum: upload.hasher.finish(&record),
             record: record.into(),
@@ -262,13 +270,13 @@ impl Client {
         &mut self,
         cx: &mut Cx<'_>,
         operation: u64,
-        answer: &StoreMessage<'_>,
+        answer: &EntryMessage<'_>,
     ) -> bool {
         let Some(session) = self.session else {
             return false;
         };
         if let Some(reservation) = self.writes.remove(&operation) {
-            self.exposed.withdraw(cx, session, operation);
+            self.withdraw(cx, session, operation);
             self.write_answered(cx, reservation, operation, answer);
             return true;
         }
@@ -279,14 +287,14 @@ impl Client {
         if !self.uploads.get(&operation).is_some_and(is_put) {
             return false;
         }
-        self.exposed.withdraw(cx, session, operation);
+        self.withdraw(cx, session, operation);
         if let Some(upload) = self.uploads.remove(&operation)
             && let Some(write) = upload.write
         {
             let outcome = match answer {
-                StoreMessage::Done => Ok(true),
-                StoreMessage::Occupied => Ok(false),
-                StoreMessage::Refused(error) => Err(error.clone()),
+                EntryMessage::Done => Ok(true),
+                EntryMessage::Occupied => Ok(false),
+                EntryMessage::Refused(error) => Err(error.clone()),
                 other => Err(unexpected(other)),
             };
             drop(write.buffer);
@@ -302,14 +310,14 @@ impl Client {
         cx: &mut Cx<'_>,
         reservation: u64,
         operation: u64,
-        answer: &StoreMessage<'_>,
+        answer: &EntryMessage<'_>,
     ) {
         let Some(upload) = self.uploads.get_mut(&reservation) else {
             return;
         };
         let is_it = |write: &mut CurrentWrite| write.operation == operation;
         match answer {
-            StoreMessage::Done => {
+            EntryMessage::Done => {
                 if let Some(write) = upload
                     .write
                     .as_mut()
@@ -321,7 +329,7 @@ impl Client {
             }
             answer => {
                 let error = match answer {
-                    StoreMessage::Refused(error) => error.clone(),
+                    EntryMessage::Refused(error) => error.clone(),
                     other => unexpected(other),
                 };
                 // What of it has been hashed does not count any more.
@@ -347,7 +355,7 @@ impl Client {
         if let Some(write) = upload.write.take_if(is_put) {
             write.fail(reservation_ended());
             if let Some(session) = self.session {
-                self.exposed.withdraw(cx, session, operation);
+                self.exposed.withdraw(cx, session, source_id(operation, 0));
             }
         }
         if upload.write.is_none() {
@@ -361,14 +369,14 @@ impl Client {
             return false;
         };
         if let Some(session) = self.session {
-            self.exposed.withdraw(cx, session, operation);
+            self.withdraw(cx, session, operation);
         }
         upload.fail(Error::Closed("the reservation was aborted".to_owned()));
         true
     }
 }
 
-fn unexpected(answer: &StoreMessage<'_>) -> Error {
+fn unexpected(answer: &EntryMessage<'_>) -> Error {
     Error::protocol(format_args!("message {} is no answer here", answer.kind()))
 }
 

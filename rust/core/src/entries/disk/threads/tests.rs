@@ -1,11 +1,9 @@
 //! The thread that writes, on a directory that can be made unusable: a database that was closed and cannot be opened again.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
 
-use super::super::super::content::Content;
 use super::*;
 use crate::checksum;
 
@@ -66,16 +64,12 @@ impl Drop for Disk {
 }
 
 fn save(id: EntryId) -> WriteJob {
-    let content = Content {
-        buffer: Buffer::from_vec(vec![1; 10]),
-        memory: None,
-        record: [].into(),
-        checksum: checksum::of(&[1; 10]),
-    };
     WriteJob::Save(SavedValue {
         id,
         key: id.to_le_bytes()[..].into(),
-        content: Arc::new(content),
+        buffer: Buffer::from_vec(vec![1; 10]),
+        record: [].into(),
+        checksum: checksum::of(&[1; 10]),
     })
 }
 

@@ -1,5 +1,5 @@
-//! A lookup buffer as its threads share it: its entries behind one lock. Each caller does its own work, and the server's
-//! thread that of its clients. Bytes are copied and operations completed without the lock.
+//! Entries as threads share them, behind one lock. Each caller of a lookup buffer in this process does its own work, and the
+//! server's thread that of its clients. Bytes are copied and operations completed without the lock.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -7,10 +7,11 @@ use std::time::Instant;
 
 use kvpipe_ucx::Buffer;
 
+use super::content::Content;
 use super::copying::LocalInsert;
-use super::operation::{Delivery, Origin, Selected};
-use super::{Items, LookupInfo};
-use crate::entries::state::{Access, Entries, EntryAction, Holder, Key, Query};
+use super::info::StoreInfo;
+use super::lookup::{Delivery, LookupInfo, Selected};
+use super::state::{Access, Entries, EntryAction, Holder, Key, Query};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::process::Process;
@@ -40,7 +41,7 @@ enum LocalAction {
     /// The insert is refused.
     Refuse(LocalInsert, Error),
     /// The select of this operation has an entry, or there was none in time.
-    Deliver(Completer<Selected>, Option<(u64, Items)>),
+    Deliver(Completer<Selected>, Option<(u64, Arc<Content>)>),
 }
 
 /// The thread that changes the entries.
@@ -54,20 +55,20 @@ pub(super) enum ChangedBy {
 
 /// State under the lock.
 #[derive(Debug)]
-pub(super) struct BufferState {
-    pub(super) entries: Entries<Items>,
+pub(super) struct SharedState {
+    pub(super) entries: Entries<Arc<Content>>,
     /// Operations of this process that wait.
     waiting: HashMap<u64, LocalOperation>,
     last_operation: u64,
     /// Until the server's thread drains them.
-    client_actions: VecDeque<EntryAction<Items>>,
+    client_actions: VecDeque<EntryAction<Arc<Content>>>,
     /// Inserts of this process to which the server's thread has given space. It copies the first one by slices.
     granted: VecDeque<(u64, LocalInsert)>,
     is_closed: bool,
 }
 
 /// Operations of this process.
-impl BufferState {
+impl SharedState {
     fn begin(&mut self, operation: LocalOperation) -> Holder {
         self.last_operation += 1;
         self.waiting.insert(self.last_operation, operation);
@@ -133,7 +134,7 @@ impl BufferState {
     }
 }
 
-impl BufferState {
+impl SharedState {
     /// Sizes of its maps and queues.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
@@ -145,7 +146,7 @@ impl BufferState {
         sizes
     }
 
-    fn info(&self) -> LookupInfo {
+    fn lookup_info(&self) -> LookupInfo {
         let info = self.entries.info();
         LookupInfo {
             state: if self.is_closed { "closed" } else { "open" },
@@ -177,7 +178,7 @@ impl BufferState {
         &mut self,
         by: ChangedBy,
         operation: u64,
-        action: EntryAction<Items>,
+        action: EntryAction<Arc<Content>>,
     ) -> Option<LocalAction> {
         match (self.waiting.remove(&operation)?, action) {
             (LocalOperation::Insert(insert), EntryAction::Reserved(_)) => match by {
@@ -187,8 +188,8 @@ impl BufferState {
             (LocalOperation::Insert(insert), EntryAction::Refused(_, error)) => {
                 return Some(LocalAction::Refuse(insert, error));
             }
-            (LocalOperation::Select(completer), EntryAction::Offered(_, items)) => {
-                return Some(LocalAction::Deliver(completer, Some((operation, items))));
+            (LocalOperation::Select(completer), EntryAction::Offered(_, content)) => {
+                return Some(LocalAction::Deliver(completer, Some((operation, content))));
             }
             (LocalOperation::Select(completer), EntryAction::Nothing(_)) => {
                 return Some(LocalAction::Deliver(completer, None));
@@ -201,23 +202,21 @@ impl BufferState {
 }
 
 #[derive(Debug)]
-pub(super) struct LookupShared {
-    state: Mutex<BufferState>,
+pub(super) struct Shared {
+    state: Mutex<SharedState>,
     /// Wakes the server, if there is one.
     server: OnceLock<Waker>,
     /// Memory of consumed entries. Without a server, each insert releases what was idle for long.
     pub(super) pool: Pool<Buffer>,
     process: Process,
+    name: &'static str,
 }
 
-fn closed() -> Error {
-    Error::Closed("the lookup buffer is closed".to_owned())
-}
-
-impl LookupShared {
-    pub(super) fn new(capacity_bytes: u64) -> Self {
-        let state = BufferState {
-            entries: Entries::of_buffer(capacity_bytes),
+impl Shared {
+    /// Shares entries; `name` is that of their face in errors.
+    pub(super) fn new(entries: Entries<Arc<Content>>, name: &'static str) -> Self {
+        let state = SharedState {
+            entries,
             waiting: HashMap::new(),
             last_operation: 0,
             client_actions: VecDeque::new(),
@@ -229,7 +228,12 @@ impl LookupShared {
             server: OnceLock::new(),
             pool: Pool::default(),
             process: Process::this(),
+            name,
         }
+    }
+
+    fn closed(&self) -> Error {
+        Error::Closed(format!("the {} is closed", self.name))
     }
 
     /// Makes the buffer look as in the child of a fork.
@@ -243,7 +247,7 @@ impl LookupShared {
         self.process.check()
     }
 
-    fn lock(&self) -> Result<MutexGuard<'_, BufferState>> {
+    fn lock(&self) -> Result<MutexGuard<'_, SharedState>> {
         self.check_process()?;
         Ok(lock(&self.state))
     }
@@ -255,7 +259,7 @@ impl LookupShared {
     pub(super) fn change<R>(
         self: &Arc<Self>,
         by: ChangedBy,
-        change: impl FnOnce(&mut BufferState) -> R,
+        change: impl FnOnce(&mut SharedState) -> R,
     ) -> Result<R> {
         let mut stack = Vec::new();
         let changed = self.begin_change(by, &mut stack, change);
@@ -268,11 +272,11 @@ impl LookupShared {
         &self,
         by: ChangedBy,
         stack: &mut Vec<LocalAction>,
-        change: impl FnOnce(&mut BufferState) -> R,
+        change: impl FnOnce(&mut SharedState) -> R,
     ) -> Result<R> {
         let mut state = self.lock()?;
         if state.is_closed {
-            return Err(closed());
+            return Err(self.closed());
         }
         let changed = change(&mut state);
         stack.extend(state.drain_actions(by).into_iter().rev());
@@ -301,9 +305,13 @@ impl LookupShared {
                 }
                 LocalAction::Refuse(insert, error) => insert.fail(error),
                 LocalAction::Deliver(completer, found) => {
-                    let origin = || Origin::Local(Arc::clone(self));
-                    let delivery = found.map(|(operation, items)| {
-                        Arc::new(Delivery::new(items, operation, origin()))
+                    let delivery = found.and_then(|(operation, content)| {
+                        let items = content.to_items()?;
+                        Some(Arc::new(Delivery::of_local(
+                            items,
+                            operation,
+                            Arc::clone(self),
+                        )))
                     });
                     completer.complete(Ok(delivery));
                 }
@@ -325,8 +333,9 @@ impl LookupShared {
         let (holder, now) = ((LOCAL, operation), crate::clock::now());
         let ended = match copied {
             Ok(()) => {
-                let num_bytes = items.num_bytes();
-                let content = (items, num_bytes, 0);
+                let content = Content::of_items(&items);
+                let num_bytes = content.num_bytes();
+                let content = (Arc::new(content), num_bytes, 0);
                 self.begin_change(by, stack, |state| {
                     state.entries.commit(holder, content, None, now);
                 })
@@ -382,16 +391,27 @@ impl LookupShared {
         let _ = self.server.set(server);
     }
 
-    pub(super) fn info(&self) -> LookupInfo {
+    /// Counters of a lookup buffer.
+    pub(super) fn lookup_info(&self) -> LookupInfo {
         self.lock()
-            .map_or_else(|_| LookupInfo::closed(), |state| state.info())
+            .map_or_else(|_| LookupInfo::closed(), |state| state.lookup_info())
     }
 
-    /// Actions of the server for its clients.
-    pub(super) fn drain_client_actions(&self) -> VecDeque<EntryAction<Items>> {
-        self.lock()
-            .map(|mut state| std::mem::take(&mut state.client_actions))
-            .unwrap_or_default()
+    /// Counters of a store.
+    ///
+    /// # Errors
+    /// `Closed`: the store is closed.
+    pub(super) fn info(&self) -> Result<StoreInfo> {
+        let state = self.lock()?;
+        if state.is_closed {
+            return Err(self.closed());
+        }
+        Ok(state.entries.info())
+    }
+
+    /// The next action of the server for its clients or its disk.
+    pub(super) fn next_client_action(&self) -> Option<EntryAction<Arc<Content>>> {
+        self.lock().ok()?.client_actions.pop_front()
     }
 
     /// The next deadline of an operation.
@@ -409,12 +429,12 @@ impl LookupShared {
         let waiting = std::mem::take(&mut state.waiting);
         drop(state);
         for (_, insert) in granted {
-            insert.fail(closed());
+            insert.fail(self.closed());
         }
         for operation in waiting.into_values() {
             match operation {
-                LocalOperation::Insert(insert) => insert.fail(closed()),
-                LocalOperation::Select(completer) => completer.complete(Err(closed())),
+                LocalOperation::Insert(insert) => insert.fail(self.closed()),
+                LocalOperation::Select(completer) => completer.complete(Err(self.closed())),
             }
         }
     }

@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use kvpipe_ucx::Buffer;
 
+use super::super::state::EntryId;
 use super::database::ValueDatabase;
 use super::{DiskReport, LoadJob, Reports, SavedValue, WriteJob, closed, guarded};
-use crate::entries::state::EntryId;
 use crate::error::{Error, Result};
 use crate::reactor::Waker;
 use crate::sync::lock;
@@ -103,7 +103,7 @@ impl Batch {
     fn add(&mut self, job: WriteJob) {
         match job {
             WriteJob::Save(value) => {
-                self.num_bytes += value.content.buffer.len();
+                self.num_bytes += value.buffer.len();
                 self.saved.push(value);
             }
             WriteJob::Erase(id) => self.erased.push(id),

@@ -1,14 +1,14 @@
-//! Messages between the client and the server of a store, besides those that move large buffers; see
-//! docs/reference/wire-store.md.
+//! Messages between the clients and the server of entries, besides those that move large buffers; see
+//! docs/reference/wire-entries.md.
 
 mod fields;
 
 use std::borrow::Cow;
 use std::time::Duration;
 
-use super::{INLINE_CAP, KEY_CAP};
-use crate::entries::StoreInfo;
-use crate::entries::state::Listed;
+use super::info::StoreInfo;
+use super::state::{Access, Listed, Query, TOKEN_BYTES};
+use super::{INLINE_CAP, KEY_CAP, TOKENS_CAP};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
@@ -17,9 +17,10 @@ use crate::net::fields::{
 };
 use crate::session::Links;
 use crate::transfer::exposed::BufferDescription;
+pub(super) use fields::check_tokens;
 use fields::{
-    read_bits, read_key, read_keys, read_lease, read_page, read_record, write_bits, write_keys,
-    write_page,
+    read_access, read_bits, read_key, read_keys, read_lease, read_page, read_parts, read_query,
+    read_record, write_access, write_bits, write_keys, write_page, write_parts, write_query,
 };
 
 // Kinds besides those of `crate::transfer::Message`.
@@ -30,7 +31,6 @@ const COMMIT: u8 = 67;
 const PUT: u8 = 68;
 const CHECKSUM: u8 = 69;
 const SELECT: u8 = 70;
-const TAKE: u8 = 71;
 const RELEASE: u8 = 72;
 const RENEW: u8 = 73;
 const ACKNOWLEDGE: u8 = 74;
@@ -38,6 +38,7 @@ const CORRUPT: u8 = 75;
 const DELETE: u8 = 76;
 const LIST: u8 = 77;
 const STATS: u8 = 78;
+const CONSUME: u8 = 79;
 const DONE: u8 = 80;
 const REFUSED: u8 = 81;
 const PRESENT: u8 = 82;
@@ -49,17 +50,18 @@ const DELETED: u8 = 87;
 const PAGE: u8 = 88;
 const STATISTICS: u8 = 89;
 const ENDED: u8 = 90;
+const CANCEL: u8 = 91;
 
 /// The message that the checksum of a payload is of.
-const VALUE: &str = "a value";
+const ENTRY: &str = "an entry";
 const INLINE: u8 = 0;
 const OFFERED: u8 = 1;
 
-/// Bytes of a value as a message carries them.
+/// Bytes of an entry as a message carries them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Carried<'a> {
     Inline(Cow<'a, [u8]>),
-    /// To be read from the other side, under the number of the operation.
+    /// To be read from the other side.
     Offered(BufferDescription),
 }
 
@@ -69,6 +71,10 @@ impl<'a> Carried<'a> {
             Self::Inline(bytes) => bytes.len() as u64,
             Self::Offered(buffer) => buffer.len as u64,
         }
+    }
+
+    pub(crate) fn is_offered(&self) -> bool {
+        matches!(self, Self::Offered(_))
     }
 
     pub(super) fn into_owned(self) -> Carried<'static> {
@@ -85,18 +91,19 @@ impl<'a> Carried<'a> {
         }
     }
 
-    fn read(reader: &mut Reader<'a>) -> Result<Self> {
+    /// Reads bytes of which so many may be in the message.
+    fn read(reader: &mut Reader<'a>, space: usize) -> Result<Self> {
         match reader.u8()? {
-            INLINE => Ok(Self::Inline(reader.bytes(INLINE_CAP)?.into())),
+            INLINE => Ok(Self::Inline(reader.bytes(space)?.into())),
             OFFERED => {
                 let buffer = BufferDescription::read(reader)?;
-                // The checksum of the whole value verifies it; a store is in host memory.
-                if buffer.is_validated() || buffer.is_cuda || buffer.len <= INLINE_CAP {
-                    return Err(Error::protocol("bytes that a store does not read"));
+                // Entries are in host memory, and a lease says until when they may be read.
+                if buffer.is_validated() || buffer.is_cuda {
+                    return Err(Error::protocol("bytes that nothing reads"));
                 }
                 Ok(Self::Offered(buffer))
             }
-            other => Err(Error::protocol(format_args!("a value of kind {other}"))),
+            other => Err(Error::protocol(format_args!("bytes of kind {other}"))),
         }
     }
 }
@@ -110,7 +117,7 @@ pub(crate) struct Page {
 
 /// A message about one operation of a client; the header carries the operation's number.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum StoreMessage<'a> {
+pub(crate) enum EntryMessage<'a> {
     /// Client: which keys can be selected? `Present` answers.
     Exists { keys: Vec<Cow<'a, [u8]>> },
     /// Client: reserve space. `Reserved`, `Occupied` or `Refused` answers.
@@ -132,26 +139,30 @@ pub(crate) enum StoreMessage<'a> {
         checksum: u64,
         record: Cow<'a, [u8]>,
     },
-    /// Client: reserve, write and commit. `Done`, `Occupied` or `Refused` answers. `Checksum` follows.
+    /// Client: reserve, write and commit. `Done`, `Occupied` or `Refused` answers.
     Put {
         key: Cow<'a, [u8]>,
         ttl: Option<Duration>,
+        timeout: Option<Duration>,
+        /// True if `Checksum` follows.
+        is_hashed: bool,
         record: Cow<'a, [u8]>,
-        bytes: Carried<'a>,
+        parts: Vec<Carried<'a>>,
     },
     /// Client: the checksum of a put.
     Checksum(u64),
-    /// Client: offer a value. `Offer`, `Nothing` or `Refused` answers.
+    /// Client: this put is late. One without space is refused when it gets any, unless `is_withdrawn`: at once. One whose
+    /// bytes are transferred is refused, unless it is withdrawn: it goes on.
+    Cancel { is_withdrawn: bool },
+    /// Client: offer an entry. `Offer`, `Nothing` or `Refused` answers.
     Select {
-        key: Cow<'a, [u8]>,
+        query: Query<Cow<'a, [u8]>>,
+        access: Access,
         timeout: Option<Duration>,
     },
-    /// Client: offer a value to this operation alone. As `Select`.
-    Take {
-        key: Cow<'a, [u8]>,
-        lease: Duration,
-        timeout: Option<Duration>,
-    },
+    /// Client: all of the entry that this select leases is here. `Done` or `Refused` answers; from then on the entry does
+    /// not go back if the client is lost.
+    Consume,
     /// Client: an operation ends, and with it its wait, reservation, open value or lease. `Done` answers.
     Release { target: u64 },
     /// Client: extend the lease of a take. `Done` or `Refused` answers.
@@ -176,12 +187,12 @@ pub(crate) enum StoreMessage<'a> {
     Reserved,
     /// Server: the key has a value, or another reservation is under way.
     Occupied,
-    /// Server: a value, held by this operation until `Release`.
+    /// Server: an entry, held by this operation until `Release`.
     Offer {
-        /// Of the bytes and then the record.
-        checksum: u64,
+        /// Of all bytes and then the record; `None` if each part is verified on its way.
+        checksum: Option<u64>,
         record: Cow<'a, [u8]>,
-        bytes: Carried<'a>,
+        parts: Vec<Carried<'a>>,
     },
     /// Server: there was no value in time.
     Nothing,
@@ -195,7 +206,7 @@ pub(crate) enum StoreMessage<'a> {
     Ended,
 }
 
-impl StoreMessage<'_> {
+impl EntryMessage<'_> {
     pub(super) fn send(self, links: &mut Links, session: SessionKey, operation: u64) {
         let header = Links::header(self.kind()).u64(operation);
         let (header, payload) = self.encode(header);
@@ -211,7 +222,8 @@ impl StoreMessage<'_> {
             Self::Put { .. } => PUT,
             Self::Checksum(_) => CHECKSUM,
             Self::Select { .. } => SELECT,
-            Self::Take { .. } => TAKE,
+            Self::Cancel { .. } => CANCEL,
+            Self::Consume => CONSUME,
             Self::Release { .. } => RELEASE,
             Self::Renew { .. } => RENEW,
             Self::Acknowledge { .. } => ACKNOWLEDGE,
@@ -264,24 +276,25 @@ impl StoreMessage<'_> {
             Self::Put {
                 key,
                 ttl,
+                timeout,
+                is_hashed,
                 record,
-                bytes,
+                parts,
             } => {
-                let writer = write_timeout(Writer::default().bytes(&key), ttl);
-                sealed(header, bytes.write(writer.bytes(&record)))
+                let writer = Writer::with_capacity(key.len() + record.len() + 64).bytes(&key);
+                let writer = write_timeout(write_timeout(writer, ttl), timeout);
+                let writer = writer.u8(is_hashed.into()).bytes(&record);
+                sealed(header, write_parts(writer, &parts))
             }
-            Self::Select { key, timeout } => {
-                let writer = Writer::default().bytes(&key);
-                (header, plain(write_timeout(writer, timeout)))
-            }
-            Self::Take {
-                key,
-                lease,
+            Self::Select {
+                query,
+                access,
                 timeout,
             } => {
-                let writer = write_timeout(Writer::default().bytes(&key), Some(lease));
+                let writer = write_access(write_query(&query), access);
                 (header, plain(write_timeout(writer, timeout)))
             }
+            Self::Cancel { is_withdrawn } => (header.u8(is_withdrawn.into()), Vec::new()),
             Self::Renew { take, lease } => {
                 (write_timeout(header.u64(take), Some(lease)), Vec::new())
             }
@@ -296,10 +309,11 @@ impl StoreMessage<'_> {
             Self::Offer {
                 checksum,
                 record,
-                bytes,
+                parts,
             } => {
-                let writer = Writer::default().u64(checksum).bytes(&record);
-                sealed(header, bytes.write(writer))
+                let writer = Writer::default().u8(checksum.is_some().into());
+                let writer = writer.u64(checksum.unwrap_or_default()).bytes(&record);
+                sealed(header, write_parts(writer, &parts))
             }
             Self::Checksum(value) | Self::Deleted(value) => (header.u64(value), Vec::new()),
             Self::Page(page) => (header, plain(write_page(&page))),
@@ -309,24 +323,30 @@ impl StoreMessage<'_> {
             | Self::Reserved
             | Self::Occupied
             | Self::Nothing
-            | Self::Ended => (header, Vec::new()),
+            | Self::Ended
+            | Self::Consume => (header, Vec::new()),
         }
     }
 }
 
-impl<'a> StoreMessage<'a> {
+impl<'a> EntryMessage<'a> {
     /// Decodes the header after the operation's number, and the payload.
     ///
     /// # Errors
     /// `Corrupt`: the payload differs from its checksum; only this operation fails. `Protocol`: the session fails.
-    pub(crate) fn decode(kind: u8, header: Reader<'_>, payload: &'a [u8]) -> Result<Self> {
+    pub(crate) fn decode(kind: u8, mut header: Reader<'_>, payload: &'a [u8]) -> Result<Self> {
         let mut reader = Reader::new(payload);
         let message = match kind {
             WRITE | COMMIT | PUT | OFFER => {
-                check_seal(header, payload, VALUE)?;
+                check_seal(header, payload, ENTRY)?;
                 Self::decode_sealed(kind, &mut reader)?
             }
             REFUSED => return read_refusal(reader).map(Self::Refused),
+            CANCEL => {
+                let is_withdrawn = header.flag()?;
+                header.end()?;
+                Self::Cancel { is_withdrawn }
+            }
             RELEASE | RENEW | ACKNOWLEDGE | CORRUPT | CHECKSUM | DELETED => {
                 Self::decode_header(kind, header)?
             }
@@ -343,7 +363,7 @@ impl<'a> StoreMessage<'a> {
         Ok(match kind {
             WRITE => Self::Write {
                 reservation: reader.u64()?,
-                bytes: Carried::read(reader)?,
+                bytes: Carried::read(reader, INLINE_CAP)?,
             },
             COMMIT => Self::Commit {
                 reservation: reader.u64()?,
@@ -351,16 +371,21 @@ impl<'a> StoreMessage<'a> {
                 record: read_record(reader)?,
             },
             PUT => Self::Put {
-                key: read_key(reader)?,
+                key: read_key(reader, TOKENS_CAP * TOKEN_BYTES)?,
                 ttl: read_timeout(reader)?,
+                timeout: read_timeout(reader)?,
+                is_hashed: reader.flag()?,
                 record: read_record(reader)?,
-                bytes: Carried::read(reader)?,
+                parts: read_parts(reader)?,
             },
-            _ => Self::Offer {
-                checksum: reader.u64()?,
-                record: read_record(reader)?,
-                bytes: Carried::read(reader)?,
-            },
+            _ => {
+                let (is_hashed, checksum) = (reader.flag()?, reader.u64()?);
+                Self::Offer {
+                    checksum: is_hashed.then_some(checksum),
+                    record: read_record(reader)?,
+                    parts: read_parts(reader)?,
+                }
+            }
         })
     }
 
@@ -390,20 +415,17 @@ impl<'a> StoreMessage<'a> {
                 keys: read_keys(reader)?,
             },
             RESERVE => Self::Reserve {
-                key: read_key(reader)?,
+                key: read_key(reader, KEY_CAP)?,
                 num_bytes: reader.u64()?,
                 ttl: read_timeout(reader)?,
                 timeout: read_timeout(reader)?,
             },
             SELECT => Self::Select {
-                key: read_key(reader)?,
+                query: read_query(reader)?,
+                access: read_access(reader)?,
                 timeout: read_timeout(reader)?,
             },
-            TAKE => Self::Take {
-                key: read_key(reader)?,
-                lease: read_lease(reader)?,
-                timeout: read_timeout(reader)?,
-            },
+            CONSUME => Self::Consume,
             LIST => Self::List {
                 prefix: reader.bytes(KEY_CAP)?.into(),
                 after: reader.u64()?,
@@ -431,7 +453,7 @@ fn sealed(header: Writer, payload: Writer) -> (Writer, Vec<u8>) {
 }
 
 #[cfg(any(test, feature = "fuzzing"))]
-impl StoreMessage<'_> {
+impl EntryMessage<'_> {
     /// The header after the operation's number, and the payload.
     pub(crate) fn into_bytes(self) -> (Vec<u8>, Vec<u8>) {
         let (header, payload) = self.encode(Writer::default());

@@ -10,10 +10,11 @@ use redb::{
     TableDefinition, WriteTransaction,
 };
 
-use super::super::{KEY_CAP, RECORD_CAP, footprint};
+use super::super::state::{EntryId, KeptEntry};
+use super::super::store::footprint;
+use super::super::{KEY_CAP, RECORD_CAP};
 use super::SavedValue;
 use crate::checksum::{self, RunningChecksum};
-use crate::entries::state::{EntryId, KeptEntry};
 use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
 
@@ -40,10 +41,10 @@ struct Row {
 impl Row {
     fn of(value: &SavedValue) -> Vec<u8> {
         let facts = Writer::default()
-            .u64(value.content.checksum)
-            .u64(value.content.buffer.len() as u64)
+            .u64(value.checksum)
+            .u64(value.buffer.len() as u64)
             .bytes(&value.key)
-            .bytes(&value.content.record)
+            .bytes(&value.record)
             .finish();
         let checksum = checksum::of(&facts);
         Writer::default().u64(checksum).raw(&facts).finish()
@@ -178,7 +179,7 @@ impl ValueDatabase {
                     .map_err(failed)?;
             }
             for value in saved {
-                let (id, buffer) = (value.id, &value.content.buffer);
+                let (id, buffer) = (value.id, &value.buffer);
                 values.insert(id, &Row::of(value)[..]).map_err(failed)?;
                 for (number, at) in (0..buffer.len()).step_by(PIECE).enumerate() {
                     let len = PIECE.min(buffer.len() - at);

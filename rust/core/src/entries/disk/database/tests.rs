@@ -1,7 +1,5 @@
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use super::super::super::content::Content;
 use super::*;
 
 /// A directory of this test, removed at its end.
@@ -37,16 +35,12 @@ fn pattern(len: usize) -> Vec<u8> {
 }
 
 fn value(id: EntryId, key: &[u8], bytes: &[u8], record: &[u8]) -> SavedValue {
-    let content = Content {
-        buffer: Buffer::from_vec(bytes.to_vec()),
-        memory: None,
-        record: record.into(),
-        checksum: checksum::of(&[bytes, record].concat()),
-    };
     SavedValue {
         id,
         key: key.into(),
-        content: Arc::new(content),
+        buffer: Buffer::from_vec(bytes.to_vec()),
+        record: record.into(),
+        checksum: checksum::of(&[bytes, record].concat()),
     }
 }
 

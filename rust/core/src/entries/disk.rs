@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex};
 
 use kvpipe_ucx::Buffer;
 
-use super::content::Content;
-use crate::entries::state::{EntryId, KeptEntry, Key};
+use super::content::{Content, Description};
+use super::state::{EntryId, KeptEntry, Key};
 use crate::error::{Error, Result};
 use crate::process::Thread;
 use crate::reactor::Waker;
@@ -31,7 +31,10 @@ const NUM_READERS: usize = 4;
 pub(super) struct SavedValue {
     pub(super) id: EntryId,
     pub(super) key: Key,
-    pub(super) content: Arc<Content>,
+    pub(super) buffer: Buffer,
+    pub(super) record: Box<[u8]>,
+    /// Of the bytes and then the record.
+    pub(super) checksum: u64,
 }
 
 /// A job of the thread that writes; jobs are done in order.
@@ -88,8 +91,23 @@ pub(super) struct Disk {
 }
 
 impl Disk {
-    pub(super) fn save(&self, id: EntryId, key: Key, content: Arc<Content>) {
-        self.write(WriteJob::Save(SavedValue { id, key, content }));
+    /// Saves the value with this content.
+    pub(super) fn save(&self, id: EntryId, key: Key, content: &Content) {
+        if let Content {
+            parts,
+            description: Description::Record(record),
+            checksum: Some(checksum),
+        } = content
+            && let [part] = &parts[..]
+        {
+            self.write(WriteJob::Save(SavedValue {
+                id,
+                key,
+                buffer: part.buffer.clone(),
+                record: record.clone(),
+                checksum: *checksum,
+            }));
+        }
     }
 
     pub(super) fn erase(&self, id: EntryId) {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::super::{BufferState, ChangedBy, ClientSession, LookupServer};
+use super::super::{ChangedBy, Server, SharedState};
 use super::*;
 use crate::entries::lookup::key_of;
 use crate::entries::lookup::tests::manual::serve_within;
@@ -125,9 +125,9 @@ fn granted_inserts_end_with_the_server_and_free_their_space() {
         let items = entry(Meta::default(), num_bytes);
         local.insert(vec![1], items, None, Then::GoOn).unwrap()
     };
-    let server = LookupServer::new(Arc::clone(shared), true);
+    let server = Server::of_buffer(Arc::clone(shared), true);
     let other = (20, 1);
-    let reserve = |state: &mut BufferState| {
+    let reserve = |state: &mut SharedState| {
         let (key, now) = (key_of(&[1]), Instant::now());
         state.entries.reserve(other, &key, 16 << 10, None, now);
     };
@@ -135,7 +135,7 @@ fn granted_inserts_end_with_the_server_and_free_their_space() {
     let inserted = insert(4 << 10);
     assert!(inserted.result().is_none());
     // As the server does when it loses the client.
-    let forget = |state: &mut BufferState| state.entries.release(other, Instant::now());
+    let forget = |state: &mut SharedState| state.entries.release(other, Instant::now());
     shared.change(ChangedBy::Server, forget).unwrap();
     assert!(inserted.result().is_none());
     drop(server); // as the driver does when the reactor panics
@@ -148,22 +148,22 @@ fn an_entry_returned_as_the_server_ends_is_not_leased_to_another_client() {
     for _ in 0..16 {
         let local = LookupBuffer::new(20 << 10);
         let shared = local.shared();
-        let mut server = LookupServer::new(Arc::clone(shared), true);
+        let mut server = Server::of_buffer(Arc::clone(shared), true);
         let items = entry(Meta::default(), 1);
         let _inserted = local.insert(vec![1], items, None, Then::GoOn).unwrap();
         for session in [16, 17] {
-            server.clients.insert(session, ClientSession::default());
-            let select = |state: &mut BufferState| {
+            server.clients.insert(session);
+            let select = |state: &mut SharedState| {
                 let (query, access) = (Query::<Key>::Oldest, Access::Lease(None));
                 let now = Instant::now();
                 (state.entries).select((session, 1), &query, access, None, now);
             };
             shared.change(ChangedBy::Server, select).unwrap();
         }
-        let action = shared.drain_client_actions().pop_front();
+        let action = shared.next_client_action();
         assert!(matches!(action, Some(EntryAction::Offered((16, 1), _))));
         drop(server);
-        let info = shared.info();
+        let info = shared.lookup_info();
         assert_eq!((info.num_entries, info.num_leased), (Some(1), Some(0)));
     }
 }

@@ -1,25 +1,24 @@
-//! Jobs of the server for its disk, and their reports.
+//! Jobs of a store for its disk, and their reports.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::super::content::Content;
+use super::super::content::{Content, Description, Part};
 use super::super::disk::{Disk, DiskReport};
-use super::super::messages::StoreMessage;
+use super::super::messages::EntryMessage;
+use super::super::state::{EntryId, Holder};
 use super::Server;
-use super::arrival::Allocated;
 use super::arrivals::allocate;
 use crate::clock;
-use crate::entries::state::{EntryId, Holder};
 use crate::error::{Error, Result};
 use crate::transfer::Cx;
 
 pub(super) struct DiskJobs {
     pub(super) disk: Disk,
     /// Memory of values that are being loaded.
-    loads: HashMap<EntryId, Allocated>,
+    loads: HashMap<EntryId, Part>,
     /// Answers that wait until what was deleted is erased.
-    answers: HashMap<u64, (Holder, StoreMessage<'static>)>,
+    answers: HashMap<u64, (Holder, EntryMessage<'static>)>,
     next_token: u64,
 }
 
@@ -48,12 +47,17 @@ impl Server {
         let allocated = allocate(cx, num_bytes);
         let Some(jobs) = &mut self.disk else { return };
         match allocated {
-            Ok(allocated) => {
-                jobs.disk.load(id, allocated.buffer.clone());
-                jobs.loads.insert(id, allocated);
+            Ok(part) => {
+                jobs.disk.load(id, part.buffer.clone());
+                jobs.loads.insert(id, part);
             }
-            Err(error) => self.state.loaded(id, Err(error), clock::now()),
+            Err(error) => self.loaded(id, Err(error)),
         }
+    }
+
+    fn loaded(&self, id: EntryId, content: Result<Arc<Content>>) {
+        let now = clock::now();
+        let _ = self.change(|state| state.entries.loaded(id, content, now));
     }
 
     /// Answers; where a kill could bring a deleted value back, when its erasure is durable.
@@ -61,7 +65,7 @@ impl Server {
         &mut self,
         cx: &mut Cx<'_>,
         (session, operation): Holder,
-        answer: StoreMessage<'static>,
+        answer: EntryMessage<'static>,
         is_on_disk: bool,
     ) {
         // The erasures are sent first.
@@ -77,7 +81,7 @@ impl Server {
         }
     }
 
-    /// Handles what the disk has done; whether there was anything.
+    /// Handles what the disk has done; false if there was nothing.
     pub(super) fn run_disk_reports(&mut self, cx: &mut Cx<'_>) -> bool {
         let mut has_run = false;
         while let Some(jobs) = &mut self.disk
@@ -85,19 +89,24 @@ impl Server {
         {
             has_run = true;
             match report {
-                DiskReport::Saved(id, is_kept) => self.state.saved(id, is_kept, clock::now()),
-                DiskReport::Erased(id) => self.state.erased(id),
+                DiskReport::Saved(id, is_kept) => {
+                    let now = clock::now();
+                    let _ = self.change(|state| state.entries.saved(id, is_kept, now));
+                }
+                DiskReport::Erased(id) => {
+                    let _ = self.change(|state| state.entries.erased(id));
+                }
                 DiskReport::Loaded(id, outcome) => {
-                    let allocated = jobs.loads.remove(&id);
-                    let content = outcome.and_then(|found| content(allocated, found));
+                    let part = jobs.loads.remove(&id);
+                    let content = outcome.and_then(|found| content(part, found));
                     if let Err(error) = &content {
                         tracing::warn!(%error, id, "store.load_failed");
                     }
-                    self.state.loaded(id, content, clock::now());
+                    self.loaded(id, content);
                 }
                 DiskReport::Synced(token, outcome) => {
                     if let Some(((session, operation), answer)) = jobs.answers.remove(&token) {
-                        let answer = outcome.map_or_else(StoreMessage::Refused, |()| answer);
+                        let answer = outcome.map_or_else(EntryMessage::Refused, |()| answer);
                         answer.send(cx.links, session, operation);
                     }
                 }
@@ -110,7 +119,8 @@ impl Server {
     /// Saves what is in memory alone: the disk's threads do it after the reactor has ended.
     pub(super) fn save_rest(&mut self, cx: &mut Cx<'_>) {
         // Erasures of the last rounds are behind it.
-        let num_values = self.state.save_all();
+        let saved = self.change(|state| state.entries.save_all());
+        let num_values = saved.unwrap_or_default();
         if num_values > 0 {
             tracing::info!(num_values, "store.saving");
         }
@@ -118,16 +128,11 @@ impl Server {
     }
 }
 
-fn content(
-    allocated: Option<Allocated>,
-    (record, checksum): (Box<[u8]>, u64),
-) -> Result<Arc<Content>> {
-    let lost = || Error::Unavailable("nobody loads this value".to_owned());
-    let Allocated { buffer, memory } = allocated.ok_or_else(lost)?;
+fn content(part: Option<Part>, (record, checksum): (Box<[u8]>, u64)) -> Result<Arc<Content>> {
+    let lost = || Error::Unavailable("the value is not being loaded any more".to_owned());
     Ok(Arc::new(Content {
-        buffer,
-        memory,
-        record,
-        checksum,
+        parts: vec![part.ok_or_else(lost)?],
+        description: Description::Record(record),
+        checksum: Some(checksum),
     }))
 }

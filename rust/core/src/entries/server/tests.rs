@@ -2,8 +2,8 @@
 
 mod copies;
 
-use super::super::{Items, LookupBuffer, Operation, Selected};
 use crate::entries::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
+use crate::entries::lookup::{Items, LookupBuffer, Operation, Selected};
 use crate::tensor::Meta;
 
 /// Slices of an entry.

@@ -1,0 +1,140 @@
+//! Answers to clients: what follows from a change of the state.
+
+use std::sync::Arc;
+
+use super::super::content::{Content, PARTS_CAP, Part};
+use super::super::messages::{Carried, EntryMessage};
+use super::super::state::{EntryAction, Holder};
+use super::super::{INLINE_CAP, source_id};
+use super::Server;
+use crate::clock;
+use crate::error::{Error, Result};
+use crate::transfer::Cx;
+
+impl Server {
+    /// Does what the state asks for, until it asks for nothing more.
+    pub(super) fn run_actions(&mut self, cx: &mut Cx<'_>) {
+        while let Some(action) = self.shared.next_client_action() {
+            self.act(cx, action);
+        }
+    }
+
+    fn act(&mut self, cx: &mut Cx<'_>, action: EntryAction<Arc<Content>>) {
+        match action {
+            EntryAction::Reserved(holder) => self.reserved(cx, holder),
+            EntryAction::Occupied(holder) => {
+                self.remove_arrival(cx, holder);
+                EntryMessage::Occupied.send(cx.links, holder.0, holder.1);
+            }
+            EntryAction::Refused(holder, error) => {
+                self.remove_arrival(cx, holder);
+                EntryMessage::Refused(error).send(cx.links, holder.0, holder.1);
+            }
+            EntryAction::Offered(holder, content) => self.offer(cx, holder, &content),
+            EntryAction::Nothing(holder) => {
+                EntryMessage::Nothing.send(cx.links, holder.0, holder.1);
+            }
+            EntryAction::Expired(holder) => {
+                if !self.remove_arrival(cx, holder) {
+                    self.withdraw_parts(cx, holder);
+                }
+                EntryMessage::Ended.send(cx.links, holder.0, holder.1);
+            }
+            EntryAction::Save(id, key, content) => {
+                if let Some(jobs) = &self.disk {
+                    jobs.disk.save(id, key, &content);
+                }
+            }
+            EntryAction::Erase(id) => {
+                if let Some(jobs) = &self.disk {
+                    jobs.disk.erase(id);
+                }
+            }
+            EntryAction::Load(id, num_bytes) => self.begin_load(cx, id, num_bytes),
+        }
+    }
+
+    /// Describes an entry to the operation that holds it. The reader of a value verifies all of it, so that nothing is
+    /// hashed here.
+    fn offer(&mut self, cx: &mut Cx<'_>, holder: Holder, content: &Content) {
+        let is_held = self.change(|state| state.entries.is_held(holder));
+        if is_held != Ok(true) {
+            // The client is lost, or has released the operation.
+            return;
+        }
+        let (session, operation) = holder;
+        let record = content.description.to_record();
+        let carried = record.and_then(|record| Ok((record, self.carry(cx, holder, content)?)));
+        match carried {
+            Ok((record, parts)) => {
+                let message = EntryMessage::Offer {
+                    checksum: content.checksum,
+                    record,
+                    parts,
+                };
+                message.send(cx.links, session, operation);
+            }
+            Err(error) => {
+                self.release(cx, holder);
+                EntryMessage::Refused(error).send(cx.links, session, operation);
+            }
+        }
+    }
+
+    fn carry(
+        &mut self,
+        cx: &mut Cx<'_>,
+        holder: Holder,
+        content: &Content,
+    ) -> Result<Vec<Carried<'static>>> {
+        let mut space = INLINE_CAP;
+        let parts = content.parts.iter().enumerate();
+        parts
+            .map(|(index, part)| {
+                let len = part.buffer.len();
+                if len <= space {
+                    space -= len;
+                    let bytes = part.buffer.bytes(0, len).ok_or_else(not_here)?;
+                    return Ok(Carried::Inline(bytes.to_vec().into()));
+                }
+                self.expose(cx, holder, index, part)
+            })
+            .collect()
+    }
+
+    fn expose(
+        &mut self,
+        cx: &mut Cx<'_>,
+        (session, operation): Holder,
+        index: usize,
+        part: &Part,
+    ) -> Result<Carried<'static>> {
+        let (source, len) = (source_id(operation, index), part.buffer.len());
+        let memory = match &part.memory {
+            Some(memory) => Arc::clone(memory),
+            None => cx.links.register(part.buffer.clone())?,
+        };
+        let described =
+            (self.exposed).expose_memory(cx, session, source, (memory, len), self.integrity)?;
+        Ok(Carried::Offered(described))
+    }
+
+    /// Ends the exposure of an operation's entry.
+    pub(super) fn withdraw_parts(&mut self, cx: &mut Cx<'_>, (session, operation): Holder) {
+        for source in (0..PARTS_CAP).map(|part| source_id(operation, part)) {
+            self.exposed.withdraw(cx, session, source);
+        }
+    }
+
+    /// Ends whatever an operation holds or waits for.
+    pub(super) fn release(&mut self, cx: &mut Cx<'_>, holder: Holder) {
+        self.remove_arrival(cx, holder);
+        self.withdraw_parts(cx, holder);
+        let now = clock::now();
+        let _ = self.change(|state| state.entries.release(holder, now));
+    }
+}
+
+fn not_here() -> Error {
+    Error::Unavailable("the entry is not in host memory".to_owned())
+}
