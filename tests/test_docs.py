@@ -194,7 +194,7 @@ def test_every_metric_that_a_page_names_exists(page):
 
 def test_every_reason_of_a_lost_handoff_is_in_the_reference_and_no_other():
     documented = {cell.strip("`") for cell in first_cells(METRICS, "vLLM's own metrics")}
-    members = text_of("python/kvpipe/connector/requests.py").partition("class LossReason")[2].partition("\n\n\n")[0]
+    members = text_of("python/kvpipe/connector/consumed.py").partition("class LossReason")[2].partition("\n\n\n")[0]
     reasons = set(re.findall(r'^    [A-Z_]+ = "(\w+)"$', members, re.MULTILINE))
     assert "unreachable" in reasons
     rest = {name for name in documented if re.fullmatch(r"[a-z_]+", name)}

@@ -19,8 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvpipe.connector.load import LoadOutcome
-from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
+from kvpipe.connector.metadata import HandshakeMetadata, Load, LoadOutcome, StepMetadata, WorkerOutcomes
 from kvpipe.connector.sampling import Sampling
 
 BLOCK = 32

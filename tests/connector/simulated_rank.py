@@ -1,7 +1,7 @@
 """A simulated worker process of one rank, with a cache that stores what it was computed from.
 
-It calls `kvpipe.connector.rank` as the worker role does. Its host runs vLLM's hooks; its device runs the forward passes
-in their order, at once or when the test has it do so.
+It calls `RankLoads` and `RankLeases` as the worker role does. Its host runs vLLM's hooks; its device runs the forward
+passes in their order, at once or when the test has it do so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvpipe.connector.rank import RankLeases, RankLoads
+from kvpipe.connector.rank_leases import RankLeases
+from kvpipe.connector.rank_loads import RankLoads
 from kvpipe.connector.steps import scheduled
 from tests.connector.cache import Cache
 from tests.connector.engine import BLOCK, is_unreported, outcome

@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from kvpipe import _kvpipe
 from kvpipe.connector import adapters
 from kvpipe.connector.adapters import Adapters
-from kvpipe.connector.requests import prompt_hash
+from kvpipe.connector.prompt_hash import prompt_hash
 from kvpipe.transfer_params import consume, produce
 from tests.connector.engine import Engine, new_id
 from tests.connector.test_scheduler import RANKS, loading, prompt, reported, scheduled, until

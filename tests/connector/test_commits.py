@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvpipe.connector.consumed import Consumed
 from kvpipe.connector.metadata import Cancel, StepMetadata, WorkerOutcomes
-from kvpipe.connector.requests import Consumed, prompt_hash
+from kvpipe.connector.prompt_hash import prompt_hash
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import consume
 from tests.connector.engine import NUM_BLOCKS, SAMPLING, Engine, new_id, outcome

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-_MODULES = "config integrity load metadata pending_first_tokens progress rank restore worker"
+_MODULES = "config integrity load metadata pending_first_tokens progress rank_leases rank_loads restore worker"
 _PROGRAM = f"""
 import sys
 

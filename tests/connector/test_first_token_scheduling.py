@@ -13,7 +13,7 @@ from kvpipe import _kvpipe
 from kvpipe.connector.first_token import ForcedOutputs
 from kvpipe.connector.load import Phase
 from kvpipe.connector.metadata import HandshakeMetadata
-from kvpipe.connector.requests import prompt_hash
+from kvpipe.connector.prompt_hash import prompt_hash
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, parse, produce, resume
 from tests.connector.engine import BLOCK, SAMPLING, Engine, engine_config, new_id, outcome, sampling

@@ -9,11 +9,11 @@ import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from kvpipe.connector import giving_way
+from kvpipe.connector.consumed import LossReason
 from kvpipe.connector.consuming import _producer_of
 from kvpipe.connector.giving_way import GivingWay
 from kvpipe.connector.load import Phase
 from kvpipe.connector.metadata import HandshakeMetadata, WorkerOutcomes
-from kvpipe.connector.requests import LossReason
 from kvpipe.transfer_params import consume, produce
 from tests.connector.engine import BLOCK, Engine, engine_config, new_id, outcome
 from tests.connector.test_worker import until

@@ -26,8 +26,7 @@ from kvpipe.connector import KVPipeConnector, integrity
 from kvpipe.connector.config import ConnectorConfig
 from kvpipe.connector.engine_checks import objection_to_validate
 from kvpipe.connector.integrity import choose_integrity
-from kvpipe.connector.load import LoadOutcome
-from kvpipe.connector.metadata import Cancel, HandoffEnd, Load, StepMetadata
+from kvpipe.connector.metadata import Cancel, HandoffEnd, Load, LoadOutcome, StepMetadata
 from kvpipe.connector.worker import WorkerRole
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError

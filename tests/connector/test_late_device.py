@@ -17,7 +17,7 @@ from tests.connector.engine import new_id
 from tests.connector.test_worker import LAYERS, role
 
 if TYPE_CHECKING:
-    from kvpipe.connector.load import LoadOutcome
+    from kvpipe.connector.metadata import LoadOutcome
 
 pytestmark = pytest.mark.vllm
 

@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 from kvpipe import _kvpipe
 from kvpipe.connector.first_token import ForcedOutputs
 from kvpipe.connector.metadata import Cancel, HandoffEnd, Lease
-from kvpipe.connector.requests import prompt_hash
+from kvpipe.connector.prompt_hash import prompt_hash
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, produce
 from tests.connector.engine import BLOCK, NUM_BLOCKS, SAMPLING, Engine, new_id, outcome

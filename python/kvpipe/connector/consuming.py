@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from kvpipe.connector.consumed import Consumed, LossReason
 from kvpipe.connector.giving_way import GivingWay
+from kvpipe.connector.handoffs import Handoffs
 from kvpipe.connector.load import Action, Event, Phase
 from kvpipe.connector.metadata import Cancel, Load, WorkerOutcomes
 from kvpipe.connector.model_files import NOT_COMPARED
-from kvpipe.connector.requests import Consumed, Handoffs, LossReason, prompt_hash
+from kvpipe.connector.prompt_hash import prompt_hash
 from kvpipe.connector.steps import output_position
 from kvpipe.exceptions import ConfigError
 

@@ -6,11 +6,11 @@ abstract classes `kvpipe.connector.connector` registers them with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 if TYPE_CHECKING:
-    from kvpipe.connector.load import LoadOutcome
+    from collections.abc import Mapping
 
 
 @dataclass(slots=True)
@@ -171,6 +171,67 @@ class HandshakeMetadata:
     incarnation: bytes
     forces_first_tokens: bool = False
     properties: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class LoadOutcome:
+    """How a load ended on one rank, or on all of them together. Times are seconds.
+
+    Attributes:
+        is_loaded: Whether all blocks are here.
+        num_bytes: Bytes that were read, repeated reads included.
+        num_received: Blocks that are here and verified.
+        num_missing: Blocks that are not.
+        num_retried: Blocks that were read again.
+        num_validated: Blocks that the producer was asked after.
+        num_compared: Checksums that were compared.
+        num_corrupt: Checksums that differed.
+        transport: The data path of the bytes.
+        elapsed_s: Time of the load.
+        backlog_s: Time that it waited for other loads.
+        reason: Why blocks are missing.
+        cause: The kind of that reason.
+    """
+
+    is_loaded: bool
+    num_bytes: int = 0
+    num_received: int = 0
+    num_missing: int = 0
+    num_retried: int = 0
+    num_validated: int = 0
+    num_compared: int = 0
+    num_corrupt: int = 0
+    transport: str = ""
+    elapsed_s: float = 0.0
+    backlog_s: float = 0.0
+    reason: str = ""
+    cause: str = ""
+
+    @classmethod
+    def of(cls, event: Mapping[str, Any], *, is_loaded: bool) -> LoadOutcome:
+        """Reads an event of the agent, which has more fields than these."""
+        return cls(is_loaded, **{name: event[name] for name in _FACTS if name in event})
+
+    def merged(self, other: LoadOutcome) -> LoadOutcome:
+        """Returns the outcome of both ranks: loaded if both are. Bytes add up, and the longer time counts."""
+        return LoadOutcome(
+            is_loaded=self.is_loaded and other.is_loaded,
+            num_bytes=self.num_bytes + other.num_bytes,
+            num_received=min(self.num_received, other.num_received),
+            num_missing=max(self.num_missing, other.num_missing),
+            num_retried=max(self.num_retried, other.num_retried),
+            num_validated=self.num_validated + other.num_validated,
+            num_compared=self.num_compared + other.num_compared,
+            num_corrupt=self.num_corrupt + other.num_corrupt,
+            transport=self.transport or other.transport,
+            elapsed_s=max(self.elapsed_s, other.elapsed_s),
+            backlog_s=max(self.backlog_s, other.backlog_s),
+            reason=self.reason or other.reason,
+            cause=self.cause or other.cause,
+        )
+
+
+_FACTS = tuple(each.name for each in fields(LoadOutcome) if each.name != "is_loaded")
 
 
 @dataclass

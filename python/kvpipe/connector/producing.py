@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from kvpipe import transfer_params
+from kvpipe.connector.handoffs import Handoffs
 from kvpipe.connector.metadata import HandoffEnd, Lease, PrefillRest
 from kvpipe.connector.prediction import PrefillClock
-from kvpipe.connector.requests import Handoffs, Produced, prompt_hash
+from kvpipe.connector.prompt_hash import prompt_hash
 from kvpipe.connector.steps import written_blocks
 from kvpipe.exceptions import ConfigError
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvpipe.connector.adapters import Adapters
     from kvpipe.connector.outbox import Outbox
+    from kvpipe.connector.produced import Produced
     from kvpipe.connector.sampling import Sampling
 
 _FINISH_REASONS = {

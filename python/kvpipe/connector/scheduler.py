@@ -16,6 +16,7 @@ from kvpipe import _kvpipe
 from kvpipe.config import resolve_tokens
 from kvpipe.connector.adapters import Adapters
 from kvpipe.connector.allowed_producers import AllowedProducers
+from kvpipe.connector.consumed import Consumed
 from kvpipe.connector.consuming import Consuming
 from kvpipe.connector.continuing import Continuations
 from kvpipe.connector.fingerprint import fingerprint, merge_ranks
@@ -23,8 +24,9 @@ from kvpipe.connector.first_token import hide_handoff_from_workers
 from kvpipe.connector.first_token_support import FirstTokenSupport
 from kvpipe.connector.model_files import NOT_COMPARED
 from kvpipe.connector.outbox import Outbox
+from kvpipe.connector.produced import Produced
 from kvpipe.connector.producing import Producing
-from kvpipe.connector.requests import Consumed, Produced, read_params
+from kvpipe.connector.requests import read_params
 from kvpipe.connector.sampling import Sampling
 from kvpipe.connector.standby import Standby, engine_core
 from kvpipe.exceptions import ConfigError

@@ -18,11 +18,11 @@ from kvpipe.connector.amx import permit_tiles
 from kvpipe.connector.device import CudaOrder, HostOrder, check_device, one_device
 from kvpipe.connector.integrity import choose_integrity
 from kvpipe.connector.layer_cache import LayerCache
-from kvpipe.connector.load import LoadOutcome
-from kvpipe.connector.metadata import HandshakeMetadata, Load, ReadyRange, StepMetadata, WorkerOutcomes
+from kvpipe.connector.metadata import HandshakeMetadata, Load, LoadOutcome, ReadyRange, StepMetadata, WorkerOutcomes
 from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
 from kvpipe.connector.progress import Progress
-from kvpipe.connector.rank import RankLeases, RankLoads
+from kvpipe.connector.rank_leases import RankLeases
+from kvpipe.connector.rank_loads import RankLoads
 from kvpipe.connector.restore import KeptBlocks
 from kvpipe.exceptions import KVPipeError, TransferTimeoutError
 

@@ -13,7 +13,7 @@ from kvpipe import transfer_params
 from kvpipe.connector.continuing import Continuations
 from kvpipe.connector.first_token import hide_handoff_from_workers
 from kvpipe.connector.first_token_support import FirstTokenSupport
-from kvpipe.connector.requests import prompt_hash
+from kvpipe.connector.prompt_hash import prompt_hash
 from kvpipe.connector.sampling import Sampling
 from kvpipe.connector.steps import output_position
 from kvpipe.exceptions import ConfigError
