@@ -24,8 +24,7 @@ from vllm.v1.request import Request
 
 from kvpipe.connector import KVPipeConnector, integrity
 from kvpipe.connector.config import ConnectorConfig
-from kvpipe.connector.engine_checks import objection_to_validate
-from kvpipe.connector.integrity import choose_integrity
+from kvpipe.connector.integrity import choose_integrity, objection_to_validate
 from kvpipe.connector.metadata import Cancel, HandoffEnd, Load, LoadOutcome, StepMetadata
 from kvpipe.connector.worker import WorkerRole
 from kvpipe.control import ControlClient

@@ -10,9 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpipe import _kvpipe
+from kvpipe.connector.engine_checks import load_failure_policy
 from kvpipe.connector.first_token import ForcedOutputs
 from kvpipe.connector.metadata import HandoffEnd
-from kvpipe.connector.policy import load_failure_policy
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import consume, produce, resume

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvpipe.connector.config import ConnectorConfig
-from kvpipe.connector.engine_checks import calls_each_layer_once
+from kvpipe.connector.connector import calls_each_layer_once
 from kvpipe.connector.metadata import (
     Cancel,
     HandoffEnd,

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvpipe.connector.addresses import Addresses
 from kvpipe.connector.allowed_producers import AllowedProducers
-from kvpipe.connector.settings import read_settings
+from kvpipe.connector.settings import check_on_load_failure, read_settings
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-ON_LOAD_FAILURE = ("recompute", "fail")
 INTEGRITY = ("auto", "checksum", "validate")
 
 
@@ -29,7 +28,7 @@ class ConnectorConfig:
         agent_ports: `first-last`: each worker's agent takes the first free port of these. Empty: any free port.
         on_load_failure: What happens to a request whose KV does not arrive: `recompute` (decode computes what is
             missing) or `fail` (HTTP 500; the handoff's result has the reason). It applies to the whole engine. Empty:
-            as vLLM's `kv_load_failure_policy` says, see `policy.load_failure_policy`.
+            as vLLM's `kv_load_failure_policy` says, see `load_failure_policy`.
         integrity: How blocks are known to be the producer's: `checksum` (the producer computes checksums of its blocks,
             the consumer compares), `validate` (the consumer asks the producer after its last read whether the blocks
             were kept), or `auto` (checksums in host memory, validation on a device). The producer's setting decides; a
@@ -74,9 +73,7 @@ class ConnectorConfig:
         return Addresses.parse(listen=self.listen, advertise=self.advertise, agent_ports=self.agent_ports)
 
     def _check(self) -> None:
-        if self.on_load_failure and self.on_load_failure not in ON_LOAD_FAILURE:
-            message = f"on_load_failure={self.on_load_failure!r}: expected one of {', '.join(ON_LOAD_FAILURE)}"
-            raise ConfigError(message)
+        check_on_load_failure(self.on_load_failure)
         if self.integrity not in INTEGRITY:
             message = (
                 f"integrity={self.integrity!r}: KV of handoffs is always verified, by one of {', '.join(INTEGRITY)}; "

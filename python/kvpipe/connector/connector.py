@@ -15,14 +15,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvpipe.connector.config import ConnectorConfig
 from kvpipe.connector.engine_checks import (
-    calls_each_layer_once,
     check_cache,
-    objection_to_validate,
+    check_parent,
+    load_failure_policy,
     warn_of_untested_vllm,
 )
 from kvpipe.connector.fingerprint import attention_properties
+from kvpipe.connector.integrity import objection_to_validate
 from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata, WorkerOutcomes
-from kvpipe.connector.policy import check_parent, load_failure_policy
 from kvpipe.connector.stats import KVPipePromMetrics, KVPipeStats
 
 if TYPE_CHECKING:
@@ -231,3 +231,8 @@ class KVPipeConnector(KVConnectorBase_V1):
         for role in (self._scheduler, self._worker):
             if role is not None:
                 role.close()
+
+
+def calls_each_layer_once(vllm_config: VllmConfig) -> bool:
+    """True if vLLM calls `save_kv_layer` once for each layer and step: not with micro-batches or drafts."""
+    return vllm_config.speculative_config is None and not vllm_config.parallel_config.use_ubatching

@@ -1,23 +1,25 @@
-"""Requirements of kvpipe's connectors on an engine."""
+"""Requirements of kvpipe's connectors on the configuration of an engine, its failure policy among them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.kvpipe.connector")
 
 _TESTED_VLLM = "0.32"
-# Their blocks belong to a request until it ends, and only its own tokens are written into them.
-_PLAIN_SPECS = (FullAttentionSpec, MLAAttentionSpec)
+_DEFAULT_POLICY = "recompute"
+_VLLMS_POLICY = "fail"
+# Connectors of vLLM that read the same parameters of requests.
+_SAME_PARAMS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector")
 
 
 def check_cache(kv_cache_config: KVCacheConfig) -> None:
@@ -46,18 +48,72 @@ def warn_of_untested_vllm() -> None:
         )
 
 
-def objection_to_validate(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Why a block may change before the worker role can mark its handoff as ended; empty if none does."""
-    if vllm_config.model_config.enable_sleep_mode:
-        return "sleep mode discards KV without calling the connector's worker role"
-    specs = {type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups}
-    if other := sorted(spec.__name__ for spec in specs.difference(_PLAIN_SPECS)):
-        return f"vLLM may free or rewrite blocks of a running request in a cache of {', '.join(other)}"
-    if vllm_config.use_v2_model_runner and kv_cache_config.needs_kv_cache_zeroing:
-        return "the V2 model runner zeroes blocks before it calls the connector"
-    return ""
+def load_failure_policy(on_load_failure: str, vllms: str) -> str:
+    """Returns `recompute` or `fail`.
+
+    vLLM does not keep whether its `fail` was written or is its default, so that `fail` alone does not count. A request
+    that is computed again is answered right.
+
+    Args:
+        on_load_failure: The connector's setting; empty: not given.
+        vllms: `kv_load_failure_policy`.
+
+    Raises:
+        ConfigError: Both are given and differ.
+    """
+    if not on_load_failure:
+        if vllms == _VLLMS_POLICY:
+            logger.info(
+                "config.set kv_load_failure_policy=%s; to have requests fail, write %s into kv_connector_extra_config",
+                _DEFAULT_POLICY,
+                '"on_load_failure": "fail"',
+            )
+            return _DEFAULT_POLICY
+        return vllms
+    if vllms not in (_VLLMS_POLICY, on_load_failure):
+        message = (
+            f"on_load_failure={on_load_failure!r} and kv_load_failure_policy={vllms!r} differ; write "
+            f'"kv_load_failure_policy": "{vllms}" alone into --kv-transfer-config, without on_load_failure'
+        )
+        raise ConfigError(message)
+    return on_load_failure
 
 
-def calls_each_layer_once(vllm_config: VllmConfig) -> bool:
-    """True if vLLM calls `save_kv_layer` once for each layer and step: not with micro-batches or drafts."""
-    return vllm_config.speculative_config is None and not vllm_config.parallel_config.use_ubatching
+def check_parent(
+    parent: KVTransferConfig, policy: str, connector: str = "KVPipeConnector", *, is_consumer: bool = False
+) -> None:
+    """Checks what an engine was configured with, where kvpipe is one of several connectors.
+
+    Args:
+        parent: The engine's configuration, of which a connector of MultiConnector gets its own part alone.
+        policy: What this connector does about KV that does not come.
+        connector: Name of this connector.
+        is_consumer: Whether it loads into blocks that vLLM frees only after the steps that write them, if the engine is
+            a consumer.
+
+    Raises:
+        ConfigError: vLLM would do something else, or another connector reads the same parameters of requests.
+    """
+    if parent.kv_connector != "MultiConnector":
+        return
+    reads_params = connector == "KVPipeConnector"
+    names = [str(part.get("kv_connector")) for part in parent.kv_connector_extra_config.get("connectors", ())]
+    if other := next((name for name in names if reads_params and name in _SAME_PARAMS), ""):
+        message = (
+            f"MultiConnector has {other} beside KVPipeConnector: both read the same kv_transfer_params, and would "
+            "take each other's handoffs; leave one of them"
+        )
+        raise ConfigError(message)
+    if is_consumer and not parent.is_kv_consumer:
+        message = (
+            f"under MultiConnector vLLM reads kv_role at the top level, where it is {parent.kv_role!r}, and "
+            f'{connector} consumes; write "kv_role": "kv_both" beside "kv_connector": "MultiConnector"'
+        )
+        raise ConfigError(message)
+    if parent.kv_load_failure_policy != policy:
+        message = (
+            f"under MultiConnector vLLM reads kv_load_failure_policy at the top level, where it is "
+            f"{parent.kv_load_failure_policy!r}, and {connector} has {policy!r}; write "
+            f'"kv_load_failure_policy": "{policy}" beside "kv_connector": "MultiConnector"'
+        )
+        raise ConfigError(message)

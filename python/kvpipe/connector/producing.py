@@ -13,11 +13,11 @@ from kvpipe.connector.handoffs import Handoffs
 from kvpipe.connector.metadata import HandoffEnd, Lease, PrefillRest
 from kvpipe.connector.prediction import PrefillClock
 from kvpipe.connector.prompt_hash import prompt_hash
-from kvpipe.connector.steps import written_blocks
+from kvpipe.connector.steps import scheduled
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -222,3 +222,24 @@ class Producing:
         if produced is not None:
             self._out.step.ended.append(HandoffEnd(produced.handoff, event["reason"]))
             produced.is_withdrawn = True
+
+
+def written_blocks(
+    output: SchedulerOutput, manager: KVCacheManager, num_local_tokens: Mapping[str, int], block_size: int
+) -> set[int]:
+    """Returns full blocks that this step writes, which vLLM already shares by hash and counts as cached.
+
+    Args:
+        output: The step.
+        manager: Knows the blocks of each request.
+        num_local_tokens: For requests admitted in this step, tokens found in this engine's prefix cache. Another
+            connector loads the tokens between these and those computed before, within this step.
+        block_size: Tokens in a block.
+    """
+    written: set[int] = set()
+    for request_id, num_before, num_new in scheduled(output):
+        first = num_local_tokens.get(request_id, num_before) // block_size
+        end = (num_before + num_new) // block_size
+        if first < end:  # most requests of a step decode, within a block
+            written.update(manager.get_block_ids(request_id)[0][first:end])
+    return written

@@ -11,6 +11,7 @@ from kvpipe.exceptions import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+_ON_LOAD_FAILURE = ("recompute", "fail")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -41,6 +42,17 @@ def read_settings(
         name: _value(name, extra.get(name, os.environ.get(variable_of(name), defaults[name])), field.default)
         for name, field in known.items()
     }
+
+
+def check_on_load_failure(value: str) -> None:
+    """Refuses another value of the setting `on_load_failure` than those that there are; empty: not given.
+
+    Raises:
+        ConfigError: It is one; the message names it and what is expected.
+    """
+    if value and value not in _ON_LOAD_FAILURE:
+        message = f"on_load_failure={value!r}: expected one of {', '.join(_ON_LOAD_FAILURE)}"
+        raise ConfigError(message)
 
 
 def _value(name: str, value: Any, default: Any) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -29,24 +28,3 @@ def output_position(request: Request) -> int:
     """
     position: int = request.num_output_tokens + request.num_output_placeholders
     return position
-
-
-def written_blocks(
-    output: SchedulerOutput, manager: KVCacheManager, num_local_tokens: Mapping[str, int], block_size: int
-) -> set[int]:
-    """Returns full blocks that this step writes, which vLLM already shares by hash and counts as cached.
-
-    Args:
-        output: The step.
-        manager: Knows the blocks of each request.
-        num_local_tokens: For requests admitted in this step, tokens found in this engine's prefix cache. Another
-            connector loads the tokens between these and those computed before, within this step.
-        block_size: Tokens in a block.
-    """
-    written: set[int] = set()
-    for request_id, num_before, num_new in scheduled(output):
-        first = num_local_tokens.get(request_id, num_before) // block_size
-        end = (num_before + num_new) // block_size
-        if first < end:  # most requests of a step decode, within a block
-            written.update(manager.get_block_ids(request_id)[0][first:end])
-    return written

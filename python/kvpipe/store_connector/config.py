@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kvpipe.connector.config import ON_LOAD_FAILURE
-from kvpipe.connector.settings import read_settings
+from kvpipe.connector.settings import check_on_load_failure, read_settings
 from kvpipe.exceptions import ConfigError
 from kvpipe.store.serde import Serde
 from kvpipe.store.urls import resolve_url
@@ -77,9 +76,7 @@ class StoreConnectorConfig:
             message = f"chunk_size={self.chunk_size}: expected a multiple of vLLM's block size, {block_size} tokens"
             raise ConfigError(message)
         Serde.parse(self.serde)
-        if self.on_load_failure and self.on_load_failure not in ON_LOAD_FAILURE:
-            message = f"on_load_failure={self.on_load_failure!r}: expected one of {', '.join(ON_LOAD_FAILURE)}"
-            raise ConfigError(message)
+        check_on_load_failure(self.on_load_failure)
 
 
 def variable_of(name: str) -> str:

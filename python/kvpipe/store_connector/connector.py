@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from kvpipe.connector.engine_checks import check_cache, warn_of_untested_vllm
-from kvpipe.connector.policy import check_parent, load_failure_policy
+from kvpipe.connector.engine_checks import (
+    check_cache,
+    check_parent,
+    load_failure_policy,
+    warn_of_untested_vllm,
+)
 from kvpipe.store_connector.config import StoreConnectorConfig
 from kvpipe.store_connector.metadata import StoreStepMetadata
 from kvpipe.store_connector.stats import KVStorePromMetrics, KVStoreStats
