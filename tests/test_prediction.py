@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvpipe.connector.prediction import PrefillClock
+from kvpipe.vllm.prefill_clock import PrefillClock
 
 
 def steps(clock, *steps, at=0.0):

@@ -9,8 +9,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 import tests.connector.conftest  # noqa: F401 - sets vLLM up
-from kvpipe.connector.plugin import register
-from kvpipe.connector.stats import KVPipeStats
+from kvpipe.vllm.handoff.stats import KVPipeStats
+from kvpipe.vllm.plugin import register
 
 
 def stats(num_leased_blocks: int) -> KVPipeStats:

@@ -19,8 +19,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvpipe.connector.metadata import HandshakeMetadata, Load, LoadOutcome, StepMetadata, WorkerOutcomes
-from kvpipe.connector.sampling import Sampling
+from kvpipe.vllm.first_token.sampling import Sampling
+from kvpipe.vllm.handoff.metadata import HandshakeMetadata, Load, LoadOutcome, StepMetadata, WorkerOutcomes
 
 BLOCK = 32
 STEP_TOKENS = 256

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvpipe.connector.rank_leases import RankLeases
-from kvpipe.connector.rank_loads import RankLoads
-from kvpipe.connector.steps import scheduled
+from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
+from kvpipe.vllm.handoff.producer.rank_leases import RankLeases
+from kvpipe.vllm.scheduler_output import scheduled
 from tests.connector.cache import Cache
 from tests.connector.engine import BLOCK, is_unreported, outcome
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvpipe.connector.metadata import Load, ReadyRange, StepMetadata
+    from kvpipe.vllm.handoff.metadata import Load, ReadyRange, StepMetadata
 
 
 @dataclass

@@ -14,10 +14,10 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
-from kvpipe.connector import adapters
-from kvpipe.connector.adapters import Adapters
-from kvpipe.connector.prompt_hash import prompt_hash
 from kvpipe.transfer_params import consume, produce
+from kvpipe.vllm import lora_adapters as adapters
+from kvpipe.vllm.lora_adapters import Adapters
+from kvpipe.vllm.prompt_hash import prompt_hash
 from tests.connector.engine import Engine, new_id
 from tests.connector.test_scheduler import RANKS, loading, prompt, reported, scheduled, until
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from vllm.config import VllmConfig
 
-from kvpipe.connector.addresses import Addresses
-from kvpipe.connector.config import ConnectorConfig
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import produce
+from kvpipe.vllm.handoff.addresses import Addresses
+from kvpipe.vllm.handoff.config import ConnectorConfig
 from tests.connector.engine import Engine, engine_config, new_id
 from tests.connector.test_scheduler import prompt, until
 from tests.connector.test_worker import caches, role

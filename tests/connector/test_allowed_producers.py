@@ -3,8 +3,8 @@
 import pytest
 
 from kvpipe import ConfigError
-from kvpipe.connector.allowed_producers import AllowedProducers
-from kvpipe.connector.config import ConnectorConfig
+from kvpipe.vllm.handoff.allowed_producers import AllowedProducers
+from kvpipe.vllm.handoff.config import ConnectorConfig
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.connector.amx import permit_tiles
+from kvpipe.vllm.amx import permit_tiles
 
 pytestmark = pytest.mark.vllm
 

@@ -4,8 +4,8 @@ import pytest
 from vllm.v1.request import Request
 
 from kvpipe import transfer_params
-from kvpipe.connector import producing
-from kvpipe.connector.metadata import ReadyRange
+from kvpipe.vllm.handoff.metadata import ReadyRange
+from kvpipe.vllm.handoff.producer import scheduler as producing
 from tests.connector.engine import BLOCK, STEP_TOKENS, Engine, new_id
 from tests.connector.test_scheduler import prompt, until
 

@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpipe.connector.consumed import Consumed
-from kvpipe.connector.metadata import Cancel, StepMetadata, WorkerOutcomes
-from kvpipe.connector.prompt_hash import prompt_hash
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import consume
+from kvpipe.vllm.handoff.consumer.consumed import Consumed
+from kvpipe.vllm.handoff.metadata import Cancel, StepMetadata, WorkerOutcomes
+from kvpipe.vllm.prompt_hash import prompt_hash
 from tests.connector.engine import NUM_BLOCKS, SAMPLING, Engine, new_id, outcome
 from tests.connector.wire import Wire
 

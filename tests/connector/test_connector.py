@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvpipe import info
 from kvpipe.connector import KVPipeConnector
-from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata, WorkerOutcomes
 from kvpipe.exceptions import ConfigError, TransportUnavailableError
+from kvpipe.vllm.handoff.metadata import HandshakeMetadata, StepMetadata, WorkerOutcomes
 from tests.connector.engine import cache_config, engine_config
 from tests.connector.test_worker import BLOCKS, caches
 

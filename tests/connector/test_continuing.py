@@ -16,8 +16,8 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
-from kvpipe.connector import continuing
 from kvpipe.transfer_params import consume
+from kvpipe.vllm.first_token import continuing_scheduler as continuing
 from tests.connector.engine import BLOCK, Engine, engine_config, new_id
 from tests.connector.test_first_token_scheduling import forced, loaded, lost
 from tests.connector.test_scheduler import FREE, consuming, opened, prompt, reported, until

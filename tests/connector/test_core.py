@@ -3,7 +3,12 @@
 import subprocess
 import sys
 
-_MODULES = "config integrity load metadata pending_first_tokens progress rank_leases rank_loads restore worker"
+_MODULES = (
+    *("first_token.pending", "kept_blocks", "settings"),
+    *("handoff.config", "handoff.integrity", "handoff.metadata", "handoff.worker"),
+    *("handoff.consumer.rank_loads", "handoff.consumer.state_machine"),
+    *("handoff.producer.progress", "handoff.producer.rank_leases"),
+)
 _PROGRAM = f"""
 import sys
 
@@ -15,8 +20,8 @@ class NoVllm:
 sys.meta_path.insert(0, NoVllm())
 import importlib
 import kvpipe.connector
-for name in {_MODULES.split()!r}:
-    importlib.import_module(f"kvpipe.connector.{{name}}")
+for name in {_MODULES!r}:
+    importlib.import_module(f"kvpipe.vllm.{{name}}")
 assert "vllm" not in sys.modules
 try:
     kvpipe.connector.KVPipeConnector

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kvpipe import _kvpipe
-from kvpipe.connector.device import HostOrder
-from kvpipe.connector.metadata import Cancel, Load, PrefillRest, ReadyRange, StepMetadata
-from kvpipe.connector.progress import Progress
 from kvpipe.exceptions import TransportUnavailableError
+from kvpipe.vllm.handoff.device import HostOrder
+from kvpipe.vllm.handoff.metadata import Cancel, Load, PrefillRest, ReadyRange, StepMetadata
+from kvpipe.vllm.handoff.producer.progress import Progress
 from tests.connector.engine import new_id
 from tests.connector.test_worker import LAYERS, Pair, received, until
 

@@ -19,11 +19,11 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvpipe import _kvpipe
-from kvpipe.connector.fingerprint import _length_scaling, attention_properties, fingerprint, merge_ranks
-from kvpipe.connector.metadata import HandshakeMetadata
-from kvpipe.connector.model_files import find_files, hash_weights
-from kvpipe.connector.scheduler import SchedulerRole
 from kvpipe.control import ControlClient
+from kvpipe.vllm.fingerprint import _length_scaling, attention_properties, fingerprint, merge_ranks
+from kvpipe.vllm.handoff.metadata import HandshakeMetadata
+from kvpipe.vllm.handoff.scheduler import SchedulerRole
+from kvpipe.vllm.model_files import find_files, hash_weights
 from tests.connector.engine import engine_config
 
 pytestmark = pytest.mark.vllm

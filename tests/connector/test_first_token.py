@@ -17,9 +17,9 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor.loader import build_custom_logits_processors
 
-from kvpipe.connector.first_token import FirstToken, ForcedOutputs
-from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
 from kvpipe.transfer_params import consume, produce, resume
+from kvpipe.vllm.first_token.logits_processor import FirstToken, ForcedOutputs
+from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
 from tests.connector.engine import new_id
 
 pytestmark = pytest.mark.vllm

@@ -10,12 +10,12 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request, RequestStatus
 
 from kvpipe import _kvpipe
-from kvpipe.connector.first_token import ForcedOutputs
-from kvpipe.connector.load import Phase
-from kvpipe.connector.metadata import HandshakeMetadata
-from kvpipe.connector.prompt_hash import prompt_hash
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, parse, produce, resume
+from kvpipe.vllm.first_token.logits_processor import ForcedOutputs
+from kvpipe.vllm.handoff.consumer.state_machine import Phase
+from kvpipe.vllm.handoff.metadata import HandshakeMetadata
+from kvpipe.vllm.prompt_hash import prompt_hash
 from tests.connector.engine import BLOCK, SAMPLING, Engine, engine_config, new_id, outcome, sampling
 from tests.connector.test_scheduler import RANKS, consuming, loading, opened, prompt, reported, until
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
-from kvpipe.connector import giving_way
-from kvpipe.connector.consumed import LossReason
-from kvpipe.connector.consuming import _producer_of
-from kvpipe.connector.giving_way import GivingWay
-from kvpipe.connector.load import Phase
-from kvpipe.connector.metadata import HandshakeMetadata, WorkerOutcomes
 from kvpipe.transfer_params import consume, produce
+from kvpipe.vllm.handoff.consumer import deadlock
+from kvpipe.vllm.handoff.consumer.consumed import LossReason
+from kvpipe.vllm.handoff.consumer.deadlock import DeadlockTimer
+from kvpipe.vllm.handoff.consumer.scheduler import _producer_of
+from kvpipe.vllm.handoff.consumer.state_machine import Phase
+from kvpipe.vllm.handoff.metadata import HandshakeMetadata, WorkerOutcomes
 from tests.connector.engine import BLOCK, Engine, engine_config, new_id, outcome
 from tests.connector.test_worker import until
 
@@ -103,8 +103,8 @@ def test_of_two_full_engines_that_wait_for_each_other_one_computes_its_prompt_an
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both engines give way in the first step in which they may."""
-    monkeypatch.setattr(giving_way, "_FIRST_S", 0.0)
-    monkeypatch.setattr(giving_way, "_SECOND_S", 0.0)
+    monkeypatch.setattr(deadlock, "_FIRST_S", 0.0)
+    monkeypatch.setattr(deadlock, "_SECOND_S", 0.0)
 
 
 def test_a_full_engine_gives_way_in_the_first_step_in_which_it_may(sides: tuple[Side, Side], at_once: None) -> None:
@@ -141,13 +141,13 @@ def test_an_engine_that_has_leased_nothing_does_not_give_way(sides: tuple[Side, 
 
 
 def test_time_counts_from_the_first_lease_on() -> None:
-    waits = GivingWay()
+    waits = DeadlockTimer()
     waits.note(1, 100.0)
     assert [waits.is_due(b"a", b"b", now_s) for now_s in (100.9, 101.0)] == [False, True]
 
 
 def test_a_lease_that_ends_or_begins_is_progress() -> None:
-    waits = GivingWay()
+    waits = DeadlockTimer()
     for now_s, num_leased_blocks in enumerate((4, 3, 5, 0, 5, 2)):
         waits.note(num_leased_blocks, float(now_s))
         assert not waits.is_due(b"a", b"b", now_s + 0.9)
@@ -156,10 +156,10 @@ def test_a_lease_that_ends_or_begins_is_progress() -> None:
 
 
 def test_the_engine_that_is_second_waits_until_the_first_one_has_given_way() -> None:
-    waits = GivingWay()
+    waits = DeadlockTimer()
     waits.note(4, 0.0)
-    assert [waits.is_due(b"b", b"a", now_s) for now_s in (giving_way._FIRST_S, giving_way._SECOND_S)] == [False, True]
-    assert not waits.is_due(b"a", b"b", giving_way._SECOND_S + 0.1), "one load at a time is given up"
+    assert [waits.is_due(b"b", b"a", now_s) for now_s in (deadlock._FIRST_S, deadlock._SECOND_S)] == [False, True]
+    assert not waits.is_due(b"a", b"b", deadlock._SECOND_S + 0.1), "one load at a time is given up"
 
 
 def test_a_producer_that_names_no_workers_is_not_waited_for_and_ends_no_engine() -> None:

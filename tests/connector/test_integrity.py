@@ -22,14 +22,15 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvpipe.connector import KVPipeConnector, integrity
-from kvpipe.connector.config import ConnectorConfig
-from kvpipe.connector.integrity import choose_integrity, objection_to_validate
-from kvpipe.connector.metadata import Cancel, HandoffEnd, Load, LoadOutcome, StepMetadata
-from kvpipe.connector.worker import WorkerRole
+from kvpipe.connector import KVPipeConnector
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import produce
+from kvpipe.vllm.handoff import integrity
+from kvpipe.vllm.handoff.config import ConnectorConfig
+from kvpipe.vllm.handoff.integrity import choose_integrity, objection_to_validate
+from kvpipe.vllm.handoff.metadata import Cancel, HandoffEnd, Load, LoadOutcome, StepMetadata
+from kvpipe.vllm.handoff.worker import WorkerRole
 from tests.connector.engine import Engine, cache_config, engine_config, new_id
 from tests.connector.test_worker import BLOCKS, Pair, caches, received, role, sent, until
 

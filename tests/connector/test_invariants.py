@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from vllm.v1.request import Request
 
-from kvpipe.connector.prompt_hash import prompt_hash
 from kvpipe.transfer_params import consume, produce, resume
+from kvpipe.vllm.prompt_hash import prompt_hash
 from tests.connector.engine import BLOCK, SAMPLING, engine_config
 from tests.connector.simulated_rank import Rank, Transfer
 from tests.connector.world import THEIRS, Mode, World

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvpipe.connector.config import ConnectorConfig
+from kvpipe.vllm.handoff.config import ConnectorConfig
 
 pytestmark = pytest.mark.vllm
 

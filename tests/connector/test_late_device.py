@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvpipe.connector.metadata import Cancel, HandoffEnd, Load, ReadyRange, StepMetadata
-from kvpipe.connector.worker import WorkerRole
 from kvpipe.testing import LateDevice, memory_transport
+from kvpipe.vllm.handoff.metadata import Cancel, HandoffEnd, Load, ReadyRange, StepMetadata
+from kvpipe.vllm.handoff.worker import WorkerRole
 from tests.connector.engine import new_id
 from tests.connector.test_worker import LAYERS, role
 
 if TYPE_CHECKING:
-    from kvpipe.connector.metadata import LoadOutcome
+    from kvpipe.vllm.handoff.metadata import LoadOutcome
 
 pytestmark = pytest.mark.vllm
 

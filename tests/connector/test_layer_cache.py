@@ -9,8 +9,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
-from kvpipe.connector.layer_cache import CacheLayout, LayerCache
 from kvpipe.exceptions import ConfigError
+from kvpipe.vllm.handoff.layer_cache import CacheLayout, LayerCache
 from tests.connector.test_worker import role
 
 pytestmark = pytest.mark.vllm

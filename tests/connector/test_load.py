@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.connector import load
-from kvpipe.connector.load import TRANSITIONS, Action, Event, HandoffLoad, Phase, Watch
-from kvpipe.connector.metadata import LoadOutcome
+from kvpipe.vllm.handoff.consumer import state_machine as load
+from kvpipe.vllm.handoff.consumer.state_machine import TRANSITIONS, Action, Event, HandoffLoad, Phase, Watch
+from kvpipe.vllm.handoff.metadata import LoadOutcome
 from tests.peers import ROOT
 
 PAGE = ROOT / "docs/internals/connector.md"
@@ -71,7 +71,7 @@ def test_the_module_needs_no_vllm() -> None:
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names}
     # Of the metadata, see `test_core`.
-    assert imported == {"__future__", "dataclasses", "enum", "functools", "kvpipe.connector.metadata"}
+    assert imported == {"__future__", "dataclasses", "enum", "functools", "kvpipe.vllm.handoff.metadata"}
 
 
 # --- any order of events

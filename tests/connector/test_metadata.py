@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from kvpipe.connector.metadata import StepMetadata
+from kvpipe.vllm.handoff.metadata import StepMetadata
 
 CONTENTS = {"control": "127.0.0.1:1", "first_tokens": {b"handoff": 7}}
 

@@ -8,9 +8,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvpipe import _kvpipe
-from kvpipe.connector.load import Phase
-from kvpipe.connector.metadata import Load, WorkerOutcomes
 from kvpipe.transfer_params import consume, resume
+from kvpipe.vllm.handoff.consumer.state_machine import Phase
+from kvpipe.vllm.handoff.metadata import Load, WorkerOutcomes
 from tests.connector.engine import BLOCK, STEP_TOKENS, Engine, new_id, outcome
 from tests.connector.test_scheduler import (
     FREE,

@@ -10,12 +10,12 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpipe import _kvpipe
-from kvpipe.connector.engine_checks import load_failure_policy
-from kvpipe.connector.first_token import ForcedOutputs
-from kvpipe.connector.metadata import HandoffEnd
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import consume, produce, resume
+from kvpipe.vllm.engine_checks import load_failure_policy
+from kvpipe.vllm.first_token.logits_processor import ForcedOutputs
+from kvpipe.vllm.handoff.metadata import HandoffEnd
 from tests.connector.engine import Engine, cache_config, engine_config, new_id
 from tests.connector.test_scheduler import FREE, produced, prompt, scheduled, until
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvpipe import _kvpipe
-from kvpipe.connector.metadata import PrefillRest, StepMetadata
-from kvpipe.connector.progress import Progress, StepPace
 from kvpipe.control import ControlClient
+from kvpipe.vllm.handoff.metadata import PrefillRest, StepMetadata
+from kvpipe.vllm.handoff.producer.progress import Progress, StepPace
 from tests.connector import test_worker
 from tests.connector.engine import new_id
 

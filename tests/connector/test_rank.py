@@ -4,9 +4,9 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvpipe.connector.metadata import Cancel, HandoffEnd, Lease, Load, LoadOutcome, StepMetadata, WorkerOutcomes
-from kvpipe.connector.rank_leases import RankLeases
-from kvpipe.connector.rank_loads import RankLoads
+from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
+from kvpipe.vllm.handoff.metadata import Cancel, HandoffEnd, Lease, Load, LoadOutcome, StepMetadata, WorkerOutcomes
+from kvpipe.vllm.handoff.producer.rank_leases import RankLeases
 
 pytestmark = pytest.mark.vllm
 

@@ -9,9 +9,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
-from kvpipe.connector.metadata import HandshakeMetadata, ReadyRange, StepMetadata
-from kvpipe.connector.restore import KeptBlocks
 from kvpipe.transfer_params import resume
+from kvpipe.vllm.handoff.metadata import HandshakeMetadata, ReadyRange, StepMetadata
+from kvpipe.vllm.kept_blocks import KeptBlocks
 from tests.connector.engine import BLOCK, Engine, engine_config, new_id
 from tests.connector.test_cached_blocks import announced, produce
 from tests.connector.test_commits import Scene

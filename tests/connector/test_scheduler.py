@@ -9,11 +9,11 @@ import pytest
 from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
-from kvpipe.connector.first_token import ForcedOutputs
-from kvpipe.connector.metadata import Cancel, HandoffEnd, Lease
-from kvpipe.connector.prompt_hash import prompt_hash
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, produce
+from kvpipe.vllm.first_token.logits_processor import ForcedOutputs
+from kvpipe.vllm.handoff.metadata import Cancel, HandoffEnd, Lease
+from kvpipe.vllm.prompt_hash import prompt_hash
 from tests.connector.engine import BLOCK, NUM_BLOCKS, SAMPLING, Engine, new_id, outcome
 
 pytestmark = pytest.mark.vllm
@@ -571,7 +571,7 @@ def test_the_prediction_follows_the_measured_speed_and_the_tokens_left(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, told = [0.0], []
-    monkeypatch.setattr("kvpipe.connector.scheduler.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvpipe.vllm.handoff.scheduler.time.monotonic", lambda: now[0])
     monkeypatch.setattr(engine.role._out, "control", Told(engine.role._out.control, told))
     update = engine.role.update
 

@@ -15,9 +15,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
-from kvpipe.connector.prompt_hash import prompt_hash
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, produce
+from kvpipe.vllm.prompt_hash import prompt_hash
 from tests.connector.engine import SAMPLING, Engine, engine_config, new_id
 from tests.connector.test_scheduler import RANKS, prompt, until
 

@@ -18,11 +18,11 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
-from kvpipe.connector.connector import KVPipeConnector
-from kvpipe.connector.load import Watch
-from kvpipe.connector.plugin import register
-from kvpipe.connector.stats import KVPipeStats
 from kvpipe.transfer_params import consume, resume
+from kvpipe.vllm.handoff.connector import KVPipeConnector
+from kvpipe.vllm.handoff.consumer.state_machine import Watch
+from kvpipe.vllm.handoff.stats import KVPipeStats
+from kvpipe.vllm.plugin import register
 from tests.connector.engine import BLOCK, Engine, new_id, outcome
 from tests.connector.test_scheduler import consuming, loading, opened, produced, prompt, scheduled, until
 from tests.connector.test_worker import Pair, received

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvpipe import _kvpipe
-from kvpipe.connector.metadata import StepMetadata, WorkerOutcomes
+from kvpipe.vllm.handoff.metadata import StepMetadata, WorkerOutcomes
 from tests.connector.engine import Engine, outcome
 from tests.connector.test_scheduler import consuming, loading, opened, produced, prompt, reported, scheduled, until
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvpipe.bench.trace import Event, read
-from kvpipe.connector.config import ConnectorConfig
-from kvpipe.connector.metadata import StepMetadata
 from kvpipe.transfer_params import consume, produce
+from kvpipe.vllm.handoff.config import ConnectorConfig
+from kvpipe.vllm.handoff.metadata import StepMetadata
 from tests.connector import test_worker
 from tests.connector.engine import Engine, new_id, outcome
 from tests.connector.test_scheduler import loading, prompt, scheduled, until

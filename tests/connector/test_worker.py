@@ -8,20 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvpipe.connector.config import ConnectorConfig
-from kvpipe.connector.connector import calls_each_layer_once
-from kvpipe.connector.metadata import (
-    Cancel,
-    HandoffEnd,
-    Lease,
-    Load,
-    ReadyRange,
-    StepMetadata,
-    WorkerOutcomes,
-)
-from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
-from kvpipe.connector.worker import WorkerEngine, WorkerRole
 from kvpipe.exceptions import ConfigError
+from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
+from kvpipe.vllm.handoff.config import ConnectorConfig
+from kvpipe.vllm.handoff.connector import calls_each_layer_once
+from kvpipe.vllm.handoff.metadata import Cancel, HandoffEnd, Lease, Load, ReadyRange, StepMetadata, WorkerOutcomes
+from kvpipe.vllm.handoff.worker import WorkerEngine, WorkerRole
 from tests.connector.engine import new_id
 
 pytestmark = pytest.mark.vllm
@@ -499,7 +491,7 @@ def test_settings_come_from_the_environment_below_the_config(monkeypatch: pytest
 
 def test_tokens_of_a_step_are_not_forced_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pending = type(PENDING_FIRST_TOKENS)()
-    monkeypatch.setattr("kvpipe.connector.worker.PENDING_FIRST_TOKENS", pending)
+    monkeypatch.setattr("kvpipe.vllm.handoff.worker.PENDING_FIRST_TOKENS", pending)
     worker = role()
     worker.register(caches())
     worker.begin_step(StepMetadata(first_tokens={b"handoff": 7}))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpipe.connector.metadata import Load, ReadyRange, StepMetadata
+from kvpipe.vllm.handoff.metadata import Load, ReadyRange, StepMetadata
 from tests.connector.test_worker import LAYERS, Pair, received, until
 
 pytestmark = pytest.mark.vllm

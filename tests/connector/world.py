@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
-from kvpipe.connector.steps import scheduled
 from kvpipe.transfer_params import ConsumeParams, parse
+from kvpipe.vllm.scheduler_output import scheduled
 from tests.connector.cache import NUM_BLOCKS
 from tests.connector.engine import BLOCK, Engine
 from tests.connector.simulated_rank import Rank, Step, Transfer
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvpipe.connector.metadata import Load, StepMetadata
+    from kvpipe.vllm.handoff.metadata import Load, StepMetadata
 
 NUM_FREE = NUM_BLOCKS - 1
 THEIRS = 8  # what producers sample

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
+from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
 from tests.connector.conftest import HAS_VLLM, log, tiny_model
 
 if HAS_VLLM:

@@ -21,10 +21,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvpipe.connector.first_token import ForcedOutputs
-from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
-from kvpipe.connector.steps import scheduled
 from kvpipe.store_connector import KVStoreConnector
+from kvpipe.vllm.first_token.logits_processor import ForcedOutputs
+from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
+from kvpipe.vllm.scheduler_output import scheduled
 from tests.connector.engine import BLOCK, cache_config, engine_config, is_unreported
 from tests.store_connector.stores import URL
 

@@ -16,8 +16,8 @@ import pytest
 
 from kvpipe.store import KVStore, StoreServer, open_store
 from kvpipe.store.base import RESERVATION_S
-from kvpipe.store_connector import saving
 from kvpipe.transfer_params import load, save
+from kvpipe.vllm.store import saving
 from tests.connector.engine import BLOCK
 from tests.store import valkey_servers
 from tests.store_connector.engine import CHUNK, Engine

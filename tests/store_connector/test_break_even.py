@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvpipe.store_connector.break_even import PROBE_INTERVAL_S, SHORTEST_LIMIT_S, BreakEven, LoadClock, Reason
-from kvpipe.store_connector.breaker import FIRST_OPEN_S, LONGEST_OPEN_S, NUM_FAILURES, Breaker
+from kvpipe.vllm.store.break_even import PROBE_INTERVAL_S, SHORTEST_LIMIT_S, BreakEven, LoadClock, Reason
+from kvpipe.vllm.store.circuit_breaker import FIRST_OPEN_S, LONGEST_OPEN_S, NUM_FAILURES, Breaker
 
 TIMEOUT_S = 10.0
 TOKENS = 1000

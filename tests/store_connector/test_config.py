@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpipe.exceptions import ConfigError
 from kvpipe.store_connector import KVStoreConnector
-from kvpipe.store_connector.config import StoreConnectorConfig
+from kvpipe.vllm.store.config import StoreConnectorConfig
 from tests.connector.engine import cache_config
 from tests.store_connector.engine import store_config
 from tests.store_connector.stores import URL

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
-from kvpipe.store_connector.chunk import HEADER_BYTES
-from kvpipe.store_connector.layout import CacheBytes
 from kvpipe.transfer_params import consume
+from kvpipe.vllm.store.cache_bytes import CacheBytes
+from kvpipe.vllm.store.chunk import HEADER_BYTES
 from tests.connector.engine import BLOCK
 from tests.store_connector.engine import CHUNK, LAYERS, Engine, answered
 from tests.store_connector.stores import WAIT_S
@@ -216,7 +216,7 @@ def test_without_the_check_a_corrupt_chunk_would_change_the_answer(
     stored(new_engine(), tokens)
     last = store.lookups[0][-1]
     store.replace(last, flipped(store.read(last), HEADER_BYTES + 8 * CHUNK - 8))  # the first layer's last slot
-    monkeypatch.setattr("kvpipe.store_connector.values.fault", lambda *_: "")
+    monkeypatch.setattr("kvpipe.vllm.store.values.fault", lambda *_: "")
     engine = new_engine(is_checked=False)
     assert engine.answer([*tokens, 10]) != answered([*tokens, 10])
 

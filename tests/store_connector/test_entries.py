@@ -10,12 +10,12 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
-from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
-from kvpipe.store_connector.breaker import FIRST_OPEN_S, NUM_FAILURES
-from kvpipe.store_connector.chunk import HEADER_BYTES
-from kvpipe.store_connector.entries import TokenReason
-from kvpipe.store_connector.saving import ENTRY_TTL_S
 from kvpipe.transfer_params import load, resume, save
+from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
+from kvpipe.vllm.store.chunk import HEADER_BYTES
+from kvpipe.vllm.store.circuit_breaker import FIRST_OPEN_S, NUM_FAILURES
+from kvpipe.vllm.store.entries import TokenReason
+from kvpipe.vllm.store.saving import ENTRY_TTL_S
 from tests.connector.engine import BLOCK
 from tests.store_connector.engine import CHUNK, DEADLINE_S, Engine, answered
 from tests.store_connector.test_engine import adapter, prompt

@@ -21,9 +21,10 @@ from vllm.v1.request import Request
 
 from kvpipe.exceptions import ConfigError
 from kvpipe.store import RemoteStore, StoreServer
-from kvpipe.store_connector.chunk import HEADER_BYTES, fault, seal
-from kvpipe.store_connector.config import StoreConnectorConfig
-from kvpipe.store_connector.keys import (
+from kvpipe.vllm.store.cache_bytes import CacheBytes
+from kvpipe.vllm.store.chunk import HEADER_BYTES, fault, seal
+from kvpipe.vllm.store.config import StoreConnectorConfig
+from kvpipe.vllm.store.keys import (
     CHUNK_ID_BYTES,
     KEY_BYTES,
     Feature,
@@ -32,8 +33,7 @@ from kvpipe.store_connector.keys import (
     entry_id,
     rank_namespace,
 )
-from kvpipe.store_connector.layout import CacheBytes
-from kvpipe.store_connector.scheduler import SchedulerRole
+from kvpipe.vllm.store.scheduler import SchedulerRole
 from tests.connector.conftest import REPOSITORY
 from tests.connector.engine import BLOCK
 from tests.store_connector.engine import CHUNK, Engine, answered, store_config

@@ -3,7 +3,7 @@
 import pytest
 
 from kvpipe import ConfigError
-from kvpipe.store_connector.lmcache import LMCacheSettings, read_lmcache_settings
+from kvpipe.vllm.store.lmcache import LMCacheSettings, read_lmcache_settings
 
 FILE = """
 chunk_size: 32 # a comment

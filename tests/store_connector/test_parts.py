@@ -11,11 +11,11 @@ import pytest
 
 from kvpipe.exceptions import ClosedError, ConfigError, ConnectError, PeerLostError
 from kvpipe.store import LocalStore
-from kvpipe.store_connector.client import StoreClient, failure_reason
-from kvpipe.store_connector.loading import ActiveLoad
-from kvpipe.store_connector.metadata import Load, LoadOutcome
-from kvpipe.store_connector.staging import StagingPool
-from kvpipe.store_connector.threads import TaskThreads
+from kvpipe.vllm.store.client import StoreClient, failure_reason
+from kvpipe.vllm.store.loading import ActiveLoad
+from kvpipe.vllm.store.metadata import Load, LoadOutcome
+from kvpipe.vllm.store.staging import StagingPool
+from kvpipe.vllm.store.threads import TaskThreads
 from tests.store_connector.stores import URL, SharedStore
 
 pytestmark = pytest.mark.vllm

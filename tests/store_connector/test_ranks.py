@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.store_connector.metadata import LoadOutcome, WorkerReport
+from kvpipe.vllm.store.metadata import LoadOutcome, WorkerReport
 from tests.store_connector.engine import CHUNK, answered
 from tests.store_connector.test_engine import prompt
 

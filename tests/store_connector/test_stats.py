@@ -11,10 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from kvpipe.connector.pending_first_tokens import PENDING_FIRST_TOKENS
-from kvpipe.connector.plugin import register
 from kvpipe.store_connector import KVStoreConnector
-from kvpipe.store_connector.stats import KVStoreStats
+from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
+from kvpipe.vllm.plugin import register
+from kvpipe.vllm.store.stats import KVStoreStats
 from tests.store_connector.engine import CHUNK
 from tests.store_connector.test_engine import prompt, stored
 

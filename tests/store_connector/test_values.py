@@ -8,11 +8,11 @@ import torch
 
 from kvpipe.exceptions import ConfigError
 from kvpipe.store.serde import SERDES, Serde
-from kvpipe.store_connector.client import StoreClient
-from kvpipe.store_connector.keys import KEY_BYTES
-from kvpipe.store_connector.layout import CacheBytes
-from kvpipe.store_connector.saving import Saved, Saver
-from kvpipe.store_connector.values import ChunkValues, layout_of
+from kvpipe.vllm.store.cache_bytes import CacheBytes
+from kvpipe.vllm.store.client import StoreClient
+from kvpipe.vllm.store.keys import KEY_BYTES
+from kvpipe.vllm.store.saving import Saved, Saver
+from kvpipe.vllm.store.values import ChunkValues, layout_of
 
 pytestmark = pytest.mark.vllm
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from kvpipe.connector.model_files import NOT_COMPARED
 from kvpipe.store import StoreServer
-from kvpipe.store_connector.weights import AS_LOADED, PROPERTY, Weights
 from kvpipe.transfer_params import load, save
+from kvpipe.vllm.model_files import NOT_COMPARED
+from kvpipe.vllm.store.weights import AS_LOADED, PROPERTY, Weights
 from tests.store import valkey_servers
 from tests.store_connector.engine import CHUNK, Engine, Model, answered
 from tests.store_connector.test_engine import prompt, stored
