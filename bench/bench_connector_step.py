@@ -36,7 +36,7 @@ from kvpipe.bench.serving.report import markdown
 from kvpipe.connector import KVPipeConnector
 from kvpipe.transfer_params import consume, produce
 from kvpipe.vllm.prompt_hash import prompt_hash
-from tests.connector.engine import BLOCK, SAMPLING, Engine, cache_config, engine_config, new_id
+from tests.vllm.handoff.engine import BLOCK, SAMPLING, Engine, cache_config, engine_config, new_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
