@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.kvpipe.connector")
@@ -79,13 +79,12 @@ def load_failure_policy(on_load_failure: str, vllms: str) -> str:
     return on_load_failure
 
 
-def check_parent(
-    parent: KVTransferConfig, policy: str, connector: str = "KVPipeConnector", *, is_consumer: bool = False
-) -> None:
+def check_parent(policy: str, connector: str = "KVPipeConnector", *, is_consumer: bool = False) -> None:
     """Checks what an engine was configured with, where kvpipe is one of several connectors.
 
+    A connector of MultiConnector gets its own part of that alone. vLLM has all of it while a worker starts.
+
     Args:
-        parent: The engine's configuration, of which a connector of MultiConnector gets its own part alone.
         policy: What this connector does about KV that does not come.
         connector: Name of this connector.
         is_consumer: Whether it loads into blocks that vLLM frees only after the steps that write them, if the engine is
@@ -94,7 +93,9 @@ def check_parent(
     Raises:
         ConfigError: vLLM would do something else, or another connector reads the same parameters of requests.
     """
-    if parent.kv_connector != "MultiConnector":
+    engine = get_current_vllm_config_or_none()
+    parent = None if engine is None else engine.kv_transfer_config
+    if parent is None or parent.kv_connector != "MultiConnector":
         return
     reads_params = connector == "KVPipeConnector"
     names = [str(part.get("kv_connector")) for part in parent.kv_connector_extra_config.get("connectors", ())]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -67,10 +66,7 @@ class KVPipeConnector(KVConnectorBase_V1):
         else:
             from kvpipe.vllm.handoff.worker import WorkerEngine, WorkerRole  # noqa: PLC0415 - only where the role is
 
-            parent = get_current_vllm_config_or_none()
-            if parent is not None and parent.kv_transfer_config is not None:
-                policy, is_consumer = transfer.kv_load_failure_policy, transfer.is_kv_consumer
-                check_parent(parent.kv_transfer_config, policy, is_consumer=is_consumer)
+            check_parent(transfer.kv_load_failure_policy, is_consumer=transfer.is_kv_consumer)
             objection = objection_to_validate(vllm_config, kv_cache_config)
             engine = WorkerEngine(
                 rank=vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size,

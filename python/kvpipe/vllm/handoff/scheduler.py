@@ -25,7 +25,7 @@ from kvpipe.vllm.handoff.allowed_producers import AllowedProducers
 from kvpipe.vllm.handoff.consumer.consumed import Consumed
 from kvpipe.vllm.handoff.consumer.scheduler import ConsumerScheduler
 from kvpipe.vllm.handoff.idle_wait import IdleWait, engine_core
-from kvpipe.vllm.handoff.outbox import Outbox
+from kvpipe.vllm.handoff.outbox import HandoffOutbox
 from kvpipe.vllm.handoff.producer.produced import Produced
 from kvpipe.vllm.handoff.producer.scheduler import ProducerScheduler
 from kvpipe.vllm.handoff.requests import read_params
@@ -75,7 +75,7 @@ class SchedulerRole:
         self._matched_waiting: set[str] = set()
         self._idle_wait = IdleWait(engine_core())
         self._allowed_producers = AllowedProducers(config.allowed_producers)
-        self._out = Outbox(_kvpipe.Trace(config.trace, f"{self._role} scheduler {self._engine_id}"))
+        self._out = HandoffOutbox(_kvpipe.Trace(config.trace, f"{self._role} scheduler {self._engine_id}"))
         block_size = vllm_config.cache_config.block_size
         self._adapters, self._sampling = Adapters(), Sampling(vllm_config)
         self._producing = ProducerScheduler(self._out, self._adapters, self._sampling, self._engine_id, block_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvpipe.vllm.engine_checks import check_cache, check_parent, load_failure_policy, warn_of_untested_vllm
@@ -52,9 +51,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         else:
             from kvpipe.vllm.store.worker import WorkerRole  # noqa: PLC0415 - only where the role is
 
-            engine = get_current_vllm_config_or_none()
-            if engine is not None and engine.kv_transfer_config is not None:
-                check_parent(engine.kv_transfer_config, transfer.kv_load_failure_policy, "KVStoreConnector")
+            check_parent(transfer.kv_load_failure_policy, "KVStoreConnector")
             self._worker = WorkerRole(vllm_config, config)
 
     def _of_scheduler(self) -> SchedulerRole:

@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
+    from kvpipe.vllm.outbox import Outbox
     from kvpipe.vllm.store.lookups import Answer, Lookups
+    from kvpipe.vllm.store.metadata import StoreStepMetadata
     from kvpipe.vllm.store.names import Names
-    from kvpipe.vllm.store.outbox import StoreOutbox
     from kvpipe.vllm.store.prompts import Prompt
+    from kvpipe.vllm.store.stats import KVStoreStats
 
 logger = init_logger("vllm.kvpipe.store")
 
@@ -109,7 +111,12 @@ class Entries:
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, names: Names, lookups: Lookups, outbox: StoreOutbox, chunk_blocks: int
+        self,
+        vllm_config: VllmConfig,
+        names: Names,
+        lookups: Lookups,
+        outbox: Outbox[StoreStepMetadata, KVStoreStats],
+        chunk_blocks: int,
     ) -> None:
         self.support = FirstTokenSupport(vllm_config)
         self._sampling = Sampling(vllm_config)

@@ -15,6 +15,7 @@ from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import ConsumeParams, parse
 from kvpipe.vllm.lora_adapters import Adapters
 from kvpipe.vllm.model_files import NOT_COMPARED
+from kvpipe.vllm.outbox import Outbox
 from kvpipe.vllm.prefill_clock import PrefillClock
 from kvpipe.vllm.scheduler_output import scheduled
 from kvpipe.vllm.store.break_even import BreakEven
@@ -23,10 +24,10 @@ from kvpipe.vllm.store.client import StoreClient
 from kvpipe.vllm.store.entries import Entries
 from kvpipe.vllm.store.keys import entry_id
 from kvpipe.vllm.store.lookups import Lookups, Question
-from kvpipe.vllm.store.metadata import Load, Save, WorkerReport
+from kvpipe.vllm.store.metadata import Load, Save, StoreStepMetadata, WorkerReport
 from kvpipe.vllm.store.names import Names
-from kvpipe.vllm.store.outbox import StoreOutbox
 from kvpipe.vllm.store.prompts import Prompt
+from kvpipe.vllm.store.stats import KVStoreStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from kvpipe.vllm.store.config import StoreConnectorConfig
     from kvpipe.vllm.store.entries import Entry
     from kvpipe.vllm.store.lookups import Answer
-    from kvpipe.vllm.store.metadata import StoreStepMetadata
-    from kvpipe.vllm.store.stats import KVStoreStats
 
 logger = init_logger("vllm.kvpipe.store")
 
@@ -75,7 +74,7 @@ class SchedulerRole:
         self._break_even = BreakEven(is_always=config.always_load, timeout_s=config.load_timeout_s)
         self._clock = PrefillClock()
         self._manager: KVCacheManager | None = None
-        self._out = StoreOutbox()
+        self._out = Outbox(StoreStepMetadata, KVStoreStats)
         self._entries = Entries(vllm_config, self._names, self._lookups, self._out, self._chunk_blocks)
         logger.info(
             "store.start url=%s role=%s chunk_size=%d serde=%s ranks=%d",

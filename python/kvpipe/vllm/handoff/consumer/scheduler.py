@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvpipe.vllm.first_token.continuing_scheduler import Continuations
     from kvpipe.vllm.first_token.sampling import Sampling
     from kvpipe.vllm.first_token.support import FirstTokenSupport
-    from kvpipe.vllm.handoff.outbox import Outbox
+    from kvpipe.vllm.handoff.outbox import HandoffOutbox
     from kvpipe.vllm.lora_adapters import Adapters
 
 logger = init_logger("vllm.kvpipe.scheduler")
@@ -57,7 +57,7 @@ class ConsumerScheduler:
 
     def __init__(
         self,
-        outbox: Outbox,
+        outbox: HandoffOutbox,
         first_token_support: FirstTokenSupport,
         adapters: Adapters,
         sampling: Sampling,

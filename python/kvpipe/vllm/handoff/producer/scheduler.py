@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpipe.vllm.first_token.sampling import Sampling
-    from kvpipe.vllm.handoff.outbox import Outbox
+    from kvpipe.vllm.handoff.outbox import HandoffOutbox
     from kvpipe.vllm.handoff.producer.produced import Produced
     from kvpipe.vllm.lora_adapters import Adapters
 
@@ -50,7 +50,9 @@ class ProducerScheduler:
         num_leased_blocks: Blocks of finished requests that are leased.
     """
 
-    def __init__(self, outbox: Outbox, adapters: Adapters, sampling: Sampling, engine_id: str, block_size: int) -> None:
+    def __init__(
+        self, outbox: HandoffOutbox, adapters: Adapters, sampling: Sampling, engine_id: str, block_size: int
+    ) -> None:
         self.ranks: list[tuple[str, bytes]] = []
         self.manager: KVCacheManager | None = None
         self._out = outbox
