@@ -1,4 +1,4 @@
-"""True if this engine can force the first outputs of a request; otherwise it samples its own."""
+"""Conditions under which this engine forces the first outputs of a request; otherwise it samples its own."""
 
 from __future__ import annotations
 

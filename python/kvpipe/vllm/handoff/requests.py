@@ -1,4 +1,4 @@
-"""Which part a request takes in a handoff, read from its transfer parameters."""
+"""Reads the part that a request takes in a handoff from its transfer parameters."""
 
 from __future__ import annotations
 

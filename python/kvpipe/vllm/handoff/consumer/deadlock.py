@@ -1,4 +1,4 @@
-"""When an engine gives way that waits for blocks and has leased its own.
+"""Ends deadlocks of engines that wait for blocks and have leased their own.
 
 Two full engines may wait for each other: each has leased its blocks to a request of the other one, which cannot load
 before blocks are free. A lease that is watched does not end, so one of them must give up a load. Its producer's blocks
