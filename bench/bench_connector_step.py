@@ -34,9 +34,9 @@ from kvpipe.bench import machine
 from kvpipe.bench.instances.model import write_model
 from kvpipe.bench.serving.report import markdown
 from kvpipe.connector import KVPipeConnector
-from kvpipe.connector.requests import prompt_hash
 from kvpipe.transfer_params import consume, produce
-from tests.connector.engine import BLOCK, SAMPLING, Engine, cache_config, engine_config, new_id
+from kvpipe.vllm.prompt_hash import prompt_hash
+from tests.vllm.handoff.engine import BLOCK, SAMPLING, Engine, cache_config, engine_config, new_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable

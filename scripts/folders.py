@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Prints which folder uses which, lowest first, and fails when a folder uses itself by way of others.
+"""Prints which folder uses which, lowest first.
+
+It fails when a folder uses itself by way of others, or when a folder of `USERS` is used by another than those named.
 
 scripts/folders.py python|rust
 
@@ -18,6 +20,15 @@ Module = tuple[str, ...]
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = re.compile(r"\b(?P<root>crate|(?:super::)*super)::(?P<rest>\w+(?:::\w+)*)")
+
+# Folders by the one that holds them, each with what beside it may use it.
+USERS: dict[str, dict[str, set[str]]] = {
+    "kvpipe/vllm": {"handoff": set(), "store": set()},
+    "kvpipe/vllm/handoff": {
+        "consumer": {"requests", "scheduler", "worker"},
+        "producer": {"requests", "scheduler", "worker"},
+    },
+}
 
 
 def python_uses(package: Path) -> dict[Module, set[Module]]:
@@ -154,12 +165,17 @@ def main(language: str) -> int:
     folders = {module[: index + 1] for module in uses for index in range(len(module) - 1)}
     status = 0
     for parent, graph in folder_graphs(uses):
-        print("/".join((package, *parent)))
+        path = "/".join((package, *parent))
+        print(path)
         via = {name: reached(graph, name) for name in graph}
         for name in sorted(graph, key=lambda name: (len(via[name]), name)):
             print(f"  {name} -> {', '.join(sorted(graph[name])) or 'nothing'}")
             if name in via[name] and (*parent, name) in folders:
                 print(f"  CYCLE: {cycle(via[name], name)}")
+                status = 1
+        for name, users in USERS.get(path, {}).items():
+            for user in sorted(user for user in graph if name in graph[user] and user not in users):
+                print(f"  FORBIDDEN: {user} -> {name}")
                 status = 1
     return status
 

@@ -26,8 +26,8 @@ OPTIONS = ("-v", "--color=no", "--durations=20", "-o", "console_output_style=cou
 PYTEST = ("scripts/test", "python", *OPTIONS)
 # Their tests start brokers and stores, and wait more than they compute.
 QUEUE, STORES = "tests/amqp", "tests/store"
-# Both import vLLM, which takes as long as a fifth of their tests.
-CONNECTORS = ("tests/connector", "tests/store_connector")
+# Importing vLLM takes as long as a fifth of them.
+CONNECTORS = "tests/vllm"
 # Of the Python API: mostly processes that send to each other, two thirds of the time of all that is not named here.
 PIPES = ("test_agent*", "test_deadlines", "test_faults", "test_lookup*", "test_pipe*", "test_tensor", "test_work")
 E2E = "tests/e2e"
@@ -231,10 +231,10 @@ def parts_of(*, is_slow: bool) -> list[Part]:
     speed = ("-m", "slow" if is_slow else "not slow")
     e2e = ("scripts/test", "e2e", *OPTIONS, *speed)
     pipes, bench = (files_below("tests", *patterns) for patterns in (PIPES, BENCH))
-    others = ignore(QUEUE, STORES, *CONNECTORS, E2E, *pipes, *(bench if is_slow else ()))
+    others = ignore(QUEUE, STORES, CONNECTORS, E2E, *pipes, *(bench if is_slow else ()))
     rust = ("scripts/test", "rust", "--no-fail-fast")
     stores, python = Part("stores", (*PYTEST, *speed, STORES)), Part("python", (*PYTEST, *speed, *others))
-    connectors, queue = Part("connectors", (*PYTEST, *speed, *CONNECTORS)), Part("queue", (*PYTEST, *speed, QUEUE))
+    connectors, queue = Part("connectors", (*PYTEST, *speed, CONNECTORS)), Part("queue", (*PYTEST, *speed, QUEUE))
     pipe = Part("pipes", (*PYTEST, *speed, *pipes))
     if not is_slow:
         return [stores, connectors, Part("rust", rust), pipe, Part("e2e", e2e), python, queue]

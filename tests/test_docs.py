@@ -99,7 +99,7 @@ def test_every_page_is_reached_from_the_index():
     assert sorted(set(DOCS) - reached) == []
 
 
-def connector_settings(path="python/kvpipe/connector/config.py", name="ConnectorConfig"):
+def connector_settings(path="python/kvpipe/vllm/handoff/config.py", name="ConnectorConfig"):
     """Names and defaults, without vLLM, which importing the connector would take."""
     tree = ast.parse(text_of(path))
     [config] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
@@ -115,7 +115,7 @@ def test_every_setting_of_the_connector_is_in_the_reference_with_its_default(nam
 
 
 def store_connector_settings():
-    return connector_settings("python/kvpipe/store_connector/config.py", "StoreConnectorConfig")
+    return connector_settings("python/kvpipe/vllm/store/config.py", "StoreConnectorConfig")
 
 
 @pytest.mark.parametrize(("name", "default"), store_connector_settings().items())
@@ -175,8 +175,10 @@ def connector_metrics():
     """Names as Prometheus shows them, without vLLM, which importing the connector would take."""
     registered = [
         found
-        for package in ("connector", "store_connector")
-        for found in re.findall(r'self\._(\w+)_cls\(\s*name="([^"]+)"', text_of(f"python/kvpipe/{package}/stats.py"))
+        for package in ("handoff", "store")
+        for found in re.findall(
+            r'self\._(\w+)_cls\(\s*name="([^"]+)"', text_of(f"python/kvpipe/vllm/{package}/stats.py")
+        )
     ]
     return {f"{name}_total" if kind == "counter" else name for kind, name in registered}
 
@@ -194,7 +196,11 @@ def test_every_metric_that_a_page_names_exists(page):
 
 def test_every_reason_of_a_lost_handoff_is_in_the_reference_and_no_other():
     documented = {cell.strip("`") for cell in first_cells(METRICS, "vLLM's own metrics")}
-    members = text_of("python/kvpipe/connector/requests.py").partition("class LossReason")[2].partition("\n\n\n")[0]
+    members = (
+        text_of("python/kvpipe/vllm/handoff/consumer/consumed.py")
+        .partition("class LossReason")[2]
+        .partition("\n\n\n")[0]
+    )
     reasons = set(re.findall(r'^    [A-Z_]+ = "(\w+)"$', members, re.MULTILINE))
     assert "unreachable" in reasons
     rest = {name for name in documented if re.fullmatch(r"[a-z_]+", name)}

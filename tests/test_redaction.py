@@ -8,7 +8,7 @@ from kvpipe.exceptions import ConfigError, KVPipeError
 from kvpipe.proxy import Environment, Instance
 from kvpipe.queue.broker import checked_url
 from kvpipe.store import open_store
-from kvpipe.store_connector import lmcache
+from kvpipe.vllm.store import lmcache
 
 SECRET = "geheim"
 # After the scheme.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpipe import store_connector
-from kvpipe.store_connector import values
+from kvpipe.vllm.store import values
 
 _fault = values.fault
 

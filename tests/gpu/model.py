@@ -2,9 +2,9 @@
 
 import torch
 
-from kvpipe.connector.config import ConnectorConfig
-from kvpipe.connector.layer_cache import LayerCache
-from kvpipe.connector.worker import WorkerEngine, WorkerRole
+from kvpipe.vllm.handoff.config import ConnectorConfig
+from kvpipe.vllm.handoff.layer_cache import LayerCache
+from kvpipe.vllm.handoff.worker import WorkerEngine, WorkerRole
 
 LAYERS, BLOCKS = 4, 64
 HEADS, TOKENS, CONTENT = 8, 16, 128

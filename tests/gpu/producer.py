@@ -5,8 +5,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from kvpipe.connector.device import HostOrder
-from kvpipe.connector.metadata import HandoffEnd, ReadyRange, StepMetadata
+from kvpipe.vllm.handoff.device import HostOrder
+from kvpipe.vllm.handoff.metadata import HandoffEnd, ReadyRange, StepMetadata
 from tests.gpu.model import LAYERS, Instance
 
 

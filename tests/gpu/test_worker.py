@@ -15,12 +15,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvpipe.connector.config import ConnectorConfig  # noqa: E402 - the package needs torch
-from kvpipe.connector.device import CudaOrder, HostOrder  # noqa: E402
-from kvpipe.connector.load import LoadOutcome  # noqa: E402
-from kvpipe.connector.metadata import Load, StepMetadata  # noqa: E402
-from kvpipe.connector.worker import WorkerEngine, WorkerRole  # noqa: E402
 from kvpipe.exceptions import ConfigError  # noqa: E402
+from kvpipe.vllm.handoff.config import ConnectorConfig  # noqa: E402 - the package needs torch
+from kvpipe.vllm.handoff.device import CudaOrder, HostOrder  # noqa: E402
+from kvpipe.vllm.handoff.metadata import Load, LoadOutcome, StepMetadata  # noqa: E402
+from kvpipe.vllm.handoff.worker import WorkerEngine, WorkerRole  # noqa: E402
 from tests.gpu.model import BLOCKS, LAYERS, PAUSE_CYCLES, Instance  # noqa: E402
 from tests.gpu.producer import run  # noqa: E402
 

@@ -10,13 +10,13 @@ from pathlib import Path
 # stdout is for the test.
 os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
 
-import tests.connector.conftest  # noqa: F401 - sets vLLM up
+import tests.vllm.handoff.conftest  # noqa: F401 - sets vLLM up
 from kvpipe.transfer_params import produce
-from tests.connector.engine import Engine, engine_config
-from tests.connector.test_scheduler import prompt
-from tests.connector.test_worker import caches, role
 from tests.e2e.groups import tiny_model
 from tests.peers import say
+from tests.vllm.handoff.engine import Engine, engine_config
+from tests.vllm.handoff.test_scheduler import prompt
+from tests.vllm.handoff.test_worker import caches, role
 
 _LISTENING = "0A"
 LENGTH = 100

@@ -2,16 +2,16 @@
 
 import pytest
 
-import tests.connector.conftest  # noqa: F401 - sets vLLM up
+import tests.vllm.handoff.conftest  # noqa: F401 - sets vLLM up
 from kvpipe.transfer_params import consume
-from tests.connector.engine import NUM_BLOCKS, Engine, engine_config, new_id
-from tests.connector.test_scheduler import prompt, until
-from tests.connector.test_worker import caches, role
 from tests.e2e.groups import tiny_model
 from tests.hosts.engine_there import LENGTH
 from tests.hosts.namespaces import Host, why_no_hosts
 from tests.hosts.translation import Translation
 from tests.peers import Child
+from tests.vllm.handoff.engine import NUM_BLOCKS, Engine, engine_config, new_id
+from tests.vllm.handoff.test_scheduler import prompt, until
+from tests.vllm.handoff.test_worker import caches, role
 
 pytestmark = [pytest.mark.ucx, pytest.mark.vllm, pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())]
 

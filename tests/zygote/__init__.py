@@ -31,8 +31,8 @@ VLLM = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.worker.cpu_worker",
     "kvpipe.connector",
-    "kvpipe.connector.first_token",
-    "kvpipe.connector.plugin",
+    "kvpipe.vllm.first_token.logits_processor",
+    "kvpipe.vllm.plugin",
     "kvpipe.store_connector",
 )
 ENVIRONMENT = {

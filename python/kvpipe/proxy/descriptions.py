@@ -24,7 +24,7 @@ _REFRESH_S = 10.0
 _MIN_INTERVAL_S = 1.0
 # The proxy begins to serve after this time even if control ports do not answer.
 _START_S = 1.0
-# Of `kvpipe.store_connector.stats`; there is one sample for each engine behind the URL.
+# Of `kvpipe.vllm.store.stats`; there is one sample for each engine behind the URL.
 _FORCING = "vllm:kvpipe_store_forces_first_tokens"
 _FORCING_SAMPLE = re.compile(_FORCING + r'\{(?:.*,)?reasoning_parser="([^"\\]*)"(?:,.*)?\} ([01])(?:\.0)?')
 _LONGEST_LINE = 200

@@ -1,0 +1,1 @@
+"""vLLM connectors: what `KVPipeConnector` (`handoff`) and `KVStoreConnector` (`store`) share."""

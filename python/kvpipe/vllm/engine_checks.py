@@ -1,0 +1,120 @@
+"""Requirements of kvpipe's connectors on the configuration of an engine, its failure policy among them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvpipe.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.kvpipe.connector")
+
+_TESTED_VLLM = "0.32"
+_DEFAULT_POLICY = "recompute"
+_VLLMS_POLICY = "fail"
+# Connectors of vLLM that read the same parameters of requests.
+_SAME_PARAMS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector")
+
+
+def check_cache(kv_cache_config: KVCacheConfig) -> None:
+    """Refuses KV caches in which a token position can have no block, or more than one.
+
+    Raises:
+        ConfigError: The model has other groups than one of full attention.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        return
+    kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+    message = f"model unsupported: kvpipe needs one KV cache group of full attention, this model has {kinds or 'none'}"
+    raise ConfigError(message)
+
+
+def warn_of_untested_vllm() -> None:
+    """Logs a warning with a vLLM that kvpipe was not tested with."""
+    from vllm import __version__  # noqa: PLC0415
+
+    if __version__.partition("+")[0].rsplit(".", 1)[0] != _TESTED_VLLM:
+        logger.warning(
+            "kvpipe was tested with vLLM %s.x, this is %s; hooks may differ",
+            _TESTED_VLLM,
+            __version__,
+        )
+
+
+def load_failure_policy(on_load_failure: str, vllms: str) -> str:
+    """Returns `recompute` or `fail`.
+
+    vLLM does not keep whether its `fail` was written or is its default, so that `fail` alone does not count. A request
+    that is computed again is answered right.
+
+    Args:
+        on_load_failure: The connector's setting; empty: not given.
+        vllms: `kv_load_failure_policy`.
+
+    Raises:
+        ConfigError: Both are given and differ.
+    """
+    if not on_load_failure:
+        if vllms == _VLLMS_POLICY:
+            logger.info(
+                "config.set kv_load_failure_policy=%s; to have requests fail, write %s into kv_connector_extra_config",
+                _DEFAULT_POLICY,
+                '"on_load_failure": "fail"',
+            )
+            return _DEFAULT_POLICY
+        return vllms
+    if vllms not in (_VLLMS_POLICY, on_load_failure):
+        message = (
+            f"on_load_failure={on_load_failure!r} and kv_load_failure_policy={vllms!r} differ; write "
+            f'"kv_load_failure_policy": "{vllms}" alone into --kv-transfer-config, without on_load_failure'
+        )
+        raise ConfigError(message)
+    return on_load_failure
+
+
+def check_parent(policy: str, connector: str = "KVPipeConnector", *, is_consumer: bool = False) -> None:
+    """Checks what an engine was configured with, where kvpipe is one of several connectors.
+
+    A connector of MultiConnector gets its own part of that alone. vLLM has all of it while a worker starts.
+
+    Args:
+        policy: What this connector does about KV that does not come.
+        connector: Name of this connector.
+        is_consumer: Whether it loads into blocks that vLLM frees only after the steps that write them, if the engine is
+            a consumer.
+
+    Raises:
+        ConfigError: vLLM would do something else, or another connector reads the same parameters of requests.
+    """
+    engine = get_current_vllm_config_or_none()
+    parent = None if engine is None else engine.kv_transfer_config
+    if parent is None or parent.kv_connector != "MultiConnector":
+        return
+    reads_params = connector == "KVPipeConnector"
+    names = [str(part.get("kv_connector")) for part in parent.kv_connector_extra_config.get("connectors", ())]
+    if other := next((name for name in names if reads_params and name in _SAME_PARAMS), ""):
+        message = (
+            f"MultiConnector has {other} beside KVPipeConnector: both read the same kv_transfer_params, and would "
+            "take each other's handoffs; leave one of them"
+        )
+        raise ConfigError(message)
+    if is_consumer and not parent.is_kv_consumer:
+        message = (
+            f"under MultiConnector vLLM reads kv_role at the top level, where it is {parent.kv_role!r}, and "
+            f'{connector} consumes; write "kv_role": "kv_both" beside "kv_connector": "MultiConnector"'
+        )
+        raise ConfigError(message)
+    if parent.kv_load_failure_policy != policy:
+        message = (
+            f"under MultiConnector vLLM reads kv_load_failure_policy at the top level, where it is "
+            f"{parent.kv_load_failure_policy!r}, and {connector} has {policy!r}; write "
+            f'"kv_load_failure_policy": "{policy}" beside "kv_connector": "MultiConnector"'
+        )
+        raise ConfigError(message)

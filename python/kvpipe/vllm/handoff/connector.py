@@ -1,0 +1,229 @@
+"""The connector class that vLLM loads: a facade over the scheduler role or the worker role of its process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from kvpipe.vllm.engine_checks import check_cache, check_parent, load_failure_policy, warn_of_untested_vllm
+from kvpipe.vllm.fingerprint import attention_properties
+from kvpipe.vllm.handoff.config import ConnectorConfig
+from kvpipe.vllm.handoff.integrity import objection_to_validate
+from kvpipe.vllm.handoff.metadata import HandshakeMetadata, StepMetadata, WorkerOutcomes
+from kvpipe.vllm.handoff.stats import KVPipePromMetrics, KVPipeStats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvpipe.vllm.handoff.scheduler import SchedulerRole
+    from kvpipe.vllm.handoff.worker import WorkerRole
+
+
+KVConnectorMetadata.register(StepMetadata)
+KVConnectorHandshakeMetadata.register(HandshakeMetadata)
+KVConnectorWorkerMetadata.register(WorkerOutcomes)
+
+
+class KVPipeConnector(KVConnectorBase_V1):
+    """Moves the KV cache of a request from a prefill instance to a decode instance; see docs/concepts/handoff.md.
+
+    Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.32.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        warn_of_untested_vllm()
+        check_cache(kv_cache_config)
+        transfer = self._kv_transfer_config
+        config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
+        # vLLM reads it after this; under MultiConnector it reads the parent's.
+        transfer.kv_load_failure_policy = load_failure_policy(config.on_load_failure, transfer.kv_load_failure_policy)
+        self._scheduler: SchedulerRole | None = None
+        self._worker: WorkerRole | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            from kvpipe.vllm.handoff.scheduler import SchedulerRole  # noqa: PLC0415 - only where the role is
+
+            self._scheduler = SchedulerRole(vllm_config, config)
+        else:
+            from kvpipe.vllm.handoff.worker import WorkerEngine, WorkerRole  # noqa: PLC0415 - only where the role is
+
+            check_parent(transfer.kv_load_failure_policy, is_consumer=transfer.is_kv_consumer)
+            objection = objection_to_validate(vllm_config, kv_cache_config)
+            engine = WorkerEngine(
+                rank=vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size,
+                engine_id=str(transfer.engine_id),
+                kv_role=str(transfer.kv_role),
+                num_blocks=kv_cache_config.num_blocks,
+                device=vllm_config.device_config.device_type,
+                is_by_layer=calls_each_layer_once(vllm_config),
+                objection_to_validate=objection,
+            )
+            self._worker = WorkerRole(engine, config)
+
+    def _of_scheduler(self) -> SchedulerRole:
+        if self._scheduler is None:
+            message = "a scheduler hook was called in the worker role"
+            raise RuntimeError(message)
+        return self._scheduler
+
+    def _of_worker(self) -> WorkerRole:
+        if self._worker is None:
+            message = "a worker hook was called in the scheduler role"
+            raise RuntimeError(message)
+        return self._worker
+
+    # --- worker role
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Registers the cache of each layer."""
+        self._of_worker().register(kv_caches, attention_properties(self._vllm_config))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Returns the address of this rank's agent."""
+        return self._of_worker().handshake()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Ends handoffs before this step writes into their blocks."""
+        # Under MultiConnector the metadata may be another connector's.
+        if isinstance(kv_connector_metadata, StepMetadata):
+            self._of_worker().end_handoffs(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begins the step's loads, before the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata):
+            self._of_worker().begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Does nothing: loads begin in `bind_connector_metadata`, which vLLM calls before the forward pass."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Does nothing: vLLM schedules a request only after its load has ended."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Marks this step's blocks as ready in a layer whose attention is done."""
+        self._of_worker().save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Marks this step's blocks as ready in the remaining layers, after the forward pass."""
+        self._of_worker().end_forward()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Returns requests whose sending or receiving has ended, each exactly once."""
+        return self._of_worker().finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Returns missing blocks of the requests that `get_finished` has just returned."""
+        return self._of_worker().take_invalid_block_ids()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Returns how loads ended."""
+        return self._of_worker().take_outcomes()
+
+    # --- scheduler role
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Stores the manager, which knows the blocks of each request."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._of_scheduler().bind_kv_cache_manager(kv_cache_manager)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Stores the workers' addresses. Under MultiConnector some entries may be another connector's."""
+        workers = {rank: found for rank, found in metadata.items() if isinstance(found, HandshakeMetadata)}
+        self._of_scheduler().set_workers(workers)
+
+    def on_new_request(self, request: Request) -> None:
+        """Reads the request's transfer parameters."""
+        self._of_scheduler().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Returns how many tokens the producer provides; `None` while it has not opened the handoff."""
+        return self._of_scheduler().match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Opens a handoff as the producer, or begins a load as the consumer."""
+        self._of_scheduler().allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Returns the scheduler role's metadata for the worker role."""
+        return self._of_scheduler().build_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Processes the worker role's reports on loads."""
+        self._of_scheduler().update(connector_output)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Returns no event. vLLM calls it at the end of each step: this is where an engine without work waits."""
+        self._of_scheduler().wait_while_idle(self)
+        return ()
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Returns whether the blocks are leased to a consumer, and the parameters of the response."""
+        return self._of_scheduler().finished(request, block_ids)
+
+    def reset_cache(self) -> bool:
+        """Withdraws all blocks that consumers may read: vLLM's weights change, it sleeps, or an operator resets it."""
+        self._of_scheduler().reset()
+        return True
+
+    # --- both
+
+    def get_kv_connector_stats(self) -> KVPipeStats | None:
+        """Returns what metrics are to count since the last call; `None` after most steps."""
+        if self._scheduler is not None:
+            return self._scheduler.take_stats()
+        if self._worker is None or (num_sessions := self._worker.take_num_sessions()) is None:
+            return None
+        return KVPipeStats.of_sessions(self._worker.rank, *num_sessions)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPipeStats:
+        """Returns the stats of data that another process has sent; without data, empty stats."""
+        return KVPipeStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVPipePromMetrics:
+        """Registers the connector's Prometheus metrics. vLLM calls this in each API server."""
+        return KVPipePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Closes the role of this process, which notifies its peers."""
+        for role in (self._scheduler, self._worker):
+            if role is not None:
+                role.close()
+
+
+def calls_each_layer_once(vllm_config: VllmConfig) -> bool:
+    """True if vLLM calls `save_kv_layer` once for each layer and step: not with micro-batches or drafts."""
+    return vllm_config.speculative_config is None and not vllm_config.parallel_config.use_ubatching

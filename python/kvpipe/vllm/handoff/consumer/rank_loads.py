@@ -1,0 +1,139 @@
+"""What one rank reports to vLLM and to the scheduler role of its loads, each exactly once.
+
+It knows neither vLLM nor the agent: the worker role passes on the events of the agent and the metadata of the steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpipe.vllm.handoff.metadata import WorkerOutcomes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvpipe.vllm.handoff.metadata import Load, LoadOutcome, StepMetadata
+
+
+@dataclass
+class RankLoad:
+    """A load of one rank, until its end is reported.
+
+    Attributes:
+        load: What was to be loaded.
+        is_verified: Whether all of its blocks were reported as verified: the scheduler role may commit it.
+        is_answered: Whether the scheduler role leaves the end of the load to the workers, and commits it no more.
+        end: How it ended, and its missing blocks, while neither may be reported.
+    """
+
+    load: Load
+    is_verified: bool
+    is_answered: bool
+    end: tuple[LoadOutcome, list[int]] | None = None
+
+
+class RankLoads:
+    """Loads of one rank.
+
+    With asynchronous scheduling a request may run before its rank knows of the commit. So once a load was reported as
+    verified, its end waits for the scheduler role's answer: `commits`, `committed` or `cancels` of a step.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[bytes, RankLoad] = {}
+        self._received: set[str] = set()
+        self._invalid_block_ids: set[int] = set()
+        self._outcomes: dict[str, LoadOutcome] = {}
+        self._verified: dict[bytes, LoadOutcome] = {}
+        self._acknowledged: list[bytes] = []
+        self._broken: set[str] = set()
+
+    def __contains__(self, handoff: bytes) -> bool:
+        return handoff in self._loads
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def begin(self, load: Load) -> None:
+        """Adds a load."""
+        self._loads[load.handoff] = RankLoad(load, is_verified=False, is_answered=load.is_committed)
+
+    def refuse(self, load: Load, outcome: LoadOutcome) -> None:
+        """Ends a load that cannot begin, without any block."""
+        self._report_end(load, outcome, load.block_ids)
+
+    def begin_step(self, step: StepMetadata) -> None:
+        """Receives the scheduler role's answers. It reports the loads that it has committed itself."""
+        self._acknowledged = step.committed
+        for handoff in step.committed:
+            self._loads.pop(handoff, None)
+        for handoff in step.commits:
+            self._answer(handoff)
+        for cancel in step.cancels:
+            self._answer(cancel.handoff, is_withdrawn=cancel.is_withdrawn)
+
+    def _answer(self, handoff: bytes, *, is_withdrawn: bool = False) -> None:
+        if (found := self._loads.get(handoff)) is None:
+            return
+        found.is_answered = True
+        if found.end is not None:
+            outcome, missing = found.end
+            self._end(found.load, outcome, found.load.block_ids if is_withdrawn else missing)
+
+    def blocks_verified(self, handoff: bytes, outcome: LoadOutcome) -> None:
+        """All blocks of a load are here, and the sequence state is not."""
+        if handoff in self._loads:
+            self._verified[handoff] = outcome
+
+    def ended(self, handoff: bytes, outcome: LoadOutcome, missing: Iterable[int]) -> None:
+        """The agent has ended a load, without the blocks at the positions `missing`."""
+        if (found := self._loads.get(handoff)) is None:
+            return
+        block_ids = [found.load.block_ids[position] for position in missing]
+        if found.is_verified and not found.is_answered:
+            found.end = outcome, block_ids
+            self._broken.add(found.load.request_id)
+        else:
+            self._end(found.load, outcome, block_ids)
+
+    def _end(self, load: Load, outcome: LoadOutcome, missing: list[int]) -> None:
+        del self._loads[load.handoff]
+        self._verified.pop(load.handoff, None)
+        self._report_end(load, outcome, missing)
+
+    def _report_end(self, load: Load, outcome: LoadOutcome, missing: list[int]) -> None:
+        self._invalid_block_ids.update(missing)
+        self._received.add(load.request_id)
+        self._outcomes[load.request_id] = outcome
+
+    def take_received(self) -> set[str]:
+        """Returns requests whose load has ended."""
+        received, self._received = self._received, set()
+        return received
+
+    def take_invalid_block_ids(self) -> set[int]:
+        """Returns missing blocks of the loads that `take_received` has just returned."""
+        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
+        return invalid
+
+    def take_outcomes(self) -> WorkerOutcomes | None:
+        """Returns ended, verified and broken loads for the scheduler role; `None` if there is nothing to report.
+
+        After a step without tokens, vLLM calls the scheduler role only if there is a report. So commits are always
+        acknowledged, and each step of a load reports: its sequence state may have arrived meanwhile.
+        """
+        if not (self._loads or self._outcomes or self._acknowledged):
+            return None
+        report = WorkerOutcomes(self._outcomes, self._reported_verified(), self._acknowledged, self._broken)
+        self._outcomes, self._acknowledged, self._broken = {}, [], set()
+        return report
+
+    def _reported_verified(self) -> dict[str, list[LoadOutcome]]:
+        """Loads that lack the sequence state only, by request id; from now on the scheduler role may commit them."""
+        verified: dict[str, list[LoadOutcome]] = {}
+        for handoff, outcome in self._verified.items():
+            self._loads[handoff].is_verified = True
+            verified[self._loads[handoff].load.request_id] = [outcome]
+        self._verified = {}
+        return verified

@@ -1,0 +1,55 @@
+"""How blocks of handoffs are known to be the producer's: by checksums, or by asking the producer after the last read.
+
+The producer may be asked only where it marks the end of a handoff before a block of it changes. Whether vLLM's hooks
+allow that depends on the engine's configuration. The worker role needs no vLLM for its choice.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvpipe.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("vllm.kvpipe.integrity")
+
+
+def choose_integrity(setting: str, objection: str, device: str) -> str:
+    """Returns the integrity with which the worker's agent starts, for a cache on this type of device.
+
+    Raises:
+        ConfigError: There are neither checksums nor validation for the cache.
+    """
+    is_on_host = device == "cpu"
+    if setting == "checksum" and not is_on_host:
+        message = f'integrity=checksum: blocks on {device} have no checksums; write "integrity": "validate" or "auto"'
+        raise ConfigError(message)
+    wants_validate = setting == "validate" or not is_on_host
+    if wants_validate and objection and not is_on_host:
+        message = f"KV cache on {device} has no checksums, and validation is not possible: {objection}"
+        raise ConfigError(message)
+    if wants_validate and objection:
+        logger.warning("integrity.fallback checksums instead of validation: %s", objection)
+        # Unlike `checksum`, it accepts producers that validate.
+        return "auto"
+    logger.info("integrity.set integrity=%s", setting)
+    return setting
+
+
+def objection_to_validate(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Why a block may change before the worker role can mark its handoff as ended; empty if none does."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec  # noqa: PLC0415 - where vLLM is
+
+    if vllm_config.model_config.enable_sleep_mode:
+        return "sleep mode discards KV without calling the connector's worker role"
+    specs = {type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups}
+    # Their blocks belong to a request until it ends, and only its own tokens are written into them.
+    if other := sorted(spec.__name__ for spec in specs.difference((FullAttentionSpec, MLAAttentionSpec))):
+        return f"vLLM may free or rewrite blocks of a running request in a cache of {', '.join(other)}"
+    if vllm_config.use_v2_model_runner and kv_cache_config.needs_kv_cache_zeroing:
+        return "the V2 model runner zeroes blocks before it calls the connector"
+    return ""

@@ -1,0 +1,1 @@
+"""Handoffs that an engine produces."""

@@ -1,0 +1,247 @@
+"""The scheduler role as a producer: requests whose KV another engine reads, until the end of their lease."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from kvpipe import transfer_params
+from kvpipe.exceptions import ConfigError
+from kvpipe.vllm.handoff.handoffs import Handoffs
+from kvpipe.vllm.handoff.metadata import HandoffEnd, Lease, PrefillRest
+from kvpipe.vllm.prefill_clock import PrefillClock
+from kvpipe.vllm.prompt_hash import prompt_hash
+from kvpipe.vllm.scheduler_output import scheduled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvpipe.vllm.first_token.sampling import Sampling
+    from kvpipe.vllm.handoff.outbox import HandoffOutbox
+    from kvpipe.vllm.handoff.producer.produced import Produced
+    from kvpipe.vllm.lora_adapters import Adapters
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_STOPPED: "stop",
+}
+
+
+class ProducerScheduler:
+    """Handoffs that this engine produces.
+
+    Args:
+        outbox: Outgoing messages to consumers and workers.
+        adapters: Identifies the LoRA adapters of requests.
+        sampling: How this engine samples first tokens.
+        engine_id: Name of this engine.
+        block_size: Tokens of a block.
+
+    Attributes:
+        ranks: Address and incarnation of each of this engine's workers, once known.
+        manager: Knows the blocks of each request; `None` before vLLM provides it.
+        num_leased_blocks: Blocks of finished requests that are leased.
+    """
+
+    def __init__(
+        self, outbox: HandoffOutbox, adapters: Adapters, sampling: Sampling, engine_id: str, block_size: int
+    ) -> None:
+        self.ranks: list[tuple[str, bytes]] = []
+        self.manager: KVCacheManager | None = None
+        self._out = outbox
+        self._adapters = adapters
+        self._sampling = sampling
+        self._engine_id = engine_id
+        self._block_size = block_size
+        self._produced: Handoffs[Produced] = Handoffs()
+        self._num_local_tokens: dict[str, int] = {}
+        self.num_leased_blocks = 0
+        self._clock = PrefillClock()
+
+    def __len__(self) -> int:
+        return len(self._produced)
+
+    def refuse(self, handoff: bytes, reason: str) -> None:
+        """Ends a handoff of which this engine produces nothing, so that no consumer waits for it."""
+        if self._produced.of(handoff) is None:
+            self._out.control.withdraw(handoff, reason)
+
+    def add(self, request: Request, produced: Produced) -> None:
+        """Adds a new request.
+
+        Raises:
+            ConfigError: The workers' addresses are unknown.
+        """
+        if not self.ranks:
+            message = "the addresses of this engine's workers are unknown; put KVPipeConnector first in MultiConnector"
+            raise ConfigError(message)
+        self._produced.add(request.request_id, produced)
+        self._out.control.expect(produced.handoff)
+
+    def allocated(self, request: Request) -> None:
+        """Opens the handoff once blocks are allocated."""
+        produced = self._produced.get(request.request_id)
+        if produced is not None and not produced.is_open:
+            produced.is_open = True
+            self._out.trace.instant("opened", produced.handoff)
+            what = prompt_hash(request), request.num_prompt_tokens, self.ranks, self._adapters.describe(request)
+            self._out.control.open(produced.handoff, *what)
+
+    def matched(self, request_id: str, num_local_tokens: int) -> None:
+        """Notes how many tokens of a request were in this engine's prefix cache."""
+        self._num_local_tokens[request_id] = num_local_tokens
+
+    def scheduled(self, output: SchedulerOutput, now_s: float) -> None:
+        """Predicts when the prefills of scheduled requests end, and announces their ready blocks."""
+        self._clock.scheduled(output.total_num_scheduled_tokens, now_s)
+        if self._produced:
+            self._announce_scheduled(output, now_s)
+        self._num_local_tokens.clear()
+
+    def _announce_scheduled(self, output: SchedulerOutput, now_s: float) -> None:
+        # A search of all requests of the step, which is made once, and only if a cached block is shared.
+        written = functools.cache(
+            lambda: written_blocks(output, self.manager, self._num_local_tokens, self._block_size)
+        )
+        for produced, num_before, num_new in self._produced.scheduled(output):
+            self._predict(produced, num_before, num_new, now_s)
+            self._announce(produced, num_before, num_new, written)
+
+    def _announce(self, produced: Produced, num_before: int, num_new: int, written: Callable[[], set[int]]) -> None:
+        """Announces the blocks that are ready before this step, and those that are ready after it."""
+        if not produced.is_open or produced.is_withdrawn or self.manager is None:
+            return
+        blocks = self.manager.get_blocks(produced.request.request_id).blocks[0]
+        if produced.num_cached_tokens is None:
+            produced.num_cached_tokens = num_before
+            num_local = self._num_local_tokens.get(produced.request.request_id, num_before)
+            local = blocks[: num_local // self._block_size]
+            # A step that writes a shared block has a request that holds it, too.
+            in_step = written() if any(block.ref_cnt > 1 for block in local) else set[int]()
+            cached = itertools.takewhile(lambda block: block not in in_step, (block.block_id for block in local))
+            self._out.step.cached.extend(produced.announce(list(cached)))
+        num_ready = produced.num_ready(num_before + num_new, self._block_size)
+        ready = [block.block_id for block in blocks[produced.num_announced : num_ready]]
+        self._out.step.ready.extend(produced.announce(ready))
+
+    def _predict(self, produced: Produced, num_before: int, num_new: int, now_s: float) -> None:
+        """Reports when a producing request's prefill will end, if the engine's speed is known."""
+        if not produced.is_open or num_new < 1 or num_before >= produced.num_prompt_tokens:
+            return
+        remaining_s = self._clock.remaining_s(produced.num_prompt_tokens - num_before, num_new, now_s)
+        if remaining_s is not None:
+            self._out.control.progress(produced.handoff, remaining_s)
+        beyond_s = self._clock.beyond_s(produced.num_prompt_tokens - num_before, num_new)
+        if beyond_s is not None:
+            self._out.step.progress.append(PrefillRest(produced.handoff, beyond_s))
+            self._out.step.control = self._out.local_address
+
+    def preempted(self, request_id: str) -> None:
+        """Withdraws the blocks of a preempted request, because they may change."""
+        produced = self._produced.pop(request_id)
+        if produced is not None:
+            self._withdraw(produced, "the producer preempted the request")
+
+    def _withdraw(self, produced: Produced, reason: str) -> None:
+        """Withdraws blocks before they may change: notifies consumers, and stops announcements."""
+        self._out.control.withdraw(produced.handoff, reason)
+        self._out.step.ended.append(HandoffEnd(produced.handoff, reason))
+
+    def step_ended(self, now_s: float) -> None:
+        """Notes that the oldest step under way has ended."""
+        self._clock.ended(now_s)
+
+    def sent(self, request_id: str) -> None:
+        """Forgets a request whose leased blocks are free again."""
+        produced = self._produced.pop(request_id)
+        if produced is not None:
+            self._count_leased(-produced.num_leased_blocks)
+
+    def leased_requests(self) -> set[str]:
+        """Returns ids of finished requests whose blocks a consumer may read."""
+        produced = self._produced.values()
+        return {it.request.request_id for it in produced if it.is_leased and not it.is_withdrawn}
+
+    def _count_leased(self, num_more: int) -> None:
+        self.num_leased_blocks += num_more
+        self._out.stats.set_leased_blocks(self.num_leased_blocks)
+
+    def withdraw_invalid(self, invalid_block_ids: set[int]) -> None:
+        """Withdraws announced blocks that another connector of a MultiConnector could not load."""
+        for produced in self._produced.values():
+            if not invalid_block_ids.isdisjoint(produced.announced_ids):
+                self._withdraw(produced, "the producer has to compute its blocks again")
+                produced.is_withdrawn = True
+
+    def withdraw_all(self, reason: str) -> None:
+        """Withdraws the blocks of all handoffs that are open. The leased ones are freed when the workers know of it."""
+        for produced in self._produced.values():
+            if produced.is_open and not produced.is_withdrawn:
+                self._withdraw(produced, reason)
+                produced.is_withdrawn = True
+
+    def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Returns whether a finished request's blocks are leased to a consumer, and parameters for its response."""
+        produced = self._produced.get(request.request_id)
+        if produced is None:
+            return False, None
+        reason = _FINISH_REASONS.get(request.status)
+        if reason is None or not produced.is_open or produced.is_withdrawn:
+            self._produced.pop(request.request_id)
+            self._withdraw(produced, f"the producer ended the request: {request.status.name}")
+            return False, None
+        produced.is_leased, produced.num_leased_blocks = True, len(block_ids)
+        self._count_leased(len(block_ids))
+        self._out.trace.instant("sampled", produced.handoff)
+        self._out.step.leased.append(Lease(produced.handoff, request.request_id))
+        self._out.control.finish(
+            produced.handoff,
+            list(request.output_token_ids),
+            reason,
+            produced.num_cached_tokens or 0,
+            self._sampling.hash(request),
+        )
+        return True, transfer_params.produced(
+            produced.handoff.hex(),
+            self._out.address,
+            engine_id=self._engine_id,
+            parallel_size=len(self.ranks),
+            num_tokens=produced.num_prompt_tokens,
+            block_ids=block_ids,
+            first_token=request.output_token_ids[0],
+        )
+
+    def on_released(self, event: dict[str, Any]) -> None:
+        """Ends a handoff whose blocks no consumer will read any more."""
+        produced = self._produced.of(event["handoff"])
+        if produced is not None:
+            self._out.step.ended.append(HandoffEnd(produced.handoff, event["reason"]))
+            produced.is_withdrawn = True
+
+
+def written_blocks(
+    output: SchedulerOutput, manager: KVCacheManager, num_local_tokens: Mapping[str, int], block_size: int
+) -> set[int]:
+    """Returns full blocks that this step writes, which vLLM already shares by hash and counts as cached.
+
+    Args:
+        output: The step.
+        manager: Knows the blocks of each request.
+        num_local_tokens: For requests admitted in this step, tokens found in this engine's prefix cache. Another
+            connector loads the tokens between these and those computed before, within this step.
+        block_size: Tokens in a block.
+    """
+    written: set[int] = set()
+    for request_id, num_before, num_new in scheduled(output):
+        first = num_local_tokens.get(request_id, num_before) // block_size
+        end = (num_before + num_new) // block_size
+        if first < end:  # most requests of a step decode, within a block
+            written.update(manager.get_block_ids(request_id)[0][first:end])
+    return written

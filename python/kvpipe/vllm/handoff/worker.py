@@ -1,0 +1,370 @@
+"""The worker role: this rank's agent, its KV cache as regions, and exactly-once reports to vLLM.
+
+It runs on the worker's main thread. Hooks send commands to the Rust thread and drain its events. No hook waits, except
+for the registration at the start. It needs torch and no vLLM: the facade reads vLLM's configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpipe import _kvpipe
+from kvpipe._transport import transport
+from kvpipe.config import resolve_tokens
+from kvpipe.exceptions import KVPipeError, TransferTimeoutError
+from kvpipe.vllm.amx import permit_tiles
+from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
+from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
+from kvpipe.vllm.handoff.device import CudaOrder, HostOrder, check_device, one_device
+from kvpipe.vllm.handoff.integrity import choose_integrity
+from kvpipe.vllm.handoff.layer_cache import LayerCache
+from kvpipe.vllm.handoff.metadata import HandshakeMetadata, Load, LoadOutcome, ReadyRange, StepMetadata, WorkerOutcomes
+from kvpipe.vllm.handoff.producer.progress import Progress
+from kvpipe.vllm.handoff.producer.rank_leases import RankLeases
+from kvpipe.vllm.kept_blocks import KeptBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from kvpipe.vllm.handoff.config import ConnectorConfig
+
+logger = logging.getLogger("vllm.kvpipe.worker")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEngine:
+    """What a worker role needs of its engine.
+
+    Attributes:
+        rank: Tensor-parallel rank of this worker.
+        engine_id: vLLM's id of the engine.
+        kv_role: vLLM's name of its role, for the trace.
+        num_blocks: Blocks of its KV cache.
+        device: vLLM's type of the device that has the cache.
+        is_by_layer: Whether vLLM calls `save_layer` once for each layer and step.
+        objection_to_validate: Why its blocks may change before a handoff is marked as ended; empty if they do not.
+    """
+
+    rank: int
+    engine_id: str
+    kv_role: str
+    num_blocks: int
+    device: str = "cpu"
+    is_by_layer: bool = True
+    objection_to_validate: str = ""
+
+
+class WorkerRole:
+    """Loads the KV blocks of one rank, and exposes them to consumers.
+
+    Attributes:
+        rank: Tensor-parallel rank of this worker.
+
+    Args:
+        engine: Its engine.
+        config: Settings of the connector.
+
+    Raises:
+        ConfigError: The device cannot be used, or not with this integrity.
+        TransportUnavailableError: UCX cannot reach the device.
+    """
+
+    def __init__(self, engine: WorkerEngine, config: ConnectorConfig) -> None:
+        self.rank = engine.rank
+        self._engine = engine
+        self._config = config
+        self._integrity = choose_integrity(config.integrity, engine.objection_to_validate, engine.device)
+        check_device(engine.device)
+        self._addresses = config.addresses
+        self._properties: list[tuple[str, str]] = []
+        self._trace = WorkerTrace(config, f"{engine.kv_role} worker {engine.rank} {engine.engine_id}")
+        self._agent: _kvpipe.Agent | None = None
+        self._order = HostOrder()
+        self._regions: dict[str, list[_kvpipe.Region]] = {}
+        self._is_by_layer = engine.is_by_layer
+        self._step: StepMetadata | None = None
+        self._ready: _kvpipe.ReadyBlocks | None = None
+        self._is_step_empty = self._is_step_by_layer = False
+        self._kept = KeptBlocks()
+        self._unsaved: dict[str, list[_kvpipe.Region]] = {}
+        self._loads = RankLoads()
+        self._leases = RankLeases()
+        self._progress = Progress(engine.rank, engine.engine_id)
+        self._num_sessions: tuple[int, int] | None = None
+
+    def register(self, kv_caches: dict[str, torch.Tensor], properties: Sequence[tuple[str, str]] = ()) -> None:
+        """Starts the agent and registers each layer's cache as regions.
+
+        Args:
+            kv_caches: The cache of each layer, see `layer_cache`.
+            properties: What this rank adds to the engine's fingerprint.
+
+        Raises:
+            TransportUnavailableError: There is no UCX, or the cache is on a device that it cannot reach.
+            ConfigError: The caches are on several devices, or the blocks of a layer cannot be moved.
+        """
+        device = one_device(kv_caches)
+        permit_tiles()
+        if device.type == "cuda":
+            self._order = CudaOrder(device.index)
+        self._agent = _kvpipe.Agent(
+            self._addresses.agent,
+            resolve_tokens(),
+            transport(),
+            self._engine.engine_id,
+            silence=self._config.silence_s,
+            integrity=self._integrity,
+        )
+        self._agent.trace_to(self._trace.lines)
+        caches = [LayerCache.of(name, cache, self._engine.num_blocks) for name, cache in kv_caches.items()]
+        self._regions = {cache.name: cache.register(self._agent) for cache in caches}
+        orders = sorted({cache.layout.order for cache in caches})
+        self._properties = [*properties, ("kv block", "; ".join(orders))]
+        self._kept = KeptBlocks(cache.blocks for cache in caches)
+        address = self._agent.address or ""
+        logger.info(
+            "agent.listen address=%s advertised=%s regions=%d",
+            address,
+            self._addresses.advertised(address),
+            sum(map(len, self._regions.values())),
+        )
+
+    def handshake(self) -> HandshakeMetadata | None:
+        """Returns the address of this rank's agent."""
+        if self._agent is None or self._agent.address is None:
+            return None
+        return HandshakeMetadata(
+            self._addresses.advertised(self._agent.address),
+            bytes(self._agent.incarnation),
+            PENDING_FIRST_TOKENS.has_processor,
+            self._properties,
+        )
+
+    # --- every step
+
+    def end_handoffs(self, step: StepMetadata) -> None:
+        """Ends handoffs before this step writes into their blocks."""
+        if self._agent is None:
+            return
+        for end in step.ended:
+            self._agent.end(end.handoff, end.reason)
+            self._leases.ended(end.handoff)
+
+    def begin_step(self, step: StepMetadata) -> None:
+        """Begins and ends loads before the forward pass."""
+        agent = self._agent
+        is_empty = step.is_empty()
+        if agent is None or (is_empty and self._is_step_empty):  # an empty step after an empty one changes nothing
+            return
+        self._is_step_empty = is_empty
+        self._kept.keep(step.restores)
+        self._begin_transfers(agent, step)
+        self._loads.begin_step(step)
+        for handoff in (*step.commits, *step.committed):
+            agent.commit(handoff)
+        for cancel in step.cancels:
+            agent.cancel(cancel.handoff, cancel.reason, cancel.is_withdrawn)
+        for lease in step.leased:
+            self._leases.add(lease)
+        if step.ready:
+            self._step, self._ready, self._unsaved = step, _ready_blocks(step.ready), dict(self._regions)
+            self._is_step_by_layer = self._is_by_layer and not _announces_restored(step)
+            self._progress.begin_step(step, len(self._regions), time.monotonic())
+        if step.first_tokens or PENDING_FIRST_TOKENS.of(self._engine.engine_id):
+            PENDING_FIRST_TOKENS.set(self._engine.engine_id, "KVPipeConnector", step.first_tokens)
+        self._trace.begin_step(step)
+
+    def _begin_transfers(self, agent: _kvpipe.Agent, step: StepMetadata) -> None:
+        """Announces cached blocks, and begins loads. Both wait for the steps before, which the device may still run.
+
+        Those steps compute cached blocks, and use the blocks of a load for the requests that had them.
+        """
+        if not (step.cached or step.loads):
+            return
+        event, failure = None, ""
+        try:
+            event = self._order.record()
+        except KVPipeError as error:
+            failure = self._event_failed(agent, step.cached, error)
+        if step.cached and not failure:
+            agent.mark_ready(_ready_blocks(step.cached), _joined(self._regions), event)
+        for load in step.loads:
+            if refusal := self._refusal(load) or failure:
+                # The scheduler role knows the kind of its own refusal.
+                cause = "" if load.refusal else "other"
+                num_missing = len(load.block_ids)
+                outcome = LoadOutcome(is_loaded=False, num_missing=num_missing, reason=refusal, cause=cause)
+                self._loads.refuse(load, outcome)
+            else:
+                self._load(agent, load, event)
+
+    def _load(self, agent: _kvpipe.Agent, load: Load, event: _kvpipe.CudaEvent | None) -> None:
+        self._loads.begin(load)
+        address, incarnation = load.ranks[self.rank]
+        agent.load(
+            load.handoff,
+            address,
+            incarnation,
+            load.first,
+            load.block_ids,
+            load.is_committed,
+            event,
+        )
+
+    def _refusal(self, load: Load) -> str:
+        """Why a load cannot begin; empty if it can."""
+        if load.refusal:
+            return load.refusal
+        if load.handoff in self._loads:
+            return "its handoff is being loaded already"
+        if self.rank >= len(load.ranks):
+            return f"the producer has {len(load.ranks)} workers, none for rank {self.rank}"
+        return ""
+
+    def save_layer(self, layer_name: str) -> None:
+        """Marks this step's blocks as ready in a layer whose attention is done. Most steps have none."""
+        if self._ready is None or self._agent is None or not self._is_step_by_layer or self._order.is_capturing():
+            return
+        if (regions := self._unsaved.pop(layer_name, None)) is not None:
+            self._trace.layers_computed()
+            self._mark_ready(self._agent, self._ready, regions)
+            if not self._order.is_async:
+                self._progress.layer_saved(time.monotonic())
+        elif layer_name in self._regions:
+            self._withdraw_step(self._agent, layer_name)
+
+    def _mark_ready(self, agent: _kvpipe.Agent, ready: _kvpipe.ReadyBlocks, regions: list[_kvpipe.Region]) -> None:
+        """Announces the step's blocks in some regions once the device has computed what was launched so far."""
+        try:
+            event = self._order.record()
+        except KVPipeError as error:
+            self._event_failed(agent, () if self._step is None else self._step.ready, error)
+            self._forget_ready()
+            return
+        agent.mark_ready(ready, regions, event)
+
+    def _event_failed(self, agent: _kvpipe.Agent, ranges: Sequence[ReadyRange], error: KVPipeError) -> str:
+        """Ends the handoffs whose blocks nobody can say to be computed, and returns the reason."""
+        reason = f"the device records no event: {error}"
+        logger.error("event.failed %s", reason)
+        for each in ranges:
+            agent.end(each.handoff, reason)
+        return reason
+
+    def _withdraw_step(self, agent: _kvpipe.Agent, layer_name: str) -> None:
+        """Ends the step's handoffs, whose announced blocks may have changed, and announces by step from now on."""
+        logger.error("layer.twice name=%s blocks are announced once a step from now on", layer_name)
+        self._is_by_layer = False
+        for ready in () if self._step is None else self._step.ready:
+            agent.end(ready.handoff, f"layer {layer_name} was computed twice in a step")
+        self._forget_ready()
+
+    def end_forward(self) -> None:
+        """Restores blocks, and marks this step's blocks as ready in the remaining layers, after the forward pass."""
+        self._kept.put_back()
+        if self._ready is not None and self._agent is not None:
+            if self._unsaved:
+                self._trace.layers_computed()
+                self._mark_ready(self._agent, self._ready, _joined(self._unsaved))
+            self._forget_ready()
+        self._trace.end_forward()
+
+    def _forget_ready(self) -> None:
+        self._step, self._ready, self._unsaved = None, None, {}
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Returns requests whose lease has ended, and requests whose load has ended, each exactly once."""
+        for event in self._agent.drain() if self._agent is not None else ():
+            if event["event"] == "log":
+                logger.info("%s", event["text"])
+            elif event["event"] == "acknowledged":
+                self._leases.acknowledged(event["handoff"])
+            elif event["event"] == "blocks_verified":
+                self._loads.blocks_verified(event["handoff"], LoadOutcome.of(event, is_loaded=True))
+            else:
+                outcome = LoadOutcome.of(event, is_loaded="reason" not in event)
+                self._loads.ended(event["handoff"], outcome, event.get("missing", ()))
+        return self._leases.take_sent(), self._loads.take_received()
+
+    def take_invalid_block_ids(self) -> set[int]:
+        """Returns missing blocks of the loads that `finished` has just reported."""
+        return self._loads.take_invalid_block_ids()
+
+    def take_outcomes(self) -> WorkerOutcomes | None:
+        """Returns ended and verified loads for the scheduler role; `None` if there is nothing to report."""
+        return self._loads.take_outcomes()
+
+    def take_num_sessions(self) -> tuple[int, int] | None:
+        """Returns the number of sessions that read remotely, and of those that stream, if they have changed."""
+        if self._agent is None or (num_sessions := self._agent.num_sessions) == self._num_sessions:
+            return None
+        self._num_sessions = num_sessions
+        return num_sessions
+
+    def close(self) -> None:
+        """Closes the agent, which notifies its peers."""
+        self._progress.close()
+        if self._agent is None:
+            return
+        try:
+            self._agent.close()
+        except TransferTimeoutError as error:  # harmless: the caches' memory ends with this process
+            logger.warning("agent.pending_reads %s", error)
+
+
+def _ready_blocks(parts: list[ReadyRange]) -> _kvpipe.ReadyBlocks:
+    return _kvpipe.ReadyBlocks([(part.handoff, part.first, part.block_ids) for part in parts])
+
+
+def _joined(regions: dict[str, list[_kvpipe.Region]]) -> list[_kvpipe.Region]:
+    return [region for of_layer in regions.values() for region in of_layer]
+
+
+def _announces_restored(step: StepMetadata) -> bool:
+    """True if another request's consumer gets a restored block, which has other bytes until the forward pass ends."""
+    restored = set(step.restores)
+    return any(not restored.isdisjoint(ready.block_ids) for ready in step.ready)
+
+
+class WorkerTrace:
+    """Traces the layers of a prefill and the first step of a decode as spans. It costs nothing without a file.
+
+    Rust traces the other events of a handoff where they happen.
+
+    Attributes:
+        lines: The trace file.
+    """
+
+    def __init__(self, config: ConnectorConfig, process: str) -> None:
+        self.lines = _kvpipe.Trace(config.trace, process)
+        self._step: StepMetadata | None = None
+        self._began_s = self._since_s = 0.0
+        self._num_layers = 0
+
+    def begin_step(self, step: StepMetadata) -> None:
+        """Notes the step and its time, before the forward pass."""
+        if self.lines.is_on:
+            self._step = step
+            self._began_s = self._since_s = time.monotonic()
+            self._num_layers = 0
+
+    def layers_computed(self) -> None:
+        """Writes a span since the last call, for each handoff of this step."""
+        if self._step is not None:
+            for ready in self._step.ready:
+                facts = {"layer": self._num_layers, "first": ready.first, "blocks": len(ready.block_ids)}
+                self.lines.span("computed", ready.handoff, self._since_s, **facts)
+            self._since_s = time.monotonic()
+            self._num_layers += 1
+
+    def end_forward(self) -> None:
+        """Writes the span of a request's first step, after the forward pass."""
+        if self._step is not None:
+            for handoff in self._step.first_steps:
+                self.lines.span("first step", handoff, self._began_s)
+            self._step = None

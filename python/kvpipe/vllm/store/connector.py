@@ -1,0 +1,180 @@
+"""The connector class that vLLM loads: a facade over the scheduler role or the worker role of its process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from kvpipe.vllm.engine_checks import check_cache, check_parent, load_failure_policy, warn_of_untested_vllm
+from kvpipe.vllm.store.config import StoreConnectorConfig
+from kvpipe.vllm.store.metadata import StoreStepMetadata
+from kvpipe.vllm.store.stats import KVStorePromMetrics, KVStoreStats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvpipe.vllm.store.scheduler import SchedulerRole
+    from kvpipe.vllm.store.worker import WorkerRole
+
+
+class KVStoreConnector(KVConnectorBase_V1):
+    """Saves the KV of a prompt's full chunks in a store, and loads the longest prefix that is stored.
+
+    Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.32.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        warn_of_untested_vllm()
+        check_cache(kv_cache_config)
+        transfer, block_size = self._kv_transfer_config, int(vllm_config.cache_config.block_size)
+        config = StoreConnectorConfig.parse(transfer.kv_connector_extra_config, block_size)
+        # vLLM reads it after this; under MultiConnector it reads the parent's.
+        transfer.kv_load_failure_policy = load_failure_policy(config.on_load_failure, transfer.kv_load_failure_policy)
+        self._scheduler: SchedulerRole | None = None
+        self._worker: WorkerRole | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            from kvpipe.vllm.store.scheduler import SchedulerRole  # noqa: PLC0415 - only where the role is
+
+            self._scheduler = SchedulerRole(vllm_config, config)
+        else:
+            from kvpipe.vllm.store.worker import WorkerRole  # noqa: PLC0415 - only where the role is
+
+            check_parent(transfer.kv_load_failure_policy, "KVStoreConnector")
+            self._worker = WorkerRole(vllm_config, config)
+
+    def _of_scheduler(self) -> SchedulerRole:
+        if self._scheduler is None:
+            message = "a scheduler hook was called in the worker role"
+            raise RuntimeError(message)
+        return self._scheduler
+
+    def _of_worker(self) -> WorkerRole:
+        if self._worker is None:
+            message = "a worker hook was called in the scheduler role"
+            raise RuntimeError(message)
+        return self._worker
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """True if a request may end only when its KV has been sent: no, chunks are saved from copies."""
+        return False
+
+    # --- worker role
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Starts the threads that move chunks of the caches."""
+        self._of_worker().register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begins the step's loads, before the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StoreStepMetadata):
+            self._of_worker().begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Does nothing: loads begin in `bind_connector_metadata`, which vLLM calls before the forward pass."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Does nothing: vLLM schedules a request only after its load has ended."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Does nothing: a chunk is saved with all of its layers, after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        """Copies the chunks that this step has completed, after the forward pass. Threads save the copies."""
+        self._of_worker().end_forward()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Returns requests whose load has ended, each exactly once. Saves hold no blocks."""
+        return None, self._of_worker().finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Returns missing blocks of the requests that `get_finished` has just returned."""
+        return self._of_worker().take_invalid_block_ids()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Returns how loads ended, and once what this rank adds to the fingerprint."""
+        return self._of_worker().take_report()
+
+    # --- scheduler role
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Stores the manager, which knows the blocks of each request."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._of_scheduler().bind_kv_cache_manager(kv_cache_manager)
+
+    def on_new_request(self, request: Request) -> None:
+        """Asks the store which chunks of a new prompt it has."""
+        self._of_scheduler().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Returns how many tokens the store provides; `None` before it has answered."""
+        return self._of_scheduler().match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Begins a load."""
+        self._of_scheduler().allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Returns the scheduler role's metadata for the worker role."""
+        return self._of_scheduler().build_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Processes the worker role's reports."""
+        self._of_scheduler().update(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Returns that no block is held, because saves are of copies, and parameters for the response."""
+        return False, self._of_scheduler().finished(request)
+
+    def reset_cache(self) -> bool:
+        """Has the workers say which weights they have: vLLM's change, it sleeps, or an operator resets it."""
+        self._of_scheduler().reset()
+        return True
+
+    # --- both
+
+    def get_kv_connector_stats(self) -> KVStoreStats | None:
+        """Returns what metrics are to count since the last call; `None` after most steps."""
+        role = self._scheduler or self._worker
+        return role.take_stats() if role is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStoreStats:
+        """Returns the stats of data that another process has sent; without data, empty stats."""
+        return KVStoreStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVStorePromMetrics:
+        """Registers the connector's Prometheus metrics. vLLM calls this in each API server."""
+        return KVStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Ends the threads of the role of this process, and its use of the store."""
+        for role in (self._scheduler, self._worker):
+            if role is not None:
+                role.close()

@@ -1,0 +1,209 @@
+"""Saves of a worker: chunks are copied into staging memory by a hook, and put into the store by threads.
+
+So is the KV of entries. An entry waits there until the token is known, and for the chunks before it: a consumer that
+finds the entry finds them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.logger import init_logger
+
+from kvpipe.exceptions import CapacityError, ConfigError
+from kvpipe.vllm.store.chunk import HEADER_BYTES
+from kvpipe.vllm.store.circuit_breaker import Breaker
+from kvpipe.vllm.store.client import failure_reason
+from kvpipe.vllm.store.staging import StagingPool
+from kvpipe.vllm.store.threads import TaskThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
+    from kvpipe.vllm.store.cache_bytes import CacheBytes
+    from kvpipe.vllm.store.client import StoreClient
+    from kvpipe.vllm.store.values import ChunkValues
+
+logger = init_logger("vllm.kvpipe.store")
+
+# The store is not to blame for these, or not broken: the breaker does not count them.
+_HARMLESS = ("saved", "present", "store_full", "not_finite")
+# Seconds until the store deletes an entry that nobody has consumed.
+ENTRY_TTL_S = 60.0
+# Seconds that an entry waits for the chunks before it. Without it a store that hangs would hold up all later saves.
+_CHUNKS_S = 1.0
+
+
+class Saved(NamedTuple):
+    """How a chunk that was handed to a thread has ended.
+
+    Attributes:
+        key: The chunk.
+        result: `saved`, `present` (another engine was faster), `store_full`, `not_finite` (KV that the serde cannot
+            write), or the kind of a failure.
+        num_bytes: Its size.
+        elapsed_s: Seconds that the store took.
+    """
+
+    key: bytes
+    result: str
+    num_bytes: int
+    elapsed_s: float
+
+
+class _Copied(NamedTuple):
+    """Blocks in staging memory.
+
+    Attributes:
+        slot: The memory.
+        num_blocks: How many.
+    """
+
+    slot: np.ndarray
+    num_blocks: int
+
+
+class Saver:
+    """Saves chunks and entries of one rank. Its methods are for the thread of vLLM's hooks; none waits.
+
+    Args:
+        client: The store.
+        cache: The KV cache.
+        values: How chunks are written.
+        staging_bytes: Memory for chunks on their way.
+        num_threads: Threads that write.
+    """
+
+    def __init__(
+        self, client: StoreClient, cache: CacheBytes, values: ChunkValues, staging_bytes: int, num_threads: int
+    ) -> None:
+        self._client = client
+        self._cache = cache
+        self._values = values
+        self._pool = StagingPool(staging_bytes, values.slot_bytes)
+        self._threads = TaskThreads("kvpipe-save", num_threads)
+        self._in_flight: set[bytes] = set()
+        self._copies: dict[str, _Copied] = {}
+        # What threads have begun to save or will.
+        self._pending: set[bytes] = set()
+        self._is_put = threading.Condition()
+        self._ended: deque[Saved] = deque()
+        self._breaker = Breaker()
+
+    @property
+    def breaker_state(self) -> str:
+        """True if the store is used for saves."""
+        return self._breaker.state
+
+    def save(self, key: bytes, block_ids: list[int], now_s: float) -> str:
+        """Copies a chunk, and has a thread put it into the store.
+
+        Returns:
+            Why it is not saved: `in_flight`, `staging_full` or `breaker`; empty if it will be.
+        """
+        if key in self._in_flight:
+            return "in_flight"
+        slot = self._pool.take()
+        if slot is None:
+            return "staging_full"
+        if not self._breaker.allows(now_s):
+            self._pool.give_back(slot)
+            return "breaker"
+        self._cache.gather(block_ids, slot[HEADER_BYTES:])
+        self._submit(key, lambda: self._put(key, _Copied(slot, len(block_ids))))
+        return ""
+
+    def copy(self, request_id: str, block_ids: list[int]) -> str:
+        """Copies the KV of a request's entry, until `save_entry` or `drop`.
+
+        Returns:
+            Why the entry cannot be saved: `staging_full`; empty if it can.
+        """
+        slot = self._pool.take()
+        if slot is None:
+            return "staging_full"
+        self._cache.gather(block_ids, self._values.content(slot, len(block_ids)))
+        self._copies[request_id] = _Copied(slot, len(block_ids))
+        return ""
+
+    def save_entry(self, request_id: str, key: bytes, record: bytes, now_s: float) -> str:
+        """Has a thread put an entry into the store, after what was handed over before.
+
+        Returns:
+            Why it is not saved, as `save`; empty if it will be, or if its KV could not be copied.
+        """
+        if (copied := self._copies.pop(request_id, None)) is None:
+            return ""
+        if key in self._in_flight or not self._breaker.allows(now_s):
+            self._pool.give_back(copied.slot)
+            return "in_flight" if key in self._in_flight else "breaker"
+        before = set(self._pending)
+        self._submit(key, lambda: self._put_entry(key, copied, record, before))
+        return ""
+
+    def drop(self, request_id: str) -> None:
+        """Forgets the copy for an entry that is not saved."""
+        if (copied := self._copies.pop(request_id, None)) is not None:
+            self._pool.give_back(copied.slot)
+
+    def _submit(self, key: bytes, task: Callable[[], None]) -> None:
+        self._in_flight.add(key)
+        with self._is_put:
+            self._pending.add(key)
+        self._threads.submit(task)
+
+    def ended(self, now_s: float) -> list[Saved]:
+        """Returns the chunks that threads are done with, each once."""
+        found = []
+        while self._ended:
+            saved = self._ended.popleft()
+            found.append(saved)
+            self._in_flight.discard(saved.key)
+            was_closed = self._breaker.state == "closed"
+            if saved.result in _HARMLESS:
+                self._breaker.succeeded()
+            else:
+                self._breaker.failed(now_s)
+            if was_closed and self._breaker.state == "open":
+                logger.warning("store.breaker saves stop for a while, the last one failed: %s", saved.result)
+        return found
+
+    def _put_entry(self, key: bytes, copied: _Copied, record: bytes, before: set[bytes]) -> None:
+        # Tasks begin in their order: those before this one run on other threads, or have ended.
+        with self._is_put:
+            self._is_put.wait_for(lambda: before.isdisjoint(self._pending), _CHUNKS_S)
+        self._put(key, copied, record)
+
+    def _put(self, key: bytes, copied: _Copied, record: bytes = b"") -> None:
+        began_s, num_bytes = time.monotonic(), 0
+        try:
+            result, num_bytes = self._write(key, copied, record)
+        except CapacityError:
+            result = "store_full"
+        except Exception as error:  # noqa: BLE001 - a user's store may raise anything; the chunk is not saved
+            result = failure_reason(error)
+        finally:
+            self._pool.give_back(copied.slot)
+            with self._is_put:
+                self._pending.discard(key)
+                self._is_put.notify_all()
+        self._ended.append(Saved(key, result, num_bytes, time.monotonic() - began_s))
+
+    def _write(self, key: bytes, copied: _Copied, record: bytes) -> tuple[str, int]:
+        """Puts a chunk into the store, or an entry, which has a record. Returns the result, and the value's size."""
+        try:
+            value = self._values.value_of(copied.slot, key, copied.num_blocks)
+        except ConfigError:
+            return "not_finite", 0
+        ttl_s = ENTRY_TTL_S if record else None
+        is_new = self._client.run(lambda store: store.put(key, value.data, record, ttl_s=ttl_s))
+        return "saved" if is_new else "present", value.nbytes
+
+    def close(self, timeout: float) -> bool:
+        """Drops chunks that no thread has begun to save, and returns whether the threads have ended in time."""
+        return self._threads.close(timeout)

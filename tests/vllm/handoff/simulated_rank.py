@@ -1,0 +1,461 @@
+"""A simulated worker process of one rank, with a cache that stores what it was computed from.
+
+It calls `RankLoads` and `RankLeases` as the worker role does. Its host runs vLLM's hooks; its device runs the forward
+passes in their order, at once or when the test has it do so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
+from kvpipe.vllm.handoff.producer.rank_leases import RankLeases
+from kvpipe.vllm.scheduler_output import scheduled
+from tests.vllm.handoff.cache import Cache
+from tests.vllm.handoff.engine import BLOCK, is_unreported, outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvpipe.vllm.handoff.metadata import Load, ReadyRange, StepMetadata
+
+
+@dataclass
+class Transfer:
+    """A load of the agent of one rank, until its end has been reported."""
+
+    load: Load
+    request: Request
+    is_committed: bool
+    is_cancelled: bool = False
+    is_withdrawn: bool = False
+    is_verified: bool = False
+    is_noted: bool = False
+    ending: tuple[bool, list[int]] | None = None
+
+
+@dataclass
+class Exposed:
+    """Blocks that are announced to consumers."""
+
+    request: Request
+    block_ids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class RemoteRead:
+    """A consumer that reads exposed blocks one after the other, and asks then whether their grant still holds.
+
+    Attributes:
+        num_pauses: How often it is called for nothing after each block.
+    """
+
+    handoff: bytes
+    exposed: Exposed
+    num_pauses: int
+    slots: list[int | None] = field(default_factory=list)
+    pauses_left: int = 0
+
+
+@dataclass
+class Row:
+    """What a model runner has of a request: the scheduler sends changes only.
+
+    Attributes:
+        prompt: What it got with the new request; V2 gets outputs too.
+        num_prompt: How many of these it takes for the prompt.
+        output: What has come since.
+    """
+
+    prompt: list[int]
+    num_prompt: int
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt, *self.output]
+
+
+@dataclass
+class Step:
+    """A step on its way from the scheduler to the workers and back.
+
+    Attributes:
+        output: vLLM's, with the metadata of the scheduler role.
+        requests: All requests by id.
+        tables: The blocks of its requests, by id.
+        num_preemptions: How often each had been preempted.
+        expected_tokens: The token that each handoff of the step forces; `None` where its worker samples.
+        leased: The blocks of each handoff that it leases.
+        is_prompt: Whether its loads fail in it.
+        computed: The tokens that each request computes, by request id; filled by rank 0.
+    """
+
+    output: SchedulerOutput
+    requests: dict[str, Request]
+    tables: dict[str, list[int]]
+    num_preemptions: dict[str, int]
+    expected_tokens: dict[bytes, int | None]
+    leased: dict[bytes, list[int]]
+    is_prompt: bool = False
+    computed: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def metadata(self) -> StepMetadata:
+        return self.output.kv_connector_metadata
+
+    def spans(self) -> list[tuple[str, int, int]]:
+        """Each request with its tokens before and after the step."""
+        return [(request_id, first, first + count) for request_id, first, count in scheduled(self.output)]
+
+
+@dataclass
+class Pass:
+    """A forward pass that the device has not run, and what is announced when it has."""
+
+    step: Step
+    announced: list[ReadyRange] = field(default_factory=list)
+
+
+class Rank:
+    """One rank of an engine.
+
+    Args:
+        handoffs: The handoff of each request that has one, by request id.
+        given: The tokens that resumed requests bring, by handoff.
+        foreign: Handoffs whose producer computes another prompt.
+        seen: Counts what happens.
+        uses_v2: Whether the model runner is V2; otherwise V1.
+        is_async: Whether vLLM schedules asynchronously.
+        is_late: Whether forward passes run when the test has them do so; otherwise they run at once.
+    """
+
+    def __init__(
+        self,
+        handoffs: dict[str, bytes],
+        given: dict[bytes, tuple[int, ...]],
+        foreign: set[bytes],
+        seen: Counter[str],
+        *,
+        uses_v2: bool,
+        is_async: bool,
+        is_late: bool,
+    ) -> None:
+        self._handoffs = handoffs
+        self._given = given
+        self._foreign = foreign
+        self._seen = seen
+        self._uses_v2 = uses_v2
+        self._is_async = is_async
+        self._is_late = is_late
+        self.cache = Cache()
+        self.transfers: dict[bytes, Transfer] = {}
+        self.exposed: dict[bytes, Exposed] = {}
+        self.remote_reads: list[RemoteRead] = []
+        self.leased: dict[bytes, list[int]] = {}
+        self.passes: deque[Pass] = deque()
+        self._loads, self._leases = RankLoads(), RankLeases()
+        self._ended: set[bytes] = set()
+        self._read: set[bytes] = set()
+        self._rows: dict[str, Row] = {}
+        # Requests of the pass before: V1's persistent batch.
+        self._batch: set[str] = set()
+        self._sent: deque[Step] = deque()
+        self._begun: deque[Step] = deque()
+        self._reports: dict[int, KVConnectorOutput] = {}
+        self._sampled: dict[int, dict[str, list[int]]] = {}
+
+    # --- what the host does
+
+    def send(self, step: Step) -> None:
+        """The executor sends a step."""
+        self._sent.append(step)
+
+    def can_go_on(self) -> bool:
+        return bool(self._sent or self._begun)
+
+    def go_on(self) -> None:
+        """The host goes on: it reports on the step that it has begun, or begins the next one."""
+        if self._begun:
+            step = self._begun.popleft()
+            self._reports[id(step)] = self._report()
+            return
+        step = self._sent.popleft()
+        self._begin(step.metadata, step)
+        self.passes.append(Pass(step))
+        self._begun.append(step)
+        if not self._is_late:
+            self.run_pass()
+
+    def complete(self, step: Step) -> ModelRunnerOutput:
+        """Goes on until a step is over, and returns its result."""
+        while id(step) not in self._reports:
+            self.go_on()
+        while id(step) not in self._sampled:
+            self.run_pass()
+        report, sampled = self._reports.pop(id(step)), self._sampled.pop(id(step))
+        request_ids = list(step.output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
+            sampled_token_ids=[sampled[request_id] for request_id in request_ids],
+            kv_connector_output=None if is_unreported(step.output, report) else report,
+        )
+
+    def _begin(self, metadata: StepMetadata, step: Step) -> None:
+        """`handle_preemptions` and `bind_connector_metadata`."""
+        for end in metadata.ended:
+            self.exposed.pop(end.handoff, None)
+            self._ended.add(end.handoff)
+            self._leases.ended(end.handoff)
+        self.consumers_go_on()
+        self._announce_cached(metadata.cached, step)
+        for load in metadata.loads:
+            self._begin_load(load, step)
+        for handoff in metadata.committed:
+            self._commit(handoff)
+        for handoff in metadata.commits:
+            if handoff in self.transfers:
+                self.transfers[handoff].is_committed = True
+        for cancel in metadata.cancels:
+            if (transfer := self.transfers.get(cancel.handoff)) is not None:
+                self._cancel(transfer, is_withdrawn=cancel.is_withdrawn)
+        self._loads.begin_step(metadata)
+        self._forget_transfers()
+        for lease in metadata.leased:
+            assert lease.handoff not in self._leases, "a request is leased once"
+            self._leases.add(lease)
+            self.leased[lease.handoff] = step.leased[lease.handoff]
+            self._seen["lease"] += 1
+        self.consumers_go_on()
+
+    def _announce_cached(self, cached: list[ReadyRange], step: Step) -> None:
+        """Announces blocks of earlier steps, when the device has run these."""
+        if self.passes:
+            self.passes[-1].announced += cached
+        else:
+            self._expose(cached, step)
+
+    def _begin_load(self, load: Load, step: Step) -> None:
+        assert load.handoff not in self.transfers, "one load at a time for each handoff"
+        self.cache.spoil(load.block_ids)
+        self.transfers[load.handoff] = Transfer(load, step.requests[load.request_id], load.is_committed)
+        self._loads.begin(load)
+        if load.refusal or step.is_prompt:
+            self.transfers[load.handoff].ending = (False, list(range(len(load.block_ids))))
+            self._seen["load refused"] += bool(load.refusal)
+        self._seen["load"] += 1
+        self._seen["load beyond the own cache"] += bool(load.first)
+
+    def _commit(self, handoff: bytes) -> None:
+        """Ends a load that the scheduler role has committed, which the worker does not report."""
+        transfer = self.transfers[handoff]
+        assert transfer.is_noted, "blocks that are not verified are not committed"
+        assert not transfer.is_committed, "a load is committed once"
+        assert not transfer.is_cancelled, "a load that is cancelled is not committed"
+
+    def _cancel(self, transfer: Transfer, *, is_withdrawn: bool) -> None:
+        transfer.is_cancelled = True
+        transfer.is_withdrawn |= is_withdrawn and transfer.ending is None
+        if transfer.is_withdrawn:
+            self.cache.spoil(transfer.load.block_ids)
+            self._seen["load withdrawn by its producer"] += not transfer.request.is_finished()
+
+    def _report(self) -> KVConnectorOutput:
+        """`get_finished`, after which the events of the agent are known, and what goes with it."""
+        for handoff, transfer in self.transfers.items():
+            facts = outcome(transfer.load).outcomes[transfer.load.request_id]
+            if transfer.is_verified and not transfer.is_noted:
+                transfer.is_noted = True
+                self._loads.blocks_verified(handoff, facts)
+            if transfer.ending is not None and handoff in self._loads:
+                self._end(handoff, transfer, *transfer.ending)
+        received, sent = self._loads.take_received(), self._leases.take_sent()
+        self._forget_transfers()
+        for request_id in sent:
+            handoff = self._handoffs[request_id]
+            self.exposed.pop(handoff, None)
+            self.leased.pop(handoff)
+        assert self._read.isdisjoint(self.leased), "a lease ends with its consumer's acknowledgement"
+        return KVConnectorOutput(
+            finished_recving=received,
+            finished_sending=sent,
+            invalid_block_ids=self._loads.take_invalid_block_ids(),
+            kv_connector_worker_meta=self._loads.take_outcomes(),
+        )
+
+    def _end(self, handoff: bytes, transfer: Transfer, is_loaded: bool, missing: list[int]) -> None:  # noqa: FBT001
+        if not transfer.is_verified:
+            self._arrive(transfer, missing)
+        facts = outcome(transfer.load, is_loaded=is_loaded, num_missing=len(missing))
+        self._loads.ended(handoff, facts.outcomes[transfer.load.request_id], missing)
+
+    def _forget_transfers(self) -> None:
+        self.transfers = {handoff: it for handoff, it in self.transfers.items() if handoff in self._loads}
+
+    # --- what peers do
+
+    def blocks_verified(self, transfer: Transfer) -> None:
+        """All blocks of a load have arrived; nothing writes into them any more."""
+        transfer.is_verified = True
+        self._arrive(transfer, [])
+        self._seen["load verified before its sequence state"] += not transfer.is_committed
+
+    def _arrive(self, transfer: Transfer, missing: Iterable[int]) -> None:
+        """The other blocks hold the KV that the producer computed."""
+        load = transfer.load
+        if load.handoff in self._foreign:
+            return
+        history = self.cache.history(transfer.request.prompt_token_ids)
+        table = [*[0] * load.first, *load.block_ids]
+        for position in range(load.first, len(table)):
+            if position - load.first not in missing:
+                self.cache.write(table, history, position * BLOCK, min((position + 1) * BLOCK, len(history)))
+
+    def acknowledge(self, handoff: bytes) -> None:
+        """The consumer has all blocks of a handoff."""
+        self.exposed.pop(handoff, None)
+        self._ended.add(handoff)
+        self._read.add(handoff)
+        self._leases.acknowledged(handoff)
+
+    def read_exposed(self, handoff: bytes, num_pauses: int) -> None:
+        """A consumer without checksums begins to read what is exposed of a handoff."""
+        self.remote_reads.append(RemoteRead(handoff, self.exposed[handoff], num_pauses))
+
+    def consumers_go_on(self) -> None:
+        """Each consumer reads a block, or asks after its last one: what it then counts is the KV of the prompt."""
+        for read in list(self.remote_reads):
+            read.pauses_left -= 1
+            if read.pauses_left >= 0:
+                continue
+            read.pauses_left = read.num_pauses
+            block_ids = read.exposed.block_ids
+            num_read = len(read.slots) // BLOCK
+            if num_read < len(block_ids):
+                read.slots += self.cache.slots[block_ids[num_read]]
+                continue
+            self.remote_reads.remove(read)
+            is_valid = self.exposed.get(read.handoff) is read.exposed
+            history = self.cache.history(read.exposed.request.prompt_token_ids)
+            end = min(len(read.slots), len(history))
+            is_right = read.slots[:end] == history[:end]
+            assert is_right or not is_valid, "a block that had changed was validated"
+            self._seen["consumer validated its blocks"] += is_valid
+            self._seen["consumer read changed blocks"] += not is_right
+
+    # --- what the device does
+
+    def run_pass(self) -> None:
+        """Runs the oldest forward pass: all of its requests write, then read."""
+        forward = self.passes.popleft()
+        step, metadata = forward.step, forward.step.metadata
+        self._update_rows(step.output)
+        for block_id in step.output.new_block_ids_to_zero or ():
+            self.cache.slots[block_id] = [None] * BLOCK
+        kept = {block_id: list(self.cache.slots[block_id]) for block_id in metadata.restores}
+        self._check_kept(step, kept)
+        self.consumers_go_on()
+        self._compute(step)
+        self._round(step, kept)
+        self.consumers_go_on()
+        for block_id, slots in kept.items():
+            self.cache.slots[block_id] = slots
+        self._expose([*metadata.ready, *forward.announced], step)
+        self.exposed_blocks_are_kept()
+        sampled = {request_id: self._sample(step, request_id, end) for request_id, _, end in step.spans()}
+        for request_id, tokens in sampled.items():
+            self._rows[request_id].output += tokens
+        self._sampled[id(step)] = sampled
+
+    def _update_rows(self, output: SchedulerOutput) -> None:
+        """What the model runner does first in a step. V2 gets a resumed request as a new one, with all its tokens.
+
+        V1 cuts its own outputs to the scheduler's number. With asynchronous scheduling it has the tokens of the pass
+        before on the device only: a request that was not in it gets its outputs from the scheduler.
+        """
+        for request_id in output.finished_req_ids:
+            self._rows.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            tokens = new.prefill_token_ids if self._uses_v2 else new.prompt_token_ids
+            self._rows[new.req_id] = Row(list(tokens or ()), num_prompt=new.prompt_len)
+        cached = output.scheduled_cached_reqs
+        for request_id, num_output in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            if self._uses_v2:
+                continue
+            row, is_in_batch = self._rows[request_id], request_id in self._batch - cached.resumed_req_ids
+            del row.output[max(0, num_output) :]
+            if self._is_async and num_output > 0 and not is_in_batch:
+                row.output = cached.all_token_ids[request_id][-num_output:]
+        self._batch = set(output.num_scheduled_tokens)
+
+    def _compute(self, step: Step) -> None:
+        for request_id, first, end in step.spans():
+            tokens = self._rows[request_id].tokens[:end]
+            assert len(tokens) == end, "a worker computes tokens that it has not"
+            step.computed[request_id] = tokens[first:]
+            self.cache.write(step.tables[request_id], self.cache.history(tokens), first, end)
+        for request_id, _, end in step.spans():
+            history = self.cache.history(self._rows[request_id].tokens[:end])
+            assert self.cache.holds(step.tables[request_id], history, 0, end), (
+                f"{request_id} was computed on KV that is not its own"
+            )
+
+    def _check_kept(self, step: Step, kept: dict[int, list[int | None]]) -> None:
+        for request_id, first, _ in step.spans():
+            table, request = step.tables[request_id], step.requests[request_id]
+            if table[first // BLOCK] in kept:
+                history = self.cache.history(request.prompt_token_ids)
+                assert self.cache.holds(table, history, 0, len(history)), "what is kept is the KV of the prompt"
+
+    def _round(self, step: Step, kept: dict[int, list[int | None]]) -> None:
+        """What a forward pass computes again is not to the bit what the producer has computed."""
+        for request_id, first, end in step.spans():
+            block_id = step.tables[request_id][first // BLOCK]
+            if end == first + 1 and block_id in kept:
+                self.cache.slots[block_id][first % BLOCK] = None
+
+    def _sample(self, step: Step, request_id: str, end: int) -> list[int]:
+        tokens, request = self._rows[request_id].tokens, step.requests[request_id]
+        if self._uses_v2:
+            assert self._rows[request_id].num_prompt == request.num_prompt_tokens, "V2 tells prompt from output"
+        if end < len(tokens):
+            return []
+        position = len(tokens) - request.num_prompt_tokens
+        handoff = self._handoffs.get(request_id, b"")
+        token, given = step.metadata.first_tokens.get(handoff), self._given.get(handoff, ())
+        if position:
+            is_given = position < len(given)
+            assert (token is not None) == is_given, "further outputs are forced if the request brings them"
+            self._seen["further token forced"] += is_given
+            return [given[position] if is_given else 7]
+        assert token == step.expected_tokens.get(handoff), "what the producer has sampled comes first"
+        return [7 if token is None else token]
+
+    # --- what is exposed
+
+    def _expose(self, parts: list[ReadyRange], step: Step) -> None:
+        """Exposes ready blocks to consumers, except of handoffs that have ended."""
+        for part in parts:
+            if part.handoff in self._ended:
+                continue
+            exposed = self.exposed.setdefault(part.handoff, Exposed(self._request_of(part.handoff, step)))
+            assert part.first == len(exposed.block_ids), "blocks become ready in the order of the prompt, each once"
+            exposed.block_ids += part.block_ids
+
+    def _request_of(self, handoff: bytes, step: Step) -> Request:
+        return next(it for request_id, it in step.requests.items() if self._handoffs.get(request_id) == handoff)
+
+    def exposed_blocks_are_kept(self) -> None:
+        """Whenever a consumer reads exposed blocks, they hold the KV of the prompt."""
+        for exposed in self.exposed.values():
+            history = self.cache.history(exposed.request.prompt_token_ids)
+            end = min(len(exposed.block_ids) * BLOCK, len(history))
+            assert self.cache.holds(exposed.block_ids, history, 0, end), "an exposed block has changed"

@@ -1,0 +1,107 @@
+"""Which blocks of its own prefix cache a producer announces, and when, under vLLM's real scheduler."""
+
+import pytest
+from vllm.v1.request import Request
+
+from kvpipe import transfer_params
+from kvpipe.vllm.handoff.metadata import ReadyRange
+from kvpipe.vllm.handoff.producer import scheduler
+from tests.vllm.handoff.engine import BLOCK, STEP_TOKENS, Engine, new_id
+from tests.vllm.handoff.test_scheduler import prompt, until
+
+pytestmark = pytest.mark.vllm
+
+
+def produce(engine: Engine, tokens: list[int]) -> bytes:
+    handoff = new_id()
+    engine.add(tokens, max_tokens=1, params=transfer_params.produce(handoff))
+    return bytes.fromhex(handoff)
+
+
+def announced(finals: list[ReadyRange], handoff: bytes) -> list[tuple[int, int]]:
+    """First position and number of the blocks announced of a handoff."""
+    return [(final.first, len(final.block_ids)) for final in finals if final.handoff == handoff]
+
+
+def test_blocks_of_an_earlier_step_are_announced_before_the_forward_pass(engine: Engine) -> None:
+    first = engine.add(prompt(100), max_tokens=1)
+    until(lambda: engine.step() and first.is_finished())
+    handoff = produce(engine, prompt(100) + prompt(40, seed=2))
+    _, metadata = engine.step()
+    assert announced(metadata.cached, handoff) == [(0, 3)]
+    assert announced(metadata.ready, handoff) == [(3, 2)]
+
+
+def test_blocks_that_another_request_computes_in_this_step_are_announced_after_it(engine: Engine) -> None:
+    engine.add(prompt(100), max_tokens=1)
+    handoff = produce(engine, prompt(100))
+    output, metadata = engine.step()
+    # Both are in one step, and the second has the blocks of the first.
+    assert list(output.num_scheduled_tokens.values()) == [100, 4]
+    assert announced(metadata.cached, handoff) == []
+    assert announced(metadata.ready, handoff) == [(0, 4)]
+
+
+def test_a_step_is_searched_once_however_many_of_its_requests_share_blocks(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[None] = []
+    search = scheduler.written_blocks
+    monkeypatch.setattr(scheduler, "written_blocks", lambda *step: (searches.append(None), search(*step))[-1])
+    engine.add(prompt(100), max_tokens=1)
+    handoffs = [produce(engine, prompt(100)) for _ in range(4)]
+    _, metadata = engine.step()
+    assert [announced(metadata.ready, handoff) for handoff in handoffs] == [[(0, 4)]] * 4
+    assert len(searches) == 1
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_block_that_another_request_decodes_into_is_cached_once_that_step_is_over(
+    engine: Engine, *, is_before: bool
+) -> None:
+    tokens = prompt(BLOCK - 1)
+    engine.add(tokens, max_tokens=9)
+    engine.step()
+    if is_before:
+        engine.step()  # which computes the sampled token: the last one of the first block
+    handoff = produce(engine, [*tokens, 7, *prompt(40, seed=2)])
+    output, metadata = engine.step()
+    assert output.scheduled_new_reqs[0].num_computed_tokens == BLOCK
+    assert announced(metadata.cached, handoff) == ([(0, 1)] if is_before else [])
+    assert announced(metadata.ready, handoff) == ([(1, 2)] if is_before else [(0, 3)])
+
+
+def test_a_block_that_a_step_fills_in_part_is_announced_by_the_step_that_completes_it(engine: Engine) -> None:
+    engine.add(prompt(100), max_tokens=1)
+    handoff = produce(engine, prompt(300, seed=2))
+    output, metadata = engine.step()
+    assert list(output.num_scheduled_tokens.values()) == [100, STEP_TOKENS - 100]
+    assert announced(metadata.ready, handoff) == [(0, (STEP_TOKENS - 100) // BLOCK)]
+    _, metadata = engine.step()
+    assert announced(metadata.ready, handoff) == [(4, 6)]
+
+
+def test_of_shared_blocks_those_before_the_step_are_announced_first(engine: Engine) -> None:
+    engine.add(prompt(400), max_tokens=1)
+    engine.step()
+    handoff = produce(engine, prompt(400))
+    output, metadata = engine.step()
+    assert next(iter(output.num_scheduled_tokens.values())) == 400 - STEP_TOKENS
+    assert announced(metadata.cached, handoff) == [(0, STEP_TOKENS // BLOCK)]
+    assert announced(metadata.ready, handoff)[0][0] == STEP_TOKENS // BLOCK
+
+
+def test_what_another_connector_loads_within_the_step_is_announced_after_it(engine: Engine) -> None:
+    first = engine.add(prompt(100), max_tokens=1)
+    until(lambda: engine.step() and first.is_finished())
+    handoff = produce(engine, prompt(100))
+    match = engine.role.match
+
+    def none_local(request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
+        """As if nothing were in the own cache, and MultiConnector had another one bring it."""
+        return match(request, 0 * num_local_tokens)
+
+    engine.role.match = none_local
+    _, metadata = engine.step()
+    assert announced(metadata.cached, handoff) == []
+    assert announced(metadata.ready, handoff) == [(0, 4)]

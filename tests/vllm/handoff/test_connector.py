@@ -1,0 +1,84 @@
+"""The connector's facade: what it refuses of an engine, and what it tells the worker role of it."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+from kvpipe import info
+from kvpipe.connector import KVPipeConnector
+from kvpipe.exceptions import ConfigError, TransportUnavailableError
+from kvpipe.vllm.handoff.metadata import HandshakeMetadata, StepMetadata, WorkerOutcomes
+from tests.vllm.handoff.engine import cache_config, engine_config
+from tests.vllm.handoff.test_worker import BLOCKS, caches
+
+pytestmark = pytest.mark.vllm
+
+SHAPE = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+FULL, SLIDING = FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=64)
+
+
+def test_the_worker_of_an_engine_that_may_sleep_uses_checksums_though_validation_is_set(
+    tiny_model: str, log: pytest.LogCaptureFixture
+) -> None:
+    config = engine_config(tiny_model, integrity="validate")
+    config.model_config.enable_sleep_mode = True
+    connector = KVPipeConnector(config, KVConnectorRole.WORKER, cache_config(BLOCKS))
+    connector.register_kv_caches(caches())
+    assert "integrity.fallback checksums instead of validation: sleep mode" in log.text
+    connector.shutdown()
+
+
+@pytest.mark.parametrize("specs", [[SLIDING], [FULL, FULL], []], ids=["sliding window", "two groups", "none"])
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_a_cache_in_which_a_token_may_have_no_block_or_several_is_refused(
+    config: Any, specs: list[Any], role: KVConnectorRole
+) -> None:
+    groups = [KVCacheGroupSpec(["layer"], spec) for spec in specs]
+    kv_cache_config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    with pytest.raises(ConfigError, match="model unsupported: kvpipe needs one KV cache group of full attention"):
+        KVPipeConnector(config, role, kv_cache_config)
+
+
+@pytest.mark.parametrize(
+    ("device", "has_sleep_mode", "extra", "message"),
+    [
+        ("xpu", False, {}, "KV cache on device xpu: kvpipe moves caches in host memory and on NVIDIA GPUs"),
+        ("cuda", False, {"integrity": "checksum"}, 'write "integrity": "validate" or "auto"'),
+        ("cuda", True, {}, "validation is not possible: sleep mode"),
+    ],
+)
+def test_an_engine_whose_device_cannot_work_is_refused_by_the_constructor(
+    tiny_model: str, device: str, extra: dict[str, Any], message: str, *, has_sleep_mode: bool
+) -> None:
+    config = engine_config(tiny_model, **extra)
+    config.device_config.device_type = device
+    config.model_config.enable_sleep_mode = has_sleep_mode
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        KVPipeConnector(config, KVConnectorRole.WORKER, cache_config())
+
+
+def test_a_gpu_without_cuda_in_ucx_is_refused_by_the_constructor_with_the_wheels_that_have_it(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if info()["ucx_has_cuda"]:
+        pytest.skip("this UCX has CUDA")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    config = engine_config(tiny_model)
+    config.device_config.device_type = "cuda"
+    with pytest.raises(TransportUnavailableError, match=r"install kvpipe\[ucx-cu12\] or kvpipe\[ucx-cu13\]"):
+        KVPipeConnector(config, KVConnectorRole.WORKER, cache_config())
+
+
+def test_vllms_abstract_classes_include_the_connectors_messages() -> None:
+    assert issubclass(StepMetadata, KVConnectorMetadata)
+    assert issubclass(HandshakeMetadata, KVConnectorHandshakeMetadata)
+    assert issubclass(WorkerOutcomes, KVConnectorWorkerMetadata)
