@@ -69,11 +69,11 @@ class ControlClient:
 
     def release(self, address: str, handoff: str, timeout: float = 5.0) -> Work[bool]:
         """Releases the blocks of a handoff; returns whether the instance knew it."""
-        return Work(self._native.ask_release(address, parse_handoff(handoff), timeout), json.loads)
+        return Work(self._native.ask_release(address, parse_handoff(handoff), timeout), bool)
 
     def result(self, address: str, handoff: str, timeout: float = 5.0) -> Work[dict[str, Any] | None]:
         """Returns a handoff's result at this instance; `None` if the instance does not know it."""
-        return Work(self._native.ask_result(address, parse_handoff(handoff), timeout), json.loads)
+        return Work(self._native.ask_result(address, parse_handoff(handoff), timeout), _document)
 
     def subscribe(self, address: str, handoff: str, lead_s: float, timeout: float = 300.0) -> Work[Moment]:
         """Waits until the prefill of a handoff is about to end at the producer: `due`, `finished` or `ended`.
@@ -112,13 +112,16 @@ class ControlClient:
         Returns:
             Why the consumer cannot use that producer; empty if it can.
         """
-        return Work(self._native.ask_check(address, producer, timeout), json.loads)
+        return Work(self._native.ask_check(address, producer, timeout), str)
 
     def close(self) -> None:
         """Closes all sessions; pending works end with `ClosedError`."""
         self._native.close()
 
 
-def _moment(answer: str) -> Moment:
-    event = json.loads(answer)
-    return Moment(event["moment"], event.get("remaining_s"), event.get("reason", ""))
+def _document(text: str | None) -> dict[str, Any] | None:
+    return None if text is None else json.loads(text)
+
+
+def _moment(event: tuple[Literal["due", "finished", "watched", "ended"], float | None, str]) -> Moment:
+    return Moment(*event)

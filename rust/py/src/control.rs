@@ -220,7 +220,7 @@ impl Control {
         let timeout = duration(Some(timeout))?.unwrap_or(FOREVER);
         self.0
             .query(address, query, timeout)
-            .map(|work| Work::new(Kind::Text(work)))
+            .map(|work| Work::new(Kind::Reply(work)))
             .map_err(to_py)
     }
 }

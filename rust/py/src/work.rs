@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::blocks;
 use kvpipe_core::completions::Completions as CoreCompletions;
+use kvpipe_core::control::{ControlReply, Moment};
 use kvpipe_core::entries::StoreInfo;
 use kvpipe_core::entries::lookup::{Operation, Selected};
 use kvpipe_core::entries::store;
@@ -26,7 +27,7 @@ pub(crate) enum Kind {
     Bytes(CoreWork<u64>),
     Region(CoreWork<blocks::Region>),
     Peer(CoreWork<blocks::Peer>),
-    Text(CoreWork<String>),
+    Reply(CoreWork<ControlReply>),
     Inserted(Operation<()>),
     Selected(Operation<Selected>),
     Flag(CoreWork<bool>),
@@ -46,7 +47,7 @@ macro_rules! each {
             Kind::Bytes($work) => $do,
             Kind::Region($work) => $do,
             Kind::Peer($work) => $do,
-            Kind::Text($work) => $do,
+            Kind::Reply($work) => $do,
             Kind::Inserted($work) => $do,
             Kind::Selected($work) => $do,
             Kind::Flag($work) => $do,
@@ -173,7 +174,7 @@ impl Work {
             Kind::Bytes(work) => finished(work.result())?.into_bound_py_any(py),
             Kind::Region(work) => Region(finished(work.result())?).into_bound_py_any(py),
             Kind::Peer(work) => Peer(finished(work.result())?).into_bound_py_any(py),
-            Kind::Text(work) => finished(work.result())?.into_bound_py_any(py),
+            Kind::Reply(work) => reply(py, finished(work.result())?),
             Kind::Inserted(work) => {
                 finished(work.result()).and_then(|()| py.None().into_bound_py_any(py))
             }
@@ -231,6 +232,24 @@ fn selected<'py>(py: Python<'py>, selected: &Selected) -> PyResult<Bound<'py, Py
 }
 
 /// `(family, dtype, shape, buffer or None)`.
+/// A document as its text, a moment as `(kind, remaining_s, reason)`.
+fn reply(py: Python<'_>, reply: ControlReply) -> PyResult<Bound<'_, PyAny>> {
+    let seconds = |remaining: Option<Duration>| remaining.map(|it| it.as_secs_f64());
+    let moment = |kind, remaining, reason: String| (kind, seconds(remaining), reason);
+    match reply {
+        ControlReply::Description(text) | ControlReply::Checked(text) => text.into_bound_py_any(py),
+        ControlReply::Result(text) => text.into_bound_py_any(py),
+        ControlReply::Known(is_known) => is_known.into_bound_py_any(py),
+        ControlReply::Moment(event) => match event {
+            Moment::Due(remaining) => moment("due", Some(remaining), String::new()),
+            Moment::Finished(remaining) => moment("finished", remaining, String::new()),
+            Moment::Watched => moment("watched", None, String::new()),
+            Moment::Ended(reason) => moment("ended", None, reason),
+        }
+        .into_bound_py_any(py),
+    }
+}
+
 fn received(py: Python<'_>, received: Arc<Received>) -> PyResult<Bound<'_, PyAny>> {
     let meta = &received.meta;
     let (family, dtype, shape) = (meta.family, meta.dtype.clone(), meta.shape.clone());

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::net::IpAddr;
 
-use super::deferred_queries::json_string;
+use super::ControlReply;
 use super::messages::ControlMessage;
 use super::service::ControlOutbox;
 use crate::error::Error;
@@ -62,8 +62,8 @@ pub(super) struct Check {
 
 impl Check {
     fn send_reply(&self, out: &mut ControlOutbox, reason: &str) {
-        let (id, json) = (self.id, json_string(reason));
-        out.send(self.session, ControlMessage::Reply { id, json });
+        let (id, reply) = (self.id, ControlReply::Checked(reason.to_owned()));
+        out.send(self.session, ControlMessage::Reply { id, reply });
     }
 }
 
@@ -217,8 +217,8 @@ mod tests {
     }
 
     fn reply(id: u64, reason: &str) -> (SessionKey, ControlMessage) {
-        let json = json_string(reason);
-        (20, ControlMessage::Reply { id, json })
+        let reply = ControlReply::Checked(reason.to_owned());
+        (20, ControlMessage::Reply { id, reply })
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::messages::ControlMessage;
 use super::producer::{HandoffStatus, OpenHandoff, ProducerRole, UNKNOWN_HANDOFF};
 use super::service::ControlOutbox;
+use super::{ControlReply, Moment};
 use crate::ids::{HandoffId, SessionKey};
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
@@ -42,60 +43,33 @@ impl Waiter for DeferredQuery {
     }
 }
 
-/// A reply: what has happened, and how far away the predicted end of prefill is, if there is a prediction.
-fn moment(name: &str, remaining: Option<Duration>) -> String {
-    match remaining {
-        Some(remaining) => {
-            let remaining = remaining.as_secs_f64();
-            format!(r#"{{"moment": "{name}", "remaining_s": {remaining}}}"#)
-        }
-        None => format!(r#"{{"moment": "{name}"}}"#),
-    }
-}
-
-/// The reply of a query whose condition will not hold.
-fn ended(reason: &str) -> String {
-    let reason = json_string(reason);
-    format!(r#"{{"moment": "ended", "reason": {reason}}}"#)
-}
-
-pub(super) fn json_string(text: &str) -> String {
-    let escaped = text.chars().map(|char| match char {
-        '"' | '\\' => format!("\\{char}"),
-        '\0'..='\x1f' => format!("\\u{:04x}", u32::from(char)),
-        _ => char.to_string(),
-    });
-    format!("\"{}\"", escaped.collect::<String>())
-}
-
 impl DeferredQuery {
-    fn send_reply(&self, out: &mut ControlOutbox, json: String) {
-        let id = self.id;
-        out.send(self.session, ControlMessage::Reply { id, json });
+    fn send_reply(&self, out: &mut ControlOutbox, moment: Moment) {
+        let (id, reply) = (self.id, ControlReply::Moment(moment));
+        out.send(self.session, ControlMessage::Reply { id, reply });
     }
 
-    /// The reply as JSON, once the condition holds or never will.
-    fn reply(&self, now: Instant, producer: &ProducerRole) -> Option<String> {
+    /// The reply, once the condition holds or never will.
+    fn reply(&self, now: Instant, producer: &ProducerRole) -> Option<Moment> {
+        let ended = |reason: &str| Some(Moment::Ended(reason.to_owned()));
         match producer.status(&self.handoff) {
             HandoffStatus::Open(open) => self.reply_about(open, now),
-            HandoffStatus::Ended(reason) => Some(ended(reason)),
-            HandoffStatus::Unknown if self.deadline <= now => Some(ended(UNKNOWN_HANDOFF)),
+            HandoffStatus::Ended(reason) => ended(reason),
+            HandoffStatus::Unknown if self.deadline <= now => ended(UNKNOWN_HANDOFF),
             HandoffStatus::Unknown | HandoffStatus::Expected => None,
         }
     }
 
-    fn reply_about(&self, open: &OpenHandoff, now: Instant) -> Option<String> {
+    fn reply_about(&self, open: &OpenHandoff, now: Instant) -> Option<Moment> {
         let prefill_ends = open.prefill_ends;
         let remaining = prefill_ends.map(|at| at.saturating_duration_since(now));
         match self.condition {
-            ReplyCondition::Consumer => {
-                (!open.watchers.is_empty()).then(|| moment("watched", None))
-            }
+            ReplyCondition::Consumer => (!open.watchers.is_empty()).then_some(Moment::Watched),
             ReplyCondition::PrefillEnd { .. } if open.finished.is_some() => {
-                Some(moment("finished", remaining))
+                Some(Moment::Finished(remaining))
             }
             ReplyCondition::PrefillEnd { lead } => {
-                (remaining? <= lead).then(|| moment("due", remaining))
+                remaining.filter(|it| *it <= lead).map(Moment::Due)
             }
         }
     }
@@ -126,7 +100,7 @@ impl DeferredQueries {
     pub(super) fn add(&mut self, out: &mut ControlOutbox, now: Instant, query: DeferredQuery) {
         if let Some(displaced) = self.0.admit(query, Some(now)) {
             let reason = waitlist_full("subscriptions", DEFERRED_CAP);
-            displaced.send_reply(out, ended(&reason));
+            displaced.send_reply(out, Moment::Ended(reason));
         }
     }
 
@@ -162,8 +136,8 @@ impl DeferredQueries {
             let Some(query) = self.0.get(number) else {
                 continue;
             };
-            if let Some(json) = query.reply(now, producer) {
-                query.send_reply(out, json);
+            if let Some(moment) = query.reply(now, producer) {
+                query.send_reply(out, moment);
                 self.0.remove(number);
             } else {
                 let next_look = query.next_look(producer);
@@ -199,12 +173,6 @@ mod tests {
     }
 
     #[test]
-    fn a_reason_of_any_characters_stays_json() {
-        let escaped = json_string("a \"b\"\\\n\u{1}é");
-        assert_eq!(escaped, r#""a \"b\"\\\u000a\u0001é""#);
-    }
-
-    #[test]
     fn a_query_is_due_when_the_predicted_end_is_its_lead_away_and_not_before() {
         let (mut producer, begun) = (opened(), Instant::now());
         let it = query(begun, ReplyCondition::PrefillEnd { lead: LEAD });
@@ -214,9 +182,9 @@ mod tests {
         assert_eq!(it.next_look(&producer), Some(due));
         let before = due.checked_sub(Duration::from_micros(1)).unwrap();
         assert_eq!(it.reply(before, &producer), None);
-        assert_eq!(it.reply(due, &producer), Some(moment("due", Some(LEAD))));
+        assert_eq!(it.reply(due, &producer), Some(Moment::Due(LEAD)));
         let late = begun + Duration::from_secs(9);
-        let overdue = Some(moment("due", Some(Duration::ZERO)));
+        let overdue = Some(Moment::Due(Duration::ZERO));
         assert_eq!(it.reply(late, &producer), overdue);
     }
 
@@ -246,16 +214,19 @@ mod tests {
         let it = query(now, ReplyCondition::Consumer);
         let late = it.deadline + Duration::from_secs(1);
         assert_eq!(it.next_look(&producer), Some(it.deadline));
-        let unknown = ended(UNKNOWN_HANDOFF);
+        let unknown = Moment::Ended(UNKNOWN_HANDOFF.to_owned());
         assert_eq!(it.reply(late, &producer), Some(unknown));
         producer.expect(ID);
         assert_eq!(it.next_look(&producer), None);
         assert_eq!(it.reply(late, &producer), None);
     }
 
-    fn replies(out: &mut ControlOutbox) -> Vec<String> {
+    fn replies(out: &mut ControlOutbox) -> Vec<Moment> {
         let replied = out.messages.drain(..).map(|(_, message)| match message {
-            ControlMessage::Reply { json, .. } => json,
+            ControlMessage::Reply {
+                reply: ControlReply::Moment(moment),
+                ..
+            } => moment,
             other => panic!("{other:?}"),
         });
         replied.collect()
@@ -274,7 +245,7 @@ mod tests {
             let next = deferred.poll(&mut out, now, producer);
             (next, replies(&mut out))
         };
-        let none: Vec<String> = Vec::new();
+        let none: Vec<Moment> = Vec::new();
         let of_round = round(&mut deferred, &mut producer, begun);
         assert_eq!(of_round, (Some(deadline), none.clone()), "unknown");
         producer.expect(ID);
@@ -286,7 +257,7 @@ mod tests {
         producer.predict_end(&ID, at(5));
         let of_round = round(&mut deferred, &mut producer, at(0));
         assert_eq!(of_round, (Some(at(3)), none.clone()), "predicted");
-        let due = vec![moment("due", Some(LEAD))];
+        let due = vec![Moment::Due(LEAD)];
         let of_round = round(&mut deferred, &mut producer, at(3));
         assert_eq!(of_round, (None, due.clone()), "due");
         deferred.add(
@@ -300,11 +271,11 @@ mod tests {
         assert_eq!(round(&mut deferred, &mut producer, at(3)), (None, none));
         producer.watch(&mut out, at(3), 21, ID);
         let of_round = round(&mut deferred, &mut producer, at(3));
-        assert_eq!(of_round, (None, vec![moment("watched", None)]));
+        assert_eq!(of_round, (None, vec![Moment::Watched]));
         producer.end_handoff(&mut out, ID, "aborted");
         deferred.add(&mut out, at(3), query(begun, ReplyCondition::Consumer));
         let of_round = round(&mut deferred, &mut producer, at(3));
-        assert_eq!(of_round, (None, vec![ended("aborted")]));
+        assert_eq!(of_round, (None, vec![Moment::Ended("aborted".to_owned())]));
     }
 
     #[test]

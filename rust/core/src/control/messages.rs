@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use super::{ControlQuery, HandoffUpdate, Opening, Rank, SequenceState};
+use super::{ControlQuery, ControlReply, HandoffUpdate, Moment, Opening, Rank, SequenceState};
 use crate::error::{Error, Result};
 use crate::ids::HandoffId;
 use crate::net::codec::{Reader, Writer};
 
 /// Longest text: a reason or an address.
 const TEXT_CAP: usize = 4096;
-/// Largest JSON reply.
+/// Largest JSON document in a reply.
 const JSON_CAP: usize = 1 << 20;
 /// Most workers of a producer.
 const RANKS_CAP: usize = 4096;
@@ -34,7 +34,7 @@ pub(crate) enum ControlMessage {
     },
     Reply {
         id: u64,
-        json: String,
+        reply: ControlReply,
     },
 }
 
@@ -51,6 +51,18 @@ const SUBSCRIBE: u8 = 10;
 const WATCHED: u8 = 11;
 const PROGRESS: u8 = 12;
 const CHECK: u8 = 13;
+
+// Kinds of replies.
+const DESCRIPTION: u8 = 0;
+const RESULT_KNOWN: u8 = 1;
+const RESULT_UNKNOWN: u8 = 2;
+const KNOWN: u8 = 3;
+const DUE: u8 = 4;
+const FINISHED_AS_PREDICTED: u8 = 5;
+const FINISHED_UNPREDICTED: u8 = 6;
+const CONSUMER_WATCHES: u8 = 7;
+const HANDOFF_ENDED: u8 = 8;
+const CHECKED: u8 = 9;
 
 impl ControlMessage {
     pub(crate) fn encode(&self) -> Vec<u8> {
@@ -98,7 +110,7 @@ impl ControlMessage {
                     Writer::new(CHECK).u64(*id).text(producer, TEXT_CAP)
                 }
             },
-            Self::Reply { id, json } => Writer::new(REPLY).u64(*id).str(json),
+            Self::Reply { id, reply } => write_reply(Writer::new(REPLY).u64(*id), reply),
         }
         .finish()
     }
@@ -123,7 +135,7 @@ impl ControlMessage {
             }
             REPLY => Self::Reply {
                 id: reader.u64()?,
-                json: reader.str(JSON_CAP)?,
+                reply: read_reply(&mut reader)?,
             },
             other => {
                 return Err(Error::protocol(format_args!(
@@ -138,6 +150,44 @@ impl ControlMessage {
 
 fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+fn write_reply(writer: Writer, reply: &ControlReply) -> Writer {
+    match reply {
+        ControlReply::Description(json) => writer.u8(DESCRIPTION).str(json),
+        ControlReply::Result(Some(json)) => writer.u8(RESULT_KNOWN).str(json),
+        ControlReply::Result(None) => writer.u8(RESULT_UNKNOWN),
+        ControlReply::Known(is_known) => writer.u8(KNOWN).u8((*is_known).into()),
+        ControlReply::Moment(moment) => match moment {
+            Moment::Due(remaining) => writer.u8(DUE).u64(micros(*remaining)),
+            Moment::Finished(Some(remaining)) => {
+                writer.u8(FINISHED_AS_PREDICTED).u64(micros(*remaining))
+            }
+            Moment::Finished(None) => writer.u8(FINISHED_UNPREDICTED),
+            Moment::Watched => writer.u8(CONSUMER_WATCHES),
+            Moment::Ended(reason) => writer.u8(HANDOFF_ENDED).text(reason, TEXT_CAP),
+        },
+        ControlReply::Checked(reason) => writer.u8(CHECKED).text(reason, TEXT_CAP),
+    }
+}
+
+fn read_reply(reader: &mut Reader<'_>) -> Result<ControlReply> {
+    Ok(match reader.u8()? {
+        DESCRIPTION => ControlReply::Description(reader.str(JSON_CAP)?),
+        RESULT_KNOWN => ControlReply::Result(Some(reader.str(JSON_CAP)?)),
+        RESULT_UNKNOWN => ControlReply::Result(None),
+        KNOWN => ControlReply::Known(reader.flag()?),
+        DUE => ControlReply::Moment(Moment::Due(Duration::from_micros(reader.u64()?))),
+        FINISHED_AS_PREDICTED => {
+            let remaining = Duration::from_micros(reader.u64()?);
+            ControlReply::Moment(Moment::Finished(Some(remaining)))
+        }
+        FINISHED_UNPREDICTED => ControlReply::Moment(Moment::Finished(None)),
+        CONSUMER_WATCHES => ControlReply::Moment(Moment::Watched),
+        HANDOFF_ENDED => ControlReply::Moment(Moment::Ended(reader.str(TEXT_CAP)?)),
+        CHECKED => ControlReply::Checked(reader.str(TEXT_CAP)?),
+        other => return Err(Error::protocol(format_args!("reply {other}"))),
+    })
 }
 
 fn query(kind: u8, reader: &mut Reader<'_>) -> Result<ControlQuery> {
@@ -262,11 +312,28 @@ mod tests {
                 id: 8,
                 query: ControlQuery::Check("10.0.0.7:7001".to_owned()),
             },
-            ControlMessage::Reply {
-                id: 4,
-                json: "{}".to_owned(),
-            },
         ] {
+            assert_eq!(ControlMessage::decode(&message.encode()).unwrap(), message);
+        }
+    }
+
+    #[test]
+    fn every_reply_decodes_to_itself() {
+        let (json, reason) = (|| "{}".to_owned(), || "a \"reason\"".to_owned());
+        let remaining = Duration::from_micros(70);
+        for reply in [
+            ControlReply::Description(json()),
+            ControlReply::Result(Some(json())),
+            ControlReply::Result(None),
+            ControlReply::Known(true),
+            ControlReply::Moment(Moment::Due(remaining)),
+            ControlReply::Moment(Moment::Finished(Some(remaining))),
+            ControlReply::Moment(Moment::Finished(None)),
+            ControlReply::Moment(Moment::Watched),
+            ControlReply::Moment(Moment::Ended(reason())),
+            ControlReply::Checked(reason()),
+        ] {
+            let message = ControlMessage::Reply { id: 4, reply };
             assert_eq!(ControlMessage::decode(&message.encode()).unwrap(), message);
         }
     }

@@ -117,14 +117,42 @@ pub enum ControlEvent {
     Log(String),
 }
 
-/// A query to another engine's control port. Its reply is JSON.
+/// The reply to a query.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ControlReply {
+    /// The engine, as a JSON document of its own.
+    Description(String),
+    /// The end of a handoff, as a JSON document of the engine's; `None` if the handoff is unknown.
+    Result(Option<String>),
+    /// True if the engine knows the handoff that is released or whose progress is reported.
+    Known(bool),
+    /// The event that ends a subscription, or a wait for a consumer.
+    Moment(Moment),
+    /// Why the engine cannot use the producer; empty if it can.
+    Checked(String),
+}
+
+/// An event of a handoff at its producer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Moment {
+    /// The predicted end of prefill is so far away.
+    Due(Duration),
+    /// Prefill has ended; its predicted end is so far away, if there was a prediction.
+    Finished(Option<Duration>),
+    /// A consumer watches the handoff.
+    Watched,
+    /// The handoff has ended without that event, for this reason.
+    Ended(String),
+}
+
+/// A query to another engine's control port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ControlQuery {
     /// Asks for the engine's description.
     Describe,
-    /// Releases the blocks of a handoff. The reply is `true` when the handoff was leased.
+    /// Releases the blocks of a handoff.
     Release(HandoffId),
-    /// Asks how a handoff ended. The reply is `null` when that is not known.
+    /// Asks how a handoff ended.
     Result(HandoffId),
     /// Asks when a handoff's prefill ends. The one reply follows when the predicted end is no further away than `lead`,
     /// or when prefill has finished or will not.
@@ -134,8 +162,7 @@ pub enum ControlQuery {
         /// How long before the end the reply is wanted, in whole microseconds.
         lead: Duration,
     },
-    /// Reports when a prefill ends: a producer's worker knows that by its layers. The reply is `true` when the handoff is
-    /// open.
+    /// Reports when a prefill ends: a producer's worker knows that by its layers.
     Progress {
         /// The handoff.
         handoff: HandoffId,
@@ -145,8 +172,20 @@ pub enum ControlQuery {
     /// Asks whether a consumer has come. The one reply follows when one watches the handoff, or when none will.
     Watched(HandoffId),
     /// Asks a consumer whether it can connect to the control port of this producer, which compares tokens and
-    /// fingerprints. The reply is a string: why it cannot, or empty.
+    /// fingerprints.
     Check(String),
+}
+
+impl ControlQuery {
+    fn is_answered_by(&self, reply: &ControlReply) -> bool {
+        match self {
+            Self::Describe => matches!(reply, ControlReply::Description(_)),
+            Self::Result(_) => matches!(reply, ControlReply::Result(_)),
+            Self::Release(_) | Self::Progress { .. } => matches!(reply, ControlReply::Known(_)),
+            Self::Subscribe { .. } | Self::Watched(_) => matches!(reply, ControlReply::Moment(_)),
+            Self::Check(_) => matches!(reply, ControlReply::Checked(_)),
+        }
+    }
 }
 
 /// Time-outs of the control plane.
@@ -286,7 +325,7 @@ impl Control {
         address: &str,
         query: ControlQuery,
         timeout: Duration,
-    ) -> Result<Work<String>> {
+    ) -> Result<Work<ControlReply>> {
         let (done, completer) = self.reactor.work();
         let query = PendingQuery {
             address: address.to_owned(),

@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use super::ControlQuery;
 use super::messages::ControlMessage;
 use super::service::ControlOutbox;
+use super::{ControlQuery, ControlReply};
 use crate::error::Error;
 use crate::ids::SessionKey;
 use crate::multimap::Multimap;
@@ -17,7 +17,7 @@ pub(super) struct PendingQuery {
     pub(super) address: String,
     pub(super) query: ControlQuery,
     pub(super) deadline: Instant,
-    pub(super) completer: Completer<String>,
+    pub(super) completer: Completer<ControlReply>,
 }
 
 /// The ids of a session's queries are in the order of their calls: of two predictions of a prefill's end the later one must
@@ -69,12 +69,15 @@ impl PendingQueries {
         }
     }
 
-    pub(super) fn reply(&mut self, session: SessionKey, id: u64, json: String) {
+    pub(super) fn reply(&mut self, session: SessionKey, id: u64, reply: ControlReply) {
         let pending = self.pending.get(&id);
         if pending.is_some_and(|(other, _)| *other == session)
             && let Some(pending) = self.remove(id)
         {
-            pending.completer.complete(Ok(json));
+            let is_reply = pending.query.is_answered_by(&reply);
+            let none = || Error::protocol("a control port replies to another query");
+            let replied = is_reply.then_some(reply).ok_or_else(none);
+            pending.completer.complete(replied);
         }
     }
 
@@ -112,7 +115,7 @@ mod tests {
     use super::*;
     use crate::work::{Work, work};
 
-    fn query(deadline: Instant) -> (Work<String>, PendingQuery) {
+    fn query(deadline: Instant) -> (Work<ControlReply>, PendingQuery) {
         let (replied, completer) = work();
         let query = PendingQuery {
             address: "127.0.0.1:9".to_owned(),
@@ -155,10 +158,20 @@ mod tests {
         let (replied, query) = query(Instant::now());
         queries.add(&mut out, 20, query, true);
         assert_eq!(out.messages.len(), 1);
-        queries.reply(21, 0, "{}".to_owned());
+        let description = || ControlReply::Description("{}".to_owned());
+        queries.reply(21, 0, description());
         assert_eq!(replied.result(), None);
-        queries.reply(20, 0, "{}".to_owned());
-        assert_eq!(replied.result(), Some(Ok("{}".to_owned())));
+        queries.reply(20, 0, description());
+        assert_eq!(replied.result(), Some(Ok(description())));
+    }
+
+    #[test]
+    fn a_reply_to_another_kind_of_query_is_an_error() {
+        let (mut queries, mut out) = (PendingQueries::default(), ControlOutbox::default());
+        let (replied, query) = query(Instant::now());
+        queries.add(&mut out, 20, query, true);
+        queries.reply(20, 0, ControlReply::Known(true));
+        assert!(matches!(replied.result(), Some(Err(Error::Protocol(_)))));
     }
 
     #[test]
@@ -169,7 +182,7 @@ mod tests {
         for deadline in [now, later] {
             queries.add(&mut out, 20, query(deadline).1, true);
         }
-        queries.reply(20, 0, "{}".to_owned());
+        queries.reply(20, 0, ControlReply::Description(String::new()));
         assert_eq!(queries.expire(now), Some(later));
         queries.session_down(20, &Error::Closed("lost".to_owned()));
         assert_eq!(queries.expire(now), None);

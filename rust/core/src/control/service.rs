@@ -10,7 +10,10 @@ use super::deferred_queries::{DeferredQueries, DeferredQuery, ReplyCondition};
 use super::messages::ControlMessage;
 use super::producer::ProducerRole;
 use super::queries::{PendingQueries, PendingQuery};
-use super::{ControlEvent, ControlQuery, ControlTimeouts, HandoffUpdate, Opening, SequenceState};
+use super::{
+    ControlEvent, ControlQuery, ControlReply, ControlTimeouts, HandoffUpdate, Opening,
+    SequenceState,
+};
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
@@ -166,7 +169,7 @@ impl ControlService {
                 consumer.update(out, session, handoff, update);
             }
             ControlMessage::Query { id, query } => self.reply_or_defer(links, session, id, query),
-            ControlMessage::Reply { id, json } => self.queries.reply(session, id, json),
+            ControlMessage::Reply { id, reply } => self.queries.reply(session, id, reply),
         }
     }
 
@@ -187,21 +190,21 @@ impl ControlService {
             deadline,
         };
         let out = &mut self.out;
-        let json = match query {
-            ControlQuery::Describe => self.description.clone(),
-            ControlQuery::Release(handoff) => self
-                .producer
-                .release(out, handoff, "it was released")
-                .to_string(),
+        let reply = match query {
+            ControlQuery::Describe => ControlReply::Description(self.description.clone()),
+            ControlQuery::Release(handoff) => {
+                let is_known = self.producer.release(out, handoff, "it was released");
+                ControlReply::Known(is_known)
+            }
             ControlQuery::Result(handoff) => {
-                let result = self.results.get(&handoff);
-                result.map_or("null".to_owned(), Clone::clone)
+                ControlReply::Result(self.results.get(&handoff).cloned())
             }
             // A time that no clock can represent is no prediction.
-            ControlQuery::Progress { handoff, remaining } => now
-                .checked_add(remaining)
-                .is_some_and(|ends_at| self.producer.predict_end(&handoff, ends_at))
-                .to_string(),
+            ControlQuery::Progress { handoff, remaining } => {
+                let ends_at = now.checked_add(remaining);
+                let predict = |ends_at| self.producer.predict_end(&handoff, ends_at);
+                ControlReply::Known(ends_at.is_some_and(predict))
+            }
             ControlQuery::Subscribe { handoff, lead } => {
                 let condition = ReplyCondition::PrefillEnd { lead };
                 return self.deferred.add(out, now, deferred(handoff, condition));
@@ -219,7 +222,7 @@ impl ControlService {
                 return self.deferred.add(out, now, deferred(handoff, condition));
             }
         };
-        out.send(session, ControlMessage::Reply { id, json });
+        out.send(session, ControlMessage::Reply { id, reply });
     }
 }
 

@@ -4,10 +4,10 @@ use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
-use kvpipe_core::control::{ControlEvent, ControlQuery, ControlTimeouts};
+use kvpipe_core::control::{ControlEvent, ControlQuery, ControlReply, ControlTimeouts};
 
 use crate::common::relay::Relay;
-use crate::common::{self, PATIENCE, PROMPT, Process, eventually, say};
+use crate::common::{self, PATIENCE, PROMPT, Process, eventually, say, undescribed};
 use crate::engines::{ID, OTHER, engine, engine_with, finished, opened, patience};
 
 #[test]
@@ -75,7 +75,7 @@ fn an_acknowledged_handoff_is_released_once() {
     assert!(producer.released().contains("acknowledged"));
     assert_eq!(
         consumer.query(&producer, ControlQuery::Release(ID)),
-        Ok("false".to_owned())
+        Ok(ControlReply::Known(false))
     );
     producer.sees_nothing_more(&producer.events());
     consumer.sees_nothing_more(&[opened(), finished()]);
@@ -126,7 +126,7 @@ fn an_unwatch_before_the_session_is_up_disturbs_nothing() {
         .control
         .query(&address, ControlQuery::Describe, PATIENCE);
     let described = described.expect("query").wait_for(PATIENCE);
-    assert_eq!(described, Ok("{}".to_owned()));
+    assert_eq!(described, Ok(undescribed()));
     assert_eq!(consumer.events(), []);
     watch();
     consumer.sees(&[opened()]);
@@ -140,13 +140,13 @@ fn a_release_ends_a_leased_handoff_and_its_watches() {
     consumer.sees(&[opened()]);
     assert_eq!(
         proxy.query(&producer, ControlQuery::Release(ID)),
-        Ok("true".to_owned())
+        Ok(ControlReply::Known(true))
     );
     assert!(producer.released().contains("released"));
     assert!(consumer.ended().contains("released"));
     assert_eq!(
         proxy.query(&producer, ControlQuery::Release(ID)),
-        Ok("false".to_owned())
+        Ok(ControlReply::Known(false))
     );
 }
 
@@ -159,7 +159,7 @@ fn a_release_before_the_opening_ends_pending_watches_and_the_opening() {
         .expect("answer");
     assert_eq!(
         proxy.query(&producer, ControlQuery::Release(ID)),
-        Ok("false".to_owned())
+        Ok(ControlReply::Known(false))
     );
     assert!(consumer.ended().contains("released"));
     producer.open();
@@ -334,7 +334,7 @@ fn descriptions_and_results_are_replied() {
     let (here, there) = (engine(), engine());
     assert_eq!(
         here.query(&there, ControlQuery::Describe),
-        Ok("{}".to_owned())
+        Ok(undescribed())
     );
     there
         .control
@@ -342,17 +342,22 @@ fn descriptions_and_results_are_replied() {
         .expect("describe");
     assert_eq!(
         here.query(&there, ControlQuery::Describe),
-        Ok(r#"{"role": "producer"}"#.to_owned())
+        Ok(ControlReply::Description(
+            r#"{"role": "producer"}"#.to_owned()
+        ))
     );
     let result = r#"{"tokens": 3}"#.to_owned();
     there
         .control
         .set_result(ID, result.clone())
         .expect("set result");
-    assert_eq!(here.query(&there, ControlQuery::Result(ID)), Ok(result));
+    assert_eq!(
+        here.query(&there, ControlQuery::Result(ID)),
+        Ok(ControlReply::Result(Some(result)))
+    );
     assert_eq!(
         here.query(&there, ControlQuery::Result(OTHER)),
-        Ok("null".to_owned())
+        Ok(ControlReply::Result(None))
     );
 }
 
@@ -362,7 +367,10 @@ fn a_reply_includes_earlier_changes() {
     for round in 0..2000 {
         let json = round.to_string();
         there.control.describe_as(json.clone()).expect("describe");
-        assert_eq!(here.query(&there, ControlQuery::Describe), Ok(json));
+        assert_eq!(
+            here.query(&there, ControlQuery::Describe),
+            Ok(ControlReply::Description(json))
+        );
     }
 }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
-use kvpipe_core::control::{Control, ControlQuery, ControlTimeouts};
+use kvpipe_core::control::{Control, ControlQuery, ControlReply, ControlTimeouts};
 use kvpipe_core::net::handshake::Handshake;
 use kvpipe_core::net::secret::Secrets;
 use kvpipe_core::pipe::Pipe;
@@ -16,7 +16,9 @@ use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::transport::{MemoryPath, Transport};
 
 use crate::common::sockets::{descriptors, num_connections};
-use crate::common::{self, PATIENCE, PROMPT, Process, TOKEN, alone, eventually, say, send_frame};
+use crate::common::{
+    self, PATIENCE, PROMPT, Process, TOKEN, alone, eventually, say, send_frame, undescribed,
+};
 
 /// Engines or strangers of a crowd.
 const CROWD: usize = 300;
@@ -52,7 +54,7 @@ fn address(control: &Control) -> SocketAddr {
     control.address().expect("address")
 }
 
-fn ask(from: &Control, address: SocketAddr) -> kvpipe_core::Result<String> {
+fn ask(from: &Control, address: SocketAddr) -> kvpipe_core::Result<ControlReply> {
     from.query(&address.to_string(), ControlQuery::Describe, PATIENCE)
         .expect("ask")
         .wait_for(PATIENCE)
@@ -88,7 +90,7 @@ fn connect_all_at_once(num_strangers: usize) {
     server.go_on();
     for asked in asked {
         let answer = asked.expect("ask").wait_for(PATIENCE);
-        assert_eq!(answer, Ok("{}".to_owned()));
+        assert_eq!(answer, Ok(undescribed()));
     }
     drop(strangers);
 }
@@ -130,7 +132,7 @@ fn a_silent_connection_keeps_its_place_while_nobody_else_waits() {
         read.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
     };
     assert!(silent.iter().all(is_open));
-    assert_eq!(ask(&client(), address(&server)), Ok("{}".to_owned()));
+    assert_eq!(ask(&client(), address(&server)), Ok(undescribed()));
 }
 
 #[test]
@@ -144,8 +146,8 @@ fn a_thousand_silent_connections_keep_nobody_out_and_cost_no_time() {
             .map(|_| TcpStream::connect(address(&server)).expect("connect"))
             .collect();
         let begun = Instant::now();
-        assert_eq!(ask(&client(), address(&server)), Ok("{}".to_owned()));
-        assert_eq!(ask(&friend, address(&server)), Ok("{}".to_owned()));
+        assert_eq!(ask(&client(), address(&server)), Ok(undescribed()));
+        assert_eq!(ask(&friend, address(&server)), Ok(undescribed()));
         assert!(begun.elapsed() < PROMPT);
         // The other end of each that is in its handshake is here too.
         let in_flight = descriptors() - before - silent.len();
@@ -207,7 +209,7 @@ fn pass(client: &TcpStream, server: SocketAddr) {
 fn a_connection_that_is_cut_in_its_handshake_is_made_again() {
     let server = control();
     let (front, count) = cutting(4, address(&server));
-    assert_eq!(ask(&client(), front), Ok("{}".to_owned()));
+    assert_eq!(ask(&client(), front), Ok(undescribed()));
     assert_eq!(count.load(Ordering::Relaxed), 5);
 }
 

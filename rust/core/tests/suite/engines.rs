@@ -4,8 +4,8 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use kvpipe_core::control::{
-    Control, ControlEvent, ControlQuery, ControlTimeouts, HandoffUpdate, Opening, Rank,
-    SequenceState,
+    Control, ControlEvent, ControlQuery, ControlReply, ControlTimeouts, HandoffUpdate, Opening,
+    Rank, SequenceState,
 };
 use kvpipe_core::ids::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
@@ -155,7 +155,7 @@ impl Engine {
         })
     }
 
-    pub fn query(&self, other: &Self, query: ControlQuery) -> kvpipe_core::Result<String> {
+    pub fn query(&self, other: &Self, query: ControlQuery) -> kvpipe_core::Result<ControlReply> {
         self.control
             .query(&other.address(), query, PATIENCE)
             .expect("query")

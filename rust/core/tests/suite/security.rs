@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, AgentConfig};
-use kvpipe_core::control::{Control, ControlEvent, ControlQuery, ControlTimeouts};
+use kvpipe_core::control::{Control, ControlEvent, ControlQuery, ControlReply, ControlTimeouts};
 use kvpipe_core::net::secret::Tokens;
 use kvpipe_core::pipe::Pipe;
 use kvpipe_core::session::SessionTimeouts;
@@ -16,7 +16,7 @@ use kvpipe_core::transport::{MemoryPath, Transport};
 use crate::agents::agent;
 use crate::common::relay::Relay;
 use crate::common::sockets::listening;
-use crate::common::{PATIENCE, TOKEN, alone, eventually};
+use crate::common::{PATIENCE, TOKEN, alone, eventually, undescribed};
 
 const PATIENT: ControlTimeouts = ControlTimeouts {
     session: SessionTimeouts {
@@ -34,7 +34,7 @@ fn control() -> Control {
     Control::new(Some("127.0.0.1:0"), TOKEN, "engine", vec![], PATIENT).expect("control")
 }
 
-fn ask(from: &Control, address: SocketAddr) -> kvpipe_core::Result<String> {
+fn ask(from: &Control, address: SocketAddr) -> kvpipe_core::Result<ControlReply> {
     from.query(&address.to_string(), ControlQuery::Describe, PATIENCE)
         .expect("ask")
         .wait_for(PATIENCE)
@@ -68,7 +68,7 @@ fn a_recorded_session_played_again_is_refused_and_asks_nothing() {
         let refused = |event: &ControlEvent| matches!(event, ControlEvent::Log(text) if text.contains("played again"));
         server.drain().iter().any(refused).then_some(())
     });
-    assert_eq!(ask(&control(), address), Ok("{}".to_owned()));
+    assert_eq!(ask(&control(), address), Ok(undescribed()));
 }
 
 // --- encryption
@@ -81,7 +81,10 @@ fn a_question_between_hosts_is_on_the_wire_in_no_readable_form() {
         let server = Control::new(Some(listen), TOKEN, "engine", vec![], PATIENT).expect("control");
         server.describe_as(SECRET.to_owned()).expect("described");
         let relay = Relay::to(server.address().expect("address"));
-        assert_eq!(ask(&client(), relay.address), Ok(SECRET.to_owned()));
+        assert_eq!(
+            ask(&client(), relay.address),
+            Ok(ControlReply::Description(SECRET.to_owned()))
+        );
         let said = relay.server_said();
         let mut windows = said.windows(SECRET.len());
         windows.any(|window| window == SECRET.as_bytes())
@@ -101,7 +104,7 @@ fn a_changed_byte_of_a_sealed_session_ends_it_with_one_error() {
         server.describe_as("{}".to_owned()).expect("described");
         let relay = Relay::to(server.address().expect("address"));
         let client = client();
-        assert_eq!(ask(&client, relay.address), Ok("{}".to_owned()));
+        assert_eq!(ask(&client, relay.address), Ok(undescribed()));
         relay.change_next();
         let error = ask(&client, relay.address).expect_err("changed");
         assert!(error.to_string().contains("changed on the way"), "{error}");
@@ -127,7 +130,7 @@ fn a_listener_accepts_its_next_token_too_so_that_a_token_can_be_replaced_without
     };
     for server in [listening(old, Some(new)), listening(new, Some(old))] {
         for token in [old, new] {
-            assert_eq!(asked(token, &server), Ok("{}".to_owned()));
+            assert_eq!(asked(token, &server), Ok(undescribed()));
         }
         let refused = asked(b"another token", &server);
         assert!(

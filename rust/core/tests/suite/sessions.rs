@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, AgentConfig};
-use kvpipe_core::control::{Control, ControlEvent, ControlQuery, ControlTimeouts};
+use kvpipe_core::control::{Control, ControlEvent, ControlQuery, ControlReply, ControlTimeouts};
 use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Identity, SessionKind};
 use kvpipe_core::net::secret::Secrets;
@@ -16,7 +16,8 @@ use kvpipe_ucx::{Buffer, Search};
 
 use crate::common::sockets::descriptors;
 use crate::common::{
-    self, PATIENCE, PROMPT, Raw, TOKEN, alone, eventually, on_both_paths, receive_frame, send_frame,
+    self, PATIENCE, PROMPT, Raw, TOKEN, alone, eventually, on_both_paths, receive_frame,
+    send_frame, undescribed,
 };
 
 fn control_with(token: &[u8], timeouts: SessionTimeouts) -> Control {
@@ -37,7 +38,7 @@ fn address(control: &Control) -> SocketAddr {
     control.address().expect("address")
 }
 
-fn ask(from: &Control, to: &Control) -> kvpipe_core::Result<String> {
+fn ask(from: &Control, to: &Control) -> kvpipe_core::Result<ControlReply> {
     from.query(&address(to).to_string(), ControlQuery::Describe, PATIENCE)
         .expect("ask")
         .wait_for(PATIENCE)
@@ -66,7 +67,7 @@ fn a_wrong_token_is_an_authentication_error_and_the_server_works_on() {
             "{error}"
         );
     }
-    assert_eq!(ask(&control(), &server), Ok("{}".to_owned()));
+    assert_eq!(ask(&control(), &server), Ok(undescribed()));
     let refused =
         |event: ControlEvent| matches!(event, ControlEvent::Log(text) if text.contains("token"));
     assert!(server.drain().into_iter().any(refused));
@@ -109,8 +110,8 @@ fn strangers_on_the_port_disturb_nobody() {
         let _ = stranger.write_all(bytes);
         strangers.push(stranger);
     }
-    assert_eq!(ask(&friend, &server), Ok("{}".to_owned()));
-    assert_eq!(ask(&control(), &server), Ok("{}".to_owned()));
+    assert_eq!(ask(&friend, &server), Ok(undescribed()));
+    assert_eq!(ask(&control(), &server), Ok(undescribed()));
     for stranger in strangers.iter_mut().take(6) {
         stranger.set_read_timeout(Some(PATIENCE)).expect("timeout");
         let ended = std::io::copy(&mut Read::by_ref(stranger).take(4096), &mut std::io::sink());

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvpipe_core::control::{ControlQuery, ControlTimeouts};
+use kvpipe_core::control::{ControlQuery, ControlReply, ControlTimeouts, Moment};
 use kvpipe_core::work::Work;
 
 use crate::common::PATIENCE;
@@ -11,12 +11,12 @@ use crate::engines::{Engine, ID, OTHER, engine, engine_with, patience};
 const LEAD: Duration = Duration::from_secs(1);
 
 impl Engine {
-    fn subscribe(&self, other: &Self, query: ControlQuery) -> Work<String> {
+    fn subscribe(&self, other: &Self, query: ControlQuery) -> Work<ControlReply> {
         let asked = self.control.query(&other.address(), query, PATIENCE);
         asked.expect("ask")
     }
 
-    fn subscribe_to_the_end(&self, other: &Self, lead: Duration) -> Work<String> {
+    fn subscribe_to_the_end(&self, other: &Self, lead: Duration) -> Work<ControlReply> {
         let handoff = ID;
         self.subscribe(other, ControlQuery::Subscribe { handoff, lead })
     }
@@ -27,8 +27,19 @@ impl Engine {
     }
 }
 
-fn reply_of(work: &Work<String>) -> String {
-    work.wait_for(PATIENCE).expect("an answer")
+fn reply_of(work: &Work<ControlReply>) -> Moment {
+    match work.wait_for(PATIENCE).expect("an answer") {
+        ControlReply::Moment(moment) => moment,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The reason for which a handoff has ended.
+fn ended(work: &Work<ControlReply>) -> String {
+    match reply_of(work) {
+        Moment::Ended(reason) => reason,
+        other => panic!("{other:?}"),
+    }
 }
 
 #[test]
@@ -42,7 +53,7 @@ fn a_reply_follows_between_two_predictions_when_the_end_is_the_lead_away() {
     assert!(!subscribed.is_completed(), "{:?}", subscribed.result());
     progress(LEAD + Duration::from_millis(300));
     // The producer predicts nothing more: its timer alone causes the reply.
-    assert!(reply_of(&subscribed).starts_with(r#"{"moment": "due", "remaining_s": "#));
+    assert!(matches!(reply_of(&subscribed), Moment::Due(_)));
 }
 
 #[test]
@@ -50,7 +61,8 @@ fn a_lead_longer_than_the_remaining_time_is_replied_at_once() {
     let (producer, proxy) = (engine(), engine());
     producer.open();
     producer.control.progress(ID, LEAD).expect("progress");
-    assert!(reply_of(&proxy.subscribe_to_the_end(&producer, PATIENCE)).contains("due"));
+    let reply = reply_of(&proxy.subscribe_to_the_end(&producer, PATIENCE));
+    assert!(matches!(reply, Moment::Due(_)), "{reply:?}");
 }
 
 #[test]
@@ -58,19 +70,20 @@ fn a_progress_report_of_a_worker_corrects_the_prediction() {
     let (producer, worker, proxy) = (engine(), engine(), engine());
     let foresees = |handoff, remaining| {
         let query = ControlQuery::Progress { handoff, remaining };
-        reply_of(&worker.subscribe(&producer, query))
+        let asked = worker.subscribe(&producer, query);
+        asked.wait_for(PATIENCE).expect("an answer")
     };
-    assert_eq!(foresees(ID, LEAD), "false");
+    assert_eq!(foresees(ID, LEAD), ControlReply::Known(false));
     producer.open();
     producer.control.progress(ID, PATIENCE).expect("progress");
     let subscribed = proxy.subscribe_to_the_end(&producer, LEAD);
     proxy.is_received_by(&producer);
     assert!(!subscribed.is_completed());
-    assert_eq!(foresees(OTHER, Duration::ZERO), "false");
-    assert_eq!(foresees(ID, LEAD / 2), "true");
-    assert!(reply_of(&subscribed).contains("due"));
+    assert_eq!(foresees(OTHER, Duration::ZERO), ControlReply::Known(false));
+    assert_eq!(foresees(ID, LEAD / 2), ControlReply::Known(true));
+    assert!(matches!(reply_of(&subscribed), Moment::Due(_)));
     producer.finish();
-    assert_eq!(foresees(ID, LEAD), "false");
+    assert_eq!(foresees(ID, LEAD), ControlReply::Known(false));
 }
 
 #[test]
@@ -80,10 +93,7 @@ fn the_reply_after_the_end_says_how_far_off_the_prediction_was() {
     producer.control.progress(ID, PATIENCE).expect("progress");
     producer.finish();
     let reply = reply_of(&proxy.subscribe_to_the_end(&producer, LEAD));
-    assert!(
-        reply.starts_with(r#"{"moment": "finished", "remaining_s": "#),
-        "{reply}"
-    );
+    assert!(matches!(reply, Moment::Finished(Some(_))), "{reply:?}");
 }
 
 #[test]
@@ -94,9 +104,9 @@ fn without_a_prediction_the_reply_follows_the_end_of_prefill() {
     proxy.is_received_by(&producer);
     assert!(!subscribed.is_completed());
     producer.finish();
-    assert_eq!(reply_of(&subscribed), r#"{"moment": "finished"}"#);
+    assert_eq!(reply_of(&subscribed), Moment::Finished(None));
     let late = proxy.subscribe_to_the_end(&producer, LEAD);
-    assert_eq!(reply_of(&late), r#"{"moment": "finished"}"#);
+    assert_eq!(reply_of(&late), Moment::Finished(None));
 }
 
 #[test]
@@ -110,10 +120,9 @@ fn the_reply_about_an_ended_handoff_says_why() {
         .control
         .withdraw(ID, "\"preempted\"")
         .expect("withdraw");
-    let gone = r#"{"moment": "ended", "reason": "\"preempted\""}"#;
     let late = proxy.subscribe_to_the_end(&producer, LEAD);
     for work in [subscribed, awaiting, late] {
-        assert_eq!(reply_of(&work), gone);
+        assert_eq!(ended(&work), "\"preempted\"");
     }
 }
 
@@ -125,13 +134,13 @@ fn a_query_about_a_handoff_that_never_opens_ends_unless_it_is_expected() {
     producer.control.expect(OTHER).expect("expect");
     let expected = proxy.subscribe(&producer, ControlQuery::Watched(OTHER));
     let unknown = proxy.subscribe_to_the_end(&producer, LEAD);
-    assert!(reply_of(&unknown).contains("not known"));
+    assert!(ended(&unknown).contains("not known"));
     assert!(!expected.is_completed());
     producer
         .control
         .withdraw(OTHER, "aborted")
         .expect("withdraw");
-    assert!(reply_of(&expected).contains("aborted"));
+    assert!(ended(&expected).contains("aborted"));
 }
 
 #[test]
@@ -142,7 +151,7 @@ fn a_query_for_a_consumer_is_replied_when_one_watches() {
     proxy.is_received_by(&producer);
     assert!(!awaiting.is_completed());
     consumer.watch(&producer);
-    assert_eq!(reply_of(&awaiting), r#"{"moment": "watched"}"#);
+    assert_eq!(reply_of(&awaiting), Moment::Watched);
 }
 
 #[test]
@@ -152,7 +161,7 @@ fn a_watch_before_the_opening_counts_once_the_handoff_is_open() {
     consumer.is_received_by(&producer);
     let awaiting = proxy.subscribe(&producer, ControlQuery::Watched(ID));
     producer.open();
-    assert_eq!(reply_of(&awaiting), r#"{"moment": "watched"}"#);
+    assert_eq!(reply_of(&awaiting), Moment::Watched);
 }
 
 #[test]
@@ -169,5 +178,5 @@ fn a_deferred_query_keeps_no_lease_and_ends_with_it() {
     producer.open();
     let awaiting = proxy.subscribe(&producer, ControlQuery::Watched(ID));
     producer.finish();
-    assert!(reply_of(&awaiting).contains("lease"));
+    assert!(ended(&awaiting).contains("lease"));
 }

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use kvpipe_core::control::{
-    Control, ControlEvent, ControlQuery, ControlTimeouts, HandoffUpdate, Opening, Rank,
-    SequenceState,
+    Control, ControlEvent, ControlQuery, ControlReply, ControlTimeouts, HandoffUpdate, Opening,
+    Rank, SequenceState,
 };
 use kvpipe_core::fuzzing::{Round, without_threads};
 use kvpipe_core::net::identity::SessionKind;
@@ -61,7 +61,7 @@ struct Side {
     control: Control,
     /// The peer's; empty if the peer connects.
     address: String,
-    asked: Vec<Work<String>>,
+    asked: Vec<Work<ControlReply>>,
     num_ended: [usize; 2],
     num_watches: [usize; 2],
 }

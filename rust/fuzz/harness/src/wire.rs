@@ -108,7 +108,7 @@ pub(crate) fn control(handoff: [u8; 16], opening: &Opening, state: &SequenceStat
         question(control::WATCHED),
         question(control::PROGRESS).u64(70_000),
         head(control::CHECK, 1).str("10.0.0.1:7001"),
-        head(control::REPLY, 1).str("{}"),
+        head(control::REPLY, 1).u8(0).str("{}"),
     ];
     frames.map(Writer::finish).to_vec()
 }

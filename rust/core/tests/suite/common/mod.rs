@@ -14,6 +14,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use kvpipe_core::checksum;
+use kvpipe_core::control::ControlReply;
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::encryption::{Encryption, Offer};
 use kvpipe_core::net::handshake::{Handshake, Step};
@@ -487,4 +488,9 @@ pub fn receive_frame(stream: &mut TcpStream) -> std::io::Result<Vec<u8>> {
     let mut frame = vec![0; u32::from_le_bytes(len) as usize];
     stream.read_exact(&mut frame)?;
     Ok(frame)
+}
+
+/// The description of an engine that has set none.
+pub fn undescribed() -> ControlReply {
+    ControlReply::Description("{}".to_owned())
 }
