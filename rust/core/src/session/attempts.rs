@@ -2,31 +2,43 @@
 
 use std::time::Duration;
 
-use crate::net::identity::random;
+use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 
-/// Longest pause after the first attempt; each further one may be twice as long, up to the cap.
-const FIRST_PAUSE: Duration = Duration::from_millis(20);
-const PAUSE_CAP: Duration = Duration::from_millis(500);
+/// Shortest pause after the first attempt; each further one may be twice as long, up to the cap. The backoff adds up to as
+/// much at random, so that peers which were cut together do not return together.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const PAUSE_CAP: Duration = Duration::from_millis(250);
 
 /// The attempts of a session.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Attempts {
+    backoff: ExponentialBackoff,
     num_failed: u32,
     /// Why the last one failed.
     cause: String,
 }
 
+impl Default for Attempts {
+    fn default() -> Self {
+        let backoff = ExponentialBuilder::new()
+            .with_min_delay(FIRST_PAUSE)
+            .with_max_delay(PAUSE_CAP)
+            .without_max_times()
+            .with_jitter();
+        Self {
+            backoff: backoff.build(),
+            num_failed: 0,
+            cause: String::new(),
+        }
+    }
+}
+
 impl Attempts {
-    /// Notes that an attempt has failed. Returns the pause before the next one: between half of the longest and the longest,
-    /// at random, so that peers which were cut together do not return together.
+    /// Notes that an attempt has failed, and returns the pause before the next one.
     pub(super) fn fail(&mut self, cause: String) -> Duration {
-        let factor = 1 << self.num_failed.min(10);
-        let longest = (FIRST_PAUSE * factor).min(PAUSE_CAP);
         self.num_failed += 1;
         self.cause = cause;
-        // Without randomness the pause is the longest.
-        let [jitter] = random().unwrap_or([u8::MAX]);
-        longest / 2 + longest / 2 * u32::from(jitter) / u32::from(u8::MAX)
+        self.backoff.next().unwrap_or(PAUSE_CAP)
     }
 
     /// Why the last attempt failed, and which one it was.
@@ -53,11 +65,11 @@ mod tests {
     #[test]
     fn pauses_grow_up_to_a_cap_and_differ() {
         let mut attempts = Attempts::default();
-        let mut longest = FIRST_PAUSE;
+        let mut shortest = FIRST_PAUSE;
         for _ in 0..100 {
             let pause = attempts.fail("connection closed".to_owned());
-            assert!(longest / 2 <= pause && pause <= longest, "{pause:?}");
-            longest = (2 * longest).min(PAUSE_CAP);
+            assert!(shortest <= pause && pause <= 2 * shortest, "{pause:?}");
+            shortest = (2 * shortest).min(PAUSE_CAP);
         }
         let late: Vec<_> = (0..100).map(|_| attempts.fail(String::new())).collect();
         assert!(late.iter().any(|pause| *pause != late[0]), "all alike");
