@@ -177,8 +177,8 @@ def test_a_worker_times_its_steps_by_the_monotonic_clock(monkeypatch: pytest.Mon
 
 def test_nothing_is_predicted_of_a_handoff_that_is_not_open(scene: Scene) -> None:
     asker = _kvpipe.Control(None, b"", "p")
-    for handoff, answer in ((scene.handoff, "true"), (bytes.fromhex(new_id()), "false")):
+    for handoff, answer in ((scene.handoff, True), (bytes.fromhex(new_id()), False)):
         work = asker.report_progress(str(scene.port.address), handoff, 1.0, 5.0)
         work.wait(5.0)
-        assert work.result() == answer
+        assert work.result() is answer
     asker.close()
