@@ -10,12 +10,10 @@ use super::shared::SharedState;
 use crate::error::Result;
 use crate::ids::Incarnation;
 use crate::integrity::Integrity;
-use crate::net::address::listen_address;
-use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
-use crate::net::secret::{Secrets, Tokens};
-use crate::reactor::{Reactor, default_busy_poll};
-use crate::session::{ReactorConfig, SessionTimeouts, Streams};
+use crate::net::secret::Tokens;
+use crate::reactor::Reactor;
+use crate::session::{ReactorConfig, SessionTimeouts};
 use crate::transfer::host::spawn;
 use crate::transport::Transport;
 
@@ -82,17 +80,11 @@ impl Agent {
     /// The address cannot be bound (`Config`), UCX is missing (`Unavailable`).
     pub fn new(config: AgentConfig<'_>) -> Result<Self> {
         let integrity = config.integrity;
-        let address = listen_address(config.listen, config.token)?;
-        let config = ReactorConfig {
-            listen: Some(address),
-            secrets: Secrets::new(config.token),
-            encryption: Encryption::of_environment()?,
-            streams: Streams::of_environment()?,
-            identity: Identity::new(SessionKind::Agent, config.engine_id, config.fingerprint)?,
-            transport: Some(config.transport),
-            timeouts: config.timeouts,
-            busy_poll: default_busy_poll(),
-        };
+        let identity = Identity::new(SessionKind::Agent, config.engine_id, config.fingerprint)?;
+        let timeouts = config.timeouts;
+        let config =
+            ReactorConfig::listening(config.listen, config.token, identity, config.transport)?;
+        let config = ReactorConfig { timeouts, ..config };
         let incarnation = config.identity.incarnation;
         let shared = Arc::new(SharedState::new()?);
         let handoffs = Arc::new(HandoffShared::default());

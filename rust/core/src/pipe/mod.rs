@@ -19,12 +19,11 @@ use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
-use crate::net::address::{ListenAddress, check_address, listen_address};
-use crate::net::encryption::Encryption;
+use crate::net::address::check_address;
 use crate::net::identity::{Identity, SessionKind};
-use crate::net::secret::{Secrets, Tokens};
+use crate::net::secret::Tokens;
 use crate::reactor::Reactor;
-use crate::session::{Links, ReactorConfig, SessionTimeouts, Streams};
+use crate::session::{Links, ReactorConfig};
 use crate::sync::lock;
 use crate::tensor::{Meta, Received};
 use crate::transfer::host::spawn;
@@ -128,22 +127,8 @@ pub struct Pipe {
     shared: SharedInfo,
 }
 
-fn config(
-    listen: Option<ListenAddress>,
-    tokens: Tokens<'_>,
-    transport: Transport,
-    busy_poll: Duration,
-) -> Result<ReactorConfig> {
-    Ok(ReactorConfig {
-        listen,
-        secrets: Secrets::new(tokens),
-        encryption: Encryption::of_environment()?,
-        streams: Streams::of_environment()?,
-        identity: Identity::new(SessionKind::Pipe, "", Vec::new())?,
-        transport: Some(transport),
-        timeouts: SessionTimeouts::default(),
-        busy_poll,
-    })
+fn identity() -> Result<Identity> {
+    Identity::new(SessionKind::Pipe, "", Vec::new())
 }
 
 impl Pipe {
@@ -155,11 +140,13 @@ impl Pipe {
         transport: Transport,
         busy_poll: Duration,
     ) -> Result<Self> {
-        let token = token.into();
-        let address = listen_address(address, token)?;
+        let config = ReactorConfig::listening(address, token, identity()?, transport)?;
+        let config = ReactorConfig {
+            busy_poll,
+            ..config
+        };
         let shared = SharedInfo::connecting(String::new());
         let in_reactor = shared.clone();
-        let config = config(Some(address), token, transport, busy_poll)?;
         let reactor = spawn(config, || Receiver::new(in_reactor))?;
         let end = End::Receiver(reactor);
         Ok(Self { end, shared })
@@ -178,8 +165,11 @@ impl Pipe {
         check_address(address)?;
         let address = address.to_owned();
         let shared = SharedInfo::connecting(address.clone());
-        let mut config = config(None, token.into(), transport, busy_poll)?;
-        config.timeouts = SessionTimeouts::connecting(timeout);
+        let config = ReactorConfig::connecting(token, identity()?, transport, timeout)?;
+        let config = ReactorConfig {
+            busy_poll,
+            ..config
+        };
         let in_reactor = shared.clone();
         let reactor = spawn(config, move || Sender::new(in_reactor, integrity))?;
         let (connected, completer) = reactor.work();

@@ -36,11 +36,11 @@ use rustix::event::epoll::EventFlags;
 
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::net::address::ListenAddress;
+use crate::net::address::{ListenAddress, listen_address};
 use crate::net::encryption::Encryption;
 use crate::net::identity::Identity;
-use crate::net::secret::Secrets;
-use crate::reactor::Reactor;
+use crate::net::secret::{Secrets, Tokens};
+use crate::reactor::{Reactor, default_busy_poll};
 use crate::transport::{Transport, UcxResult};
 use listener::{LISTENER, Listener};
 use sessions::Sessions;
@@ -169,6 +169,56 @@ pub(crate) struct ReactorConfig {
     pub(crate) timeouts: SessionTimeouts,
     /// The thread polls for this time before it sleeps.
     pub(crate) busy_poll: Duration,
+}
+
+impl ReactorConfig {
+    /// Configuration of a side that accepts peers at `address`, encrypted and with streams as the environment says.
+    ///
+    /// # Errors
+    /// `Config`: the address or the environment is malformed, or others could reach the address without a token.
+    pub(crate) fn listening<'a>(
+        address: &str,
+        tokens: impl Into<Tokens<'a>>,
+        identity: Identity,
+        transport: Transport,
+    ) -> Result<Self> {
+        let tokens = tokens.into();
+        let listen = Some(listen_address(address, tokens)?);
+        Self::new(listen, tokens, identity, transport)
+    }
+
+    /// Configuration of a side that connects to peers, within `timeout`.
+    ///
+    /// # Errors
+    /// `Config`: the environment is malformed.
+    pub(crate) fn connecting(
+        token: &[u8],
+        identity: Identity,
+        transport: Transport,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let mut config = Self::new(None, token.into(), identity, transport)?;
+        config.timeouts = SessionTimeouts::connecting(timeout);
+        Ok(config)
+    }
+
+    fn new(
+        listen: Option<ListenAddress>,
+        tokens: Tokens<'_>,
+        identity: Identity,
+        transport: Transport,
+    ) -> Result<Self> {
+        Ok(Self {
+            listen,
+            secrets: Secrets::new(tokens),
+            encryption: Encryption::of_environment()?,
+            streams: Streams::of_environment()?,
+            identity,
+            transport: Some(transport),
+            timeouts: SessionTimeouts::default(),
+            busy_poll: default_busy_poll(),
+        })
+    }
 }
 
 /// Binds, loads UCX where wanted, and starts a reactor that runs the service.

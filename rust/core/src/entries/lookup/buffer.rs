@@ -15,12 +15,10 @@ use crate::entries::server::Server;
 use crate::entries::shared::{ChangedBy, Shared, SharedState};
 use crate::entries::state::Entries;
 use crate::error::{Error, Result};
-use crate::net::address::listen_address;
-use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
-use crate::net::secret::{Secrets, Tokens};
-use crate::reactor::{Reactor, default_busy_poll};
-use crate::session::{ReactorConfig, SessionTimeouts, Streams};
+use crate::net::secret::Tokens;
+use crate::reactor::Reactor;
+use crate::session::ReactorConfig;
 use crate::sync::lock;
 use crate::transfer::host::spawn;
 use crate::transport::Transport;
@@ -37,6 +35,10 @@ pub struct LookupBuffer {
     serving: Mutex<()>,
     /// Of a client's servers.
     addresses: Vec<String>,
+}
+
+fn identity() -> Result<Identity> {
+    Identity::new(SessionKind::Lookup, "", Vec::new())
 }
 
 fn check_num_tokens(tokens: &[i64]) -> Result<()> {
@@ -96,18 +98,7 @@ impl LookupBuffer {
             )));
         }
         shared.change(ChangedBy::Caller, |_| ())?;
-        let token = token.into();
-        let address = listen_address(address, token)?;
-        let config = ReactorConfig {
-            listen: Some(address),
-            secrets: Secrets::new(token),
-            encryption: Encryption::of_environment()?,
-            streams: Streams::of_environment()?,
-            identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
-            transport: Some(transport),
-            timeouts: SessionTimeouts::default(),
-            busy_poll: default_busy_poll(),
-        };
+        let config = ReactorConfig::listening(address, token, identity()?, transport)?;
         let in_thread = Arc::clone(shared);
         let served = spawn(config, move || Server::of_buffer(in_thread, is_checksummed))?;
         shared.set_server(served.waker());
@@ -130,16 +121,7 @@ impl LookupBuffer {
         if addresses.is_empty() {
             return Err(Error::Config("no address to connect to".to_owned()));
         }
-        let config = ReactorConfig {
-            listen: None,
-            secrets: Secrets::new(token),
-            encryption: Encryption::of_environment()?,
-            streams: Streams::of_environment()?,
-            identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
-            transport: Some(transport),
-            timeouts: SessionTimeouts::connecting(timeout),
-            busy_poll: default_busy_poll(),
-        };
+        let config = ReactorConfig::connecting(token, identity()?, transport, timeout)?;
         let command_queue = Arc::new(CommandQueue::new());
         command_queue.update_info(|info| info.state = "connecting");
         let in_thread = Arc::clone(&command_queue);

@@ -16,13 +16,11 @@ use crate::entries::shared::Shared;
 use crate::entries::state::{Access, Entries, Query};
 use crate::entries::{KEY_CAP, KEYS_CAP, RECORD_CAP, StoreInfo};
 use crate::error::{Error, Result};
-use crate::net::address::listen_address;
-use crate::net::encryption::Encryption;
 use crate::net::identity::{Identity, SessionKind};
-use crate::net::secret::{Secrets, Tokens};
+use crate::net::secret::Tokens;
 use crate::process::Thread;
-use crate::reactor::{Reactor, default_busy_poll};
-use crate::session::{ReactorConfig, SessionTimeouts, Streams};
+use crate::reactor::Reactor;
+use crate::session::ReactorConfig;
 use crate::sync::lock;
 use crate::transfer::host::spawn;
 use crate::transport::Transport;
@@ -64,22 +62,11 @@ impl StoreServer {
         reservation: Duration,
         disk: Option<DiskConfig>,
     ) -> Result<Self> {
-        let token = token.into();
-        let address = listen_address(address, token)?;
+        let config = ReactorConfig::listening(address, token, identity()?, transport)?;
         let opened = disk.map(|it| OpenedDisk::open(&it.directory, it.capacity_bytes));
         let (opened, disk) = match opened.transpose()? {
             Some((opened, disk, kept)) => (Some(opened), Some((disk, kept))),
             None => (None, None),
-        };
-        let config = ReactorConfig {
-            listen: Some(address),
-            secrets: Secrets::new(token),
-            encryption: Encryption::of_environment()?,
-            streams: Streams::of_environment()?,
-            identity: Identity::new(SessionKind::Store, "", Vec::new())?,
-            transport: Some(transport),
-            timeouts: SessionTimeouts::default(),
-            busy_poll: default_busy_poll(),
         };
         let entries = Entries::of_store(capacity_bytes, quota_bytes, reservation);
         let shared = Arc::new(Shared::new(entries, "store"));
@@ -142,16 +129,7 @@ impl StoreClient {
         transport: Transport,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
-        let config = ReactorConfig {
-            listen: None,
-            secrets: Secrets::new(token),
-            encryption: Encryption::of_environment()?,
-            streams: Streams::of_environment()?,
-            identity: Identity::new(SessionKind::Store, "", Vec::new())?,
-            transport: Some(transport),
-            timeouts: SessionTimeouts::connecting(timeout),
-            busy_poll: default_busy_poll(),
-        };
+        let config = ReactorConfig::connecting(token, identity()?, transport, timeout)?;
         let shared = Arc::new(ClientShared::default());
         let in_thread = Arc::clone(&shared);
         let reactor = spawn(config, move || Client::new(in_thread))?;
@@ -375,6 +353,10 @@ impl StoreClient {
         self.reactor.send_and(command, Then::Wait)?;
         Ok(work)
     }
+}
+
+fn identity() -> Result<Identity> {
+    Identity::new(SessionKind::Store, "", Vec::new())
 }
 
 fn check_key(key: Vec<u8>) -> Result<Vec<u8>> {

@@ -1,6 +1,7 @@
 //! Large tensors that are late while the other end answers PINGs: the receiver does one read in a long time.
 
 use super::*;
+use crate::session::SessionTimeouts;
 
 /// More than the reads that are in flight at once.
 const LONG: usize = 16 << 20;
