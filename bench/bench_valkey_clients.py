@@ -3,7 +3,7 @@
 Starts a redis-server or valkey-server of its own. Prints the medians of GB/s and of this process' CPU seconds per GiB
 over the rounds, with the lowest and highest GB/s, then the times of a question and of a wake-up.
 
-    PYTHONPATH=. python bench/bench_valkey_clients.py [--server redis-server] [--tls] [--num-bytes 4194304] [--rounds 7]
+    python -m bench.bench_valkey_clients [--server redis-server] [--tls] [--num-bytes 4194304] [--rounds 7]
 """
 
 from __future__ import annotations

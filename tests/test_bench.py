@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import benchmarks, bounds, command, machine, measure, perftest, plot, report, subjects
+from bench.measure import Case, Summary
+from bench.processes import Process, SubjectError
+from bench.programs import blocks, checksum_tensors, lookup_inserts, lookup_wakes, request, side, tensors
+from bench.progress import Progress
+from bench.results import Entry, Row, rows_of
+from bench.run import Run
+from bench.runner import Group, Program, Sample, Subject
 from kvpipe import ConfigError, TransportUnavailableError, _kvpipe
-from kvpipe.bench import benchmarks, bounds, command, machine, measure, perftest, plot, report, subjects
-from kvpipe.bench.measure import Case, Summary
-from kvpipe.bench.processes import Process, SubjectError
-from kvpipe.bench.programs import blocks, checksum_tensors, lookup_inserts, lookup_wakes, request, side, tensors
-from kvpipe.bench.progress import Progress
-from kvpipe.bench.results import Entry, Row, rows_of
-from kvpipe.bench.run import Run
-from kvpipe.bench.runner import Group, Program, Sample, Subject
 
 # Each runs programs for seconds.
 pytestmark = pytest.mark.slow

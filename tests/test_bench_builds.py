@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from kvpipe.bench import builds
-from kvpipe.bench.measure import Case
-from kvpipe.bench.results import Entry
-from kvpipe.bench.runner import Program, Sample, Subject
+from bench import builds
+from bench.measure import Case
+from bench.results import Entry
+from bench.runner import Program, Sample, Subject
 
 # Of the harness, which no user waits for.
 pytestmark = pytest.mark.slow

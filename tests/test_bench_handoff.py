@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from bench import timeline, trace
+from bench.handoff import command, report, run, samples, subjects
+from bench.handoff.client import CpuClock
+from bench.instances import vllm
+from bench.instances.servers import Server, ServerPool, resumed
+from bench.trace import Event
 from kvpipe import _kvpipe
-from kvpipe.bench import timeline, trace
-from kvpipe.bench.handoff import command, report, run, samples, subjects
-from kvpipe.bench.handoff.client import CpuClock
-from kvpipe.bench.instances import vllm
-from kvpipe.bench.instances.servers import Server, ServerPool, resumed
-from kvpipe.bench.trace import Event
 from kvpipe.exceptions import ConfigError
 
 GIB = 1 << 30
@@ -219,7 +219,7 @@ def test_nixl_is_left_out_with_the_reason_where_it_is_not_installed(
 
 def test_the_other_benchmarks_need_neither_vllm_nor_the_proxy() -> None:
     absent = ("aiohttp", "orjson", "torch", "vllm", "transformers", "matplotlib")
-    program = f"import sys; sys.modules.update(dict.fromkeys({absent})); import kvpipe.bench.command"
+    program = f"import sys; sys.modules.update(dict.fromkeys({absent})); import bench.command"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -12,18 +12,18 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
+from bench import command
+from bench.instances import broker_process
+from bench.instances.broker_process import BrokerProcess
+from bench.instances.servers import ServerPool
+from bench.processes import Process, SubjectError
+from bench.progress import Progress
+from bench.queue import load
+from bench.queue.chaos import Chaos, left_in
+from bench.queue.instances import PATH, text_of
+from bench.queue.load import Ask, Client, Reply
+from bench.queue.results import UNITS, Sample, Survival, findings_of
 from kvpipe import ConfigError
-from kvpipe.bench import command
-from kvpipe.bench.instances import broker_process
-from kvpipe.bench.instances.broker_process import BrokerProcess
-from kvpipe.bench.instances.servers import ServerPool
-from kvpipe.bench.processes import Process, SubjectError
-from kvpipe.bench.progress import Progress
-from kvpipe.bench.queue import load
-from kvpipe.bench.queue.chaos import Chaos, left_in
-from kvpipe.bench.queue.instances import PATH, text_of
-from kvpipe.bench.queue.load import Ask, Client, Reply
-from kvpipe.bench.queue.results import UNITS, Sample, Survival, findings_of
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, produce
 
@@ -62,7 +62,7 @@ def test_the_difference_is_the_median_of_the_differences_of_the_rounds():
 
 def test_stand_ins_answer_alike_and_keep_kv_until_the_consumer_has_it():
     async def scene():
-        command = [sys.executable, "-m", "kvpipe.bench.queue.instances", "1", "1"]
+        command = [sys.executable, "-m", "bench.queue.instances", "1", "1"]
         with closing(Process(command, {})) as instances:
             words = instances.answer()
             (prefill, producer), (decode, _) = (words[role].split(",") for role in ("prefill", "decode"))
@@ -92,7 +92,7 @@ def test_stand_ins_answer_alike_and_keep_kv_until_the_consumer_has_it():
 
 
 def test_a_stand_in_describes_itself_at_its_control_port():
-    command = [sys.executable, "-m", "kvpipe.bench.queue.instances", "1", "1"]
+    command = [sys.executable, "-m", "bench.queue.instances", "1", "1"]
     control = ControlClient()
     with closing(control), closing(Process(command, {})) as instances:
         decode = instances.answer()["decode"].split(",")[1]

@@ -10,15 +10,15 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from kvpipe.bench import command as bench
-from kvpipe.bench import machine, report
-from kvpipe.bench.handoff.run import report as run_report
-from kvpipe.bench.instances import vllm
-from kvpipe.bench.instances.servers import Server, ServerPool
-from kvpipe.bench.processes import SubjectError
-from kvpipe.bench.reuse import command, run
-from kvpipe.bench.reuse.run import Ask, Reuse, Rounds
-from kvpipe.bench.reuse.subjects import (
+from bench import command as bench
+from bench import machine, report
+from bench.handoff.run import report as run_report
+from bench.instances import vllm
+from bench.instances.servers import Server, ServerPool
+from bench.processes import SubjectError
+from bench.reuse import command, run
+from bench.reuse.run import Ask, Reuse, Rounds
+from bench.reuse.subjects import (
     NO_STORE,
     Contents,
     NoContents,
@@ -28,7 +28,7 @@ from kvpipe.bench.reuse.subjects import (
     SubjectSpec,
     request,
 )
-from kvpipe.bench.subjects import LMCACHE_PYTHON
+from bench.subjects import LMCACHE_PYTHON
 from kvpipe.exceptions import ConfigError
 from kvpipe.store import LocalStore
 
@@ -170,8 +170,8 @@ def test_each_prompt_comes_after_a_short_one_and_the_prefix_cache_is_reset_until
 
 @pytest.mark.usefixtures("stand_ins")
 def test_a_prefix_cache_that_is_not_reset_in_time_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpipe.bench.reuse.subjects._WITHIN_S", 0.0)
-    monkeypatch.setattr("kvpipe.bench.reuse.subjects._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("bench.reuse.subjects._WITHIN_S", 0.0)
+    monkeypatch.setattr("bench.reuse.subjects._LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(Subject, "_forgets", lambda _: False)
     with ExitStack() as stack, pytest.raises(SubjectError, match="x: vLLM holds blocks"):
         start(stack, tmp_path, "x", NoContents()).forget()
@@ -202,7 +202,7 @@ def test_another_subject_that_fails_is_ended_and_the_others_go_on(
 
 
 def test_chunks_that_are_not_stored_in_time_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpipe.bench.reuse.subjects._WITHIN_S", 0.1)
+    monkeypatch.setattr("bench.reuse.subjects._WITHIN_S", 0.1)
     with LocalStore() as store:
         assert store.put(b"a", b"1")
         contents = StoreContents(store)

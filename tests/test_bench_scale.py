@@ -8,15 +8,15 @@ from contextlib import closing
 
 import pytest
 
+from bench import command
+from bench.processes import SubjectError
+from bench.scale import command as scale
+from bench.scale import point as of_point
+from bench.scale.agents import Loads, Node
+from bench.scale.control import ControlPlane
+from bench.scale.point import Point, ReactorThread, until
+from bench.scale.results import HELD, OPERATIONS, RATES, UNITS, rows_of
 from kvpipe import ConfigError, TransferTimeoutError
-from kvpipe.bench import command
-from kvpipe.bench.processes import SubjectError
-from kvpipe.bench.scale import command as scale
-from kvpipe.bench.scale import point as of_point
-from kvpipe.bench.scale.agents import Loads, Node
-from kvpipe.bench.scale.control import ControlPlane
-from kvpipe.bench.scale.point import Point, ReactorThread, until
-from kvpipe.bench.scale.results import HELD, OPERATIONS, RATES, UNITS, rows_of
 
 
 def test_growth_is_the_median_of_the_ratios_to_the_first_point_of_each_round():

@@ -11,13 +11,13 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from kvpipe.bench.serving import benchmark, command, metrics, plan, plots, report, results
-from kvpipe.bench.serving.faults import Fault, Faults
-from kvpipe.bench.serving.generator import Outcome
-from kvpipe.bench.serving.metrics import Slo
-from kvpipe.bench.serving.plan import Pace
-from kvpipe.bench.serving.run import Cell, Timeline
-from kvpipe.bench.serving.workload import MIXES, Mix, Request, Workload, parse_range
+from bench.serving import benchmark, command, metrics, plan, plots, report, results
+from bench.serving.faults import Fault, Faults
+from bench.serving.generator import Outcome
+from bench.serving.metrics import Slo
+from bench.serving.plan import Pace
+from bench.serving.run import Cell, Timeline
+from bench.serving.workload import MIXES, Mix, Request, Workload, parse_range
 from kvpipe.exceptions import ConfigError
 
 SMALL = Mix((4, 8), (3, 3))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from bench import command, subjects
+from bench.measure import Case
+from bench.programs import redis_values, request, side
+from bench.progress import Progress
+from bench.run import Run
 from kvpipe import ConfigError
-from kvpipe.bench import command, subjects
-from kvpipe.bench.measure import Case
-from kvpipe.bench.programs import redis_values, request, side
-from kvpipe.bench.progress import Progress
-from kvpipe.bench.run import Run
 
 SIZE, NUM_VALUES = 64, 200
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from bench import command
+from bench.store.chaos import programs
+from bench.store.results import MARGIN_S, Ledger, Survival
+from bench.store.servers import Left
+from bench.store.values import SIZES, content_of
 from kvpipe import ConfigError
-from kvpipe.bench import command
-from kvpipe.bench.store.chaos import programs
-from kvpipe.bench.store.results import MARGIN_S, Ledger, Survival
-from kvpipe.bench.store.servers import Left
-from kvpipe.bench.store.values import SIZES, content_of
 
 # Of the harness, which no user waits for.
 pytestmark = pytest.mark.slow

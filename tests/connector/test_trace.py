@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.bench.trace import Event, read
+from bench.trace import Event, read
 from kvpipe.connector.config import ConnectorConfig
 from kvpipe.connector.metadata import StepMetadata
 from kvpipe.transfer_params import consume, produce

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
-from kvpipe.bench.instances.servers import Server, ServerPool
+from bench.instances.servers import Server, ServerPool
 from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread, Instance
 from kvpipe.launch.plan import free_ports
 from kvpipe.launch.spec import OWN_STORE

@@ -1,0 +1,86 @@
+"""Parts of the runs in which processes are killed at random: arguments, counts, and their text."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
+
+from bench.report import describe, table
+from kvpipe.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+# Failures that are printed.
+SHOWN_FAILURES = 10
+_LOOK_EVERY_S = 0.5
+
+
+@dataclass
+class Counts:
+    """Counts of a run.
+
+    Attributes:
+        VIOLATIONS: Names of those that are 0 unless a promise was broken.
+    """
+
+    VIOLATIONS: ClassVar[Sequence[str]] = ()
+
+    @property
+    def is_clean(self) -> bool:
+        """True if no promise was broken."""
+        return not any(getattr(self, name) for name in self.VIOLATIONS)
+
+    def lines(self) -> list[tuple[str, int]]:
+        """Names and values."""
+        return [(each.name.replace("_", " "), getattr(self, each.name)) for each in fields(self)]
+
+
+def add_arguments(parser: argparse.ArgumentParser, about: str) -> None:
+    """Adds the options of such a run."""
+    parser.add_argument("--chaos", type=int, metavar="N", help=f"instead: {about}")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="of --chaos; by default another one each time, which is printed"
+    )
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuses wrong ones.
+
+    Raises:
+        ConfigError: An argument is wrong.
+    """
+    if args.chaos is not None and args.chaos < 1:
+        message = f"--chaos {args.chaos}: expected at least 1"
+        raise ConfigError(message)
+    if args.seed is not None and args.chaos is None:
+        message = f"--seed {args.seed}: expected --chaos with it"
+        raise ConfigError(message)
+
+
+def seed_of(args: argparse.Namespace) -> int:
+    """Returns the seed, drawn unless it was given, and prints it."""
+    seed: int = secrets.randbelow(1 << 32) if args.seed is None else args.seed
+    sys.stderr.write(f"seed {seed}\n")
+    return seed
+
+
+def text(facts: Mapping[str, Any], header: Sequence[str], found: Sequence[Counts], failures: Sequence[str]) -> str:
+    """A column for each of `found`, with the first failures."""
+    names = [name for name, _ in found[0].lines()]
+    columns = [[str(value) for _, value in each.lines()] for each in found]
+    rows = [list(row) for row in zip(names, *columns, strict=True)]
+    return "\n\n".join(filter(None, [describe(facts), table(header, rows), "\n".join(failures)]))
+
+
+def until(is_reached: Callable[[], bool], within_s: float, look_every_s: float = _LOOK_EVERY_S) -> bool:
+    """Waits until a condition holds, or that time is over; returns whether it holds."""
+    ends_at = time.monotonic() + within_s
+    while not (holds := is_reached()) and time.monotonic() < ends_at:
+        time.sleep(look_every_s)
+    return holds
