@@ -39,8 +39,8 @@ from yarl import URL
 
 from bench import machine
 from bench.instances.broker_process import BrokerProcess
-from bench.instances.servers import clock_s
 from bench.measure import summarize
+from bench.processes import clock_s
 from bench.report import cell, describe, table
 from kvpipe.queue.topology import REPLIES_EXPIRE_S
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from bench.processes import ANSWER_WITHIN_S, SubjectError, on_cpu
 from bench.runner import Sample
 from kvpipe.config import ucx_wheel_dir
+from kvpipe.launch.process import ProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -99,25 +100,22 @@ class PerftestRunner:
                     text=True,
                     timeout=ANSWER_WITHIN_S,
                     check=False,
-                    start_new_session=True,
+                    process_group=0,
                 )
         except subprocess.TimeoutExpired as error:
             message = f"did not end within {ANSWER_WITHIN_S:.0f} s"
             raise SubjectError(message) from error
         finally:
-            server.kill()
-            server.wait()
+            server.kill_all()
             os.close(terminal)
         return figures(client.stdout, client.stderr)
 
-    def _serve(self, port: str) -> tuple[subprocess.Popen[bytes], int]:
+    def _serve(self, port: str) -> tuple[ProcessGroup, int]:
         """Starts the server and waits until it listens. It reports that without delay to a terminal only."""
         terminal, inside = pty.openpty()
         command = [self._path, "-p", port]
         try:
-            server = subprocess.Popen(  # noqa: S603 - UCX's own tool
-                command, env=self._env, stdin=subprocess.DEVNULL, stdout=inside, stderr=inside, start_new_session=True
-            )
+            server = ProcessGroup(command, env=self._env, stdout=inside)
         finally:
             os.close(inside)
         output = b""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from bench.checkout import python_path
 from bench.programs import request
 from kvpipe.exceptions import KVPipeError
+from kvpipe.launch.process import ProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -88,6 +89,12 @@ def on_cpu(place: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, cpus)
 
 
+def clock_s(pid: int) -> float:
+    """Seconds of CPU that all threads of another process have used."""
+    # Linux's clock of another process: its id inverted, and CPUCLOCK_SCHED (2)
+    return time.clock_gettime((~pid << 3) | 2)
+
+
 class Process:
     """A process on this machine.
 
@@ -100,14 +107,13 @@ class Process:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when the process ended, closed by close()
         self._unread = b""
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - our own programs
+            # In a group of its own: Ctrl-C reaches this process only, which then ends the others.
+            self._process = ProcessGroup(
                 list(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 env={**os.environ, "PYTHONPATH": python_path(), **env},
-                # Ctrl-C reaches this process only, which then ends the others
-                start_new_session=True,
             )
         except OSError as error:
             self._errors.close()
@@ -161,8 +167,7 @@ class Process:
 
     def cpu_s(self) -> float:
         """Seconds of CPU that its threads have used so far."""
-        # Linux's clock of another process: its id inverted, and CPUCLOCK_SCHED (2)
-        return time.clock_gettime((~self._process.pid << 3) | 2)
+        return clock_s(self._process.pid)
 
     def signal(self, number: int) -> None:
         """Sends a signal, unless the process has ended."""
@@ -176,6 +181,6 @@ class Process:
 
     def close(self) -> None:
         """Kills the process, which has no state to save."""
-        self._process.kill()
+        self._process.kill_all()
         self._process.communicate()
         self._errors.close()

@@ -191,7 +191,7 @@ def test_instances_are_killed_in_turn_and_come_back_while_requests_go_on(
         group = Group([Subject("kvpipe", target, target)], instances, {"kvpipe": servers[2]})
         before = [server.group for server in servers]
         workload = Workload.draw(1, 1.0, 10, SMALL)
-        cells, faults = FaultyRun(pool, group, 0.5, 30.0, Progress(io.StringIO())).measure(workload)
+        cells, faults = FaultyRun(group, 0.5, 30.0, Progress(io.StringIO())).measure(workload)
         assert [cell.phase for cell in cells] == ["load", "faults"]
         assert [it.error for cell in cells for it in cell.outcomes] == [""] * 20
         assert [it.request for it in cells[0].outcomes] == [it.request for it in cells[1].outcomes]
@@ -213,7 +213,7 @@ def test_a_server_that_was_ended_starts_again_at_the_same_address(tmp_path: Path
         server.end()
         with pytest.raises(SubjectError, match="it has ended"):
             server.require_running()
-        pool.restart(server)
+        server.start()
         server.until_healthy()
         assert server.cpu_s_by_part()["API servers"] > 0
         assert server.is_healthy()

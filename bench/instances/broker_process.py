@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Self
 
 from bench.processes import SubjectError
 from kvpipe.launch.plan import free_ports
+from kvpipe.launch.process import ProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from kvpipe.launch.watchdog import Watchdog
 
 _HOST = "127.0.0.1"
 _STARTED = b"completed with"
@@ -54,18 +57,20 @@ class BrokerProcess:
     Args:
         folder: Folder of its data, configuration and log.
         erlang_arguments: More arguments of the Erlang machine.
+        watchdog: Ends it if this process dies.
 
     Attributes:
         url: AMQP URL.
     """
 
-    def __init__(self, folder: Path, erlang_arguments: str = "") -> None:
+    def __init__(self, folder: Path, erlang_arguments: str = "", *, watchdog: Watchdog | None = None) -> None:
         self._folder = folder
         self._erlang_arguments = erlang_arguments
+        self._watchdog = watchdog
         self._port, self._node_port = free_ports(2)
         self._node = f"kvpipe-{self._port}@localhost"
         self.url = f"amqp://guest:guest@{_HOST}:{self._port}/"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ProcessGroup | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -97,14 +102,12 @@ class BrokerProcess:
         """
         if reason := missing():
             raise SubjectError(reason)
-        self._process = subprocess.Popen(  # noqa: S603 - the server that was found
+        self._process = ProcessGroup(
             [_server_script()],
-            stdin=subprocess.DEVNULL,
+            watchdog=self._watchdog,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             env={**os.environ, **self._environment()},
             cwd=self._folder,
-            process_group=0,
         )
         self._until_started(self._process)
 
@@ -154,7 +157,7 @@ class BrokerProcess:
             raise SubjectError(message)
         return answer.removeprefix("{ok, ").removesuffix("}")
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> ProcessGroup:
         if self._process is None:
             message = "the broker does not run"
             raise SubjectError(message)
@@ -184,7 +187,7 @@ class BrokerProcess:
             "RABBITMQ_DIST_PORT": str(self._node_port),
         }
 
-    def _until_started(self, process: subprocess.Popen[bytes]) -> None:
+    def _until_started(self, process: ProcessGroup) -> None:
         assert process.stdout is not None  # noqa: S101 - for mypy: it is a pipe
         descriptor, output = process.stdout.fileno(), b""
         ends_at = time.monotonic() + _START_WITHIN_S
@@ -206,9 +209,10 @@ class BrokerProcess:
             # The output ends with the last of its processes: they have it from their parents.
             process.communicate(timeout=_END_WITHIN_S)
         except subprocess.TimeoutExpired:
-            process.kill()
             message = f"the broker did not end within {_END_WITHIN_S:.0f} s"
             raise SubjectError(message) from None
+        finally:
+            process.kill_all()
 
 
 def _server_script() -> str:

@@ -14,15 +14,15 @@ from urllib.parse import urlsplit
 
 from bench.checkout import python_path
 from bench.instances.broker_process import BrokerProcess
-from bench.processes import SubjectError
-from kvpipe.launch.watchdog import Watchdog, group_members, kill_members
+from bench.processes import SubjectError, clock_s
+from kvpipe.launch.process import ProcessGroup
+from kvpipe.launch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 _START_WITHIN_S = 600.0
-_END_WITHIN_S = 10.0
 _TAIL_LINES = 12
 _PARTS = {"Worker": "workers", "EngineCor": "EngineCores"}
 
@@ -36,11 +36,20 @@ class Server:
     """
 
     def __init__(
-        self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], log: Path, *, health: str = "/health"
+        self,
+        name: str,
+        url: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        *,
+        watchdog: Watchdog,
+        health: str = "/health",
     ) -> None:
         self.name = name
         self.url = url
         self._health = health
+        self._watchdog = watchdog
         self._log = log
         self._command = list(command)
         self._env = {**os.environ, "PYTHONPATH": python_path(), **env}
@@ -50,14 +59,7 @@ class Server:
     def start(self) -> None:
         """Starts its process, again if it has ended; the log of the process before stays."""
         with self._log.open("ab") as output:
-            self._process = subprocess.Popen(  # noqa: S603 - our own commands
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self._env,
-                process_group=0,
-            )
+            self._process = ProcessGroup(self._command, watchdog=self._watchdog, stdout=output, env=self._env)
         self._members: list[int] = []
 
     @property
@@ -76,7 +78,7 @@ class Server:
             if self._process.poll() is not None or time.monotonic() > give_up_at:
                 raise SubjectError(self._last_lines("did not start"))
             time.sleep(0.5)
-        self._members = group_members(self.group)
+        self._members = self._process.members()
 
     def require_running(self) -> None:
         """Checks that its first process has not ended.
@@ -119,7 +121,7 @@ class Server:
 
     def signal(self, number: int) -> None:
         """Sends a signal to all its processes."""
-        os.killpg(self.group, number)
+        self._process.signal_all(number)
 
     def stop(self, within_s: float) -> None:
         """Has its first process end in order, and waits for it.
@@ -135,18 +137,7 @@ class Server:
 
     def end(self) -> None:
         """Ends all its processes."""
-        with contextlib.suppress(ProcessLookupError):
-            self.signal(signal.SIGKILL)
-        self._process.wait()
-        give_up_at = time.monotonic() + _END_WITHIN_S
-        while kill_members(self.group) and time.monotonic() < give_up_at:
-            time.sleep(0.05)
-
-
-def clock_s(pid: int) -> float:
-    """Seconds of CPU that all threads of another process have used."""
-    # Linux's clock of another process: its id inverted, and CPUCLOCK_SCHED (2)
-    return time.clock_gettime((~pid << 3) | 2)
+        self._process.kill_all()
 
 
 def _part(pid: int) -> str:
@@ -157,10 +148,14 @@ def _part(pid: int) -> str:
 
 
 class ServerPool:
-    """All servers: a context manager that ends them. A watchdog ends them if this process dies."""
+    """All servers: a context manager that ends them.
+
+    Attributes:
+        watchdog: Ends them if this process dies.
+    """
 
     def __init__(self) -> None:
-        self._watchdog = Watchdog()
+        self.watchdog = Watchdog()
         self._servers: list[Server] = []
         self._brokers: list[BrokerProcess] = []
 
@@ -170,43 +165,32 @@ class ServerPool:
     def __exit__(self, *_: object) -> None:
         for server in self._servers:
             server.end()
-            self._watchdog.forget(server.group)
         for broker in self._brokers:
-            self._watchdog.forget(broker.pid)
             broker.kill()
-        asyncio.run(self._watchdog.close())
+        asyncio.run(self.watchdog.close())
 
     def start(
         self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], log: Path, *, health: str = "/health"
     ) -> Server:
         """Starts a server; the caller waits until it is healthy."""
-        server = Server(name, url, command, env, log, health=health)
+        server = Server(name, url, command, env, log, watchdog=self.watchdog, health=health)
         self.add(server)
         return server
 
     def add(self, *servers: Server) -> None:
-        """Adds servers that were started."""
+        """Adds servers that were started with its watchdog."""
         self._servers += servers
-        for server in servers:
-            self._watchdog.watch(server.group)
 
-    def start_broker(self, folder: Path) -> BrokerProcess:
+    def start_broker(self, folder: Path, erlang_arguments: str = "") -> BrokerProcess:
         """Starts a RabbitMQ broker with its data in an empty folder, and waits for it.
 
         Raises:
             SubjectError: It does not start.
         """
-        broker = BrokerProcess(folder)
+        broker = BrokerProcess(folder, erlang_arguments, watchdog=self.watchdog)
         broker.start()
         self._brokers.append(broker)
-        self._watchdog.watch(broker.pid)
         return broker
-
-    def restart(self, server: Server) -> None:
-        """Starts a server again that has been ended; the caller waits until it is healthy."""
-        self._watchdog.forget(server.group)
-        server.start()
-        self._watchdog.watch(server.group)
 
 
 @contextlib.contextmanager

@@ -160,7 +160,7 @@ class Chaos:
 
     async def _kill_broker(self) -> None:
         self._progress.line(f"{self._num_ended} ended, killing the broker")
-        await asyncio.to_thread(self._replace_broker)
+        await asyncio.to_thread(self._deployment.replace_broker)
         self.found.broker_kills += 1
 
     async def _kill_front(self, front: Server) -> None:
@@ -185,10 +185,6 @@ class Chaos:
     def _num_ended(self) -> int:
         found = self.found
         return found.answered + found.too_large + found.lost + found.answered_twice
-
-    def _replace_broker(self) -> None:
-        self._deployment.kill_broker()
-        self._deployment.start_broker()
 
     def _request(self, number: int) -> Ask:
         random_of = self._requests

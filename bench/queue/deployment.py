@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -11,11 +10,9 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-from bench.instances.broker_process import BrokerProcess
-from bench.instances.servers import ServerPool, clock_s
-from bench.processes import Process, SubjectError, requests_to
+from bench.instances.servers import ServerPool
+from bench.processes import Process, SubjectError, clock_s, requests_to
 from kvpipe.launch.plan import free_ports
-from kvpipe.launch.watchdog import Watchdog
 from kvpipe.queue.topology import Topology
 
 if TYPE_CHECKING:
@@ -65,16 +62,12 @@ class Deployment:
         max_message_bytes: int = 0,
     ) -> None:
         self._folder = folder
-        self._watchdog = Watchdog()
         self._stack = contextlib.ExitStack()
-        data = folder / "broker"
-        data.mkdir()
-        self.broker = BrokerProcess(data, f"-rabbit max_message_size {max_message_bytes}" if max_message_bytes else "")
+        self._of_broker = f"-rabbit max_message_size {max_message_bytes}" if max_message_bytes else ""
         self._of_first_front = ("--max-message-bytes", str(max_message_bytes)) if max_message_bytes else ()
         self._num_instances = num_prefill, num_decode
         self._num_fronts = num_fronts
         self._has_direct = has_direct
-        self._env = {"KVPIPE_AMQP": self.broker.url}
         self.fronts: list[Server] = []
         self.workers: list[Server] = []
         self.direct: Server | None = None
@@ -89,15 +82,16 @@ class Deployment:
         self._stack.close()
 
     def _start(self) -> None:
-        self._stack.callback(lambda: asyncio.run(self._watchdog.close()))
-        self.start_broker()
-        self._stack.callback(self.kill_broker)
+        self._pool = self._stack.enter_context(ServerPool())
+        data = self._folder / "broker"
+        data.mkdir()
+        self.broker = self._pool.start_broker(data, self._of_broker)
+        self._env = {"KVPIPE_AMQP": self.broker.url}
         command = [sys.executable, "-m", "bench.queue.instances", *map(str, self._num_instances)]
         instances = self._stack.enter_context(contextlib.closing(Process(command, {})))
         words = instances.answer()
         self.instances = instances
         self._prefill, self._decode = words["prefill"].split(";"), words["decode"].split(";")
-        self._pool = self._stack.enter_context(ServerPool())
         self.fronts = [
             self._proxy(f"front {number}", "--dispatch", "amqp", *(self._of_first_front if number == 1 else ()))
             for number in range(1, self._num_fronts + 1)
@@ -120,21 +114,16 @@ class Deployment:
         command = [sys.executable, "-m", "kvpipe", *arguments]
         return self._pool.start(name, url, command, self._env, self._folder / f"{name}.log")
 
-    def start_broker(self) -> None:
-        """Starts the broker, again if it was killed."""
+    def replace_broker(self) -> None:
+        """Ends the broker at once, and starts it again."""
+        self.broker.kill()
         self.broker.start()
-        self._watchdog.watch(self.broker.pid)
 
-    def kill_broker(self) -> None:
-        """Ends the broker at once."""
-        if self.broker.is_running:
-            self._watchdog.forget(self.broker.pid)
-            self.broker.kill()
-
-    def replace(self, server: Server) -> None:
+    @staticmethod
+    def replace(server: Server) -> None:
         """Ends a worker or a front end at once, and starts it again."""
         server.end()
-        self._pool.restart(server)
+        server.start()
 
     def until_served(self) -> None:
         """Waits until all front ends are healthy and know all workers.

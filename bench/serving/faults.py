@@ -18,7 +18,7 @@ from bench.serving.run import Cell, warm_up
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.instances.servers import Server, ServerPool
+    from bench.instances.servers import Server
     from bench.progress import Progress
     from bench.serving.generator import Outcome
     from bench.serving.subjects import Group
@@ -61,15 +61,14 @@ class FaultyRun:
     """One workload without faults, and the same with them.
 
     Args:
-        pool: Restarts instances.
         group: kvpipe's instances and proxy.
         interval_s: Seconds between two kills; the next one waits until the instance killed before is back.
         limit_s: Seconds after which a request is given up.
         progress: Where progress is shown.
     """
 
-    def __init__(self, pool: ServerPool, group: Group, interval_s: float, limit_s: float, progress: Progress) -> None:
-        self._pool, self._group, self._interval_s, self._limit_s = pool, group, interval_s, limit_s
+    def __init__(self, group: Group, interval_s: float, limit_s: float, progress: Progress) -> None:
+        self._group, self._interval_s, self._limit_s = group, interval_s, limit_s
         self._progress = progress
         self._faults: list[Fault] = []
         self._leased: dict[str, list[tuple[float, float]]] = {}
@@ -116,7 +115,7 @@ class FaultyRun:
         self._faults.append(Fault(victim.name, killed_s, None))
         self._progress.line(f"{killed_s:.0f} s: {victim.name} killed")
         await asyncio.to_thread(victim.end)
-        self._pool.restart(victim)
+        victim.start()
         await _until_healthy(victim)
         back_s = time.monotonic() - zero_s
         self._faults[-1] = Fault(victim.name, killed_s, back_s)

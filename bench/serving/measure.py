@@ -153,7 +153,7 @@ class Measurement:
             self._announce(offers, _FAULTS_TIMES, pace)
             (offer,) = offers
             workload = Workload.draw(wanted.seed, offer.rate, offer.num_requests, wanted.mix)
-            faulty = FaultyRun(pool, running.groups[0], wanted.fault_interval_s, wanted.limit_s, self._progress)
+            faulty = FaultyRun(running.groups[0], wanted.fault_interval_s, wanted.limit_s, self._progress)
             cells, faults = faulty.measure(workload)
             self._progress.end()
         return Measured(None, [*running.cells, *cells], [], faults)

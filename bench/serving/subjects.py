@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.instances import broker_process
-from bench.instances.servers import clock_s
 from bench.instances.vllm import (
     kvpipe_transfer,
     nixl_env,
@@ -21,6 +20,7 @@ from bench.instances.vllm import (
     start_proxy,
     start_worker,
 )
+from bench.processes import clock_s
 from bench.serving.generator import NixlPull, RoundRobin
 from kvpipe.exceptions import ConfigError
 from kvpipe.launch.plan import free_ports

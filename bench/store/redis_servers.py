@@ -41,7 +41,7 @@ _LONGEST_MOVE_STEP_S = 0.1
 class RedisServer(Server):
     """A Redis or Valkey server without persistence."""
 
-    def __init__(self, name: str, program: str, port: int, folder: Path, *options: str) -> None:
+    def __init__(self, pool: ServerPool, name: str, program: str, port: int, folder: Path, *options: str) -> None:
         import redis  # noqa: PLC0415 - of an extra, which was checked
 
         self.port, self._data = port, folder / str(port)
@@ -49,7 +49,7 @@ class RedisServer(Server):
         self.admin: Any = redis.Redis(HOST, port, socket_timeout=_ADMIN_ANSWERS_WITHIN_S, retry=None)
         command = [program, "--bind", HOST, "--port", str(port), "--dir", str(self._data), "--save", ""]
         command += ["--appendonly", "no", *options]
-        super().__init__(name, f"redis://{HOST}:{port}", command, {}, folder / f"{port}.log")
+        super().__init__(name, f"redis://{HOST}:{port}", command, {}, folder / f"{port}.log", watchdog=pool.watchdog)
 
     def is_healthy(self) -> bool:
         """Returns whether it answers."""
@@ -206,14 +206,14 @@ class RedisStore(_DatabaseStore):
     answer_s = 4 * _EXCHANGE_S
 
     def __init__(self, name: str, pool: ServerPool, random: Random, folder: Path, program: str) -> None:
-        super().__init__(name, pool, random)
+        super().__init__(name, random)
         ports = free_ports(2)
         # Neither is a primary when it starts: no client uses one whose role is not decided.
         # A link that says nothing is made again before `_CHANGES_WITHIN_S`; by default after 60 s.
         common = ("--repl-diskless-sync-delay", "0", "--repl-timeout", "5", "--repl-ping-replica-period", "1")
         options = [(*common, "--replicaof", HOST, str(sum(ports) - port)) for port in ports]
         self._servers = [
-            RedisServer(f"{name} {port}", program, port, folder, *of_one)
+            RedisServer(pool, f"{name} {port}", program, port, folder, *of_one)
             for port, of_one in zip(ports, options, strict=True)
         ]
         pool.add(*self._servers)
@@ -308,11 +308,13 @@ class ClusterStore(_DatabaseStore):
     answer_s = 8 * _EXCHANGE_S
 
     def __init__(self, name: str, pool: ServerPool, random: Random, folder: Path, program: str) -> None:
-        super().__init__(name, pool, random)
+        super().__init__(name, random)
         # A cluster's servers connect to each other at ports that are 10,000 higher, unless others are configured.
         ports = free_ports(2 * _NUM_CLUSTER_SERVERS)
         self._servers = [
-            RedisServer(f"{name} {port}", program, port, folder, "--cluster-enabled", "yes", "--cluster-port", str(bus))
+            RedisServer(
+                pool, f"{name} {port}", program, port, folder, "--cluster-enabled", "yes", "--cluster-port", str(bus)
+            )
             for port, bus in zip(ports[::2], ports[1::2], strict=True)
         ]
         pool.add(*self._servers)

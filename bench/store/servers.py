@@ -71,8 +71,8 @@ class Store:
     opens_again = False
     answer_s: float
 
-    def __init__(self, name: str, pool: ServerPool, random: Random) -> None:
-        self.name, self._pool, self._random = name, pool, random
+    def __init__(self, name: str, random: Random) -> None:
+        self.name, self._random = name, random
         self.num_evicted = 0
         self.faults: Mapping[str, Callable[[], None]] = {
             "servers killed": self.kill,
@@ -97,7 +97,7 @@ class Store:
 
     def _replace(self, server: Server) -> None:
         server.end()
-        self._pool.restart(server)
+        server.start()
         server.until_healthy()
 
     def freeze(self) -> None:
@@ -147,12 +147,12 @@ class OwnStore(Store):
     answer_s = 6.0
 
     def __init__(self, name: str, pool: ServerPool, random: Random, folder: Path) -> None:
-        super().__init__(name, pool, random)
+        super().__init__(name, random)
         [port] = free_ports(1)
         self.url = f"kvpipe://{HOST}:{port}"
         command = [sys.executable, "-m", "kvpipe", "store", "serve", "--listen", f"{HOST}:{port}"]
         command += ["--capacity", _CAPACITY, "--disk", str(folder / "disk"), "--disk-capacity", _DISK_CAPACITY]
-        self._server = _OwnServer(name, self.url, command, {}, folder / f"{port}.log")
+        self._server = _OwnServer(name, self.url, command, {}, folder / f"{port}.log", watchdog=pool.watchdog)
         pool.add(self._server)
         self._server.until_healthy()
 

@@ -72,7 +72,7 @@ class Queued:
 
     def replace(self, worker: Server) -> None:
         """Starts a worker that has been killed again."""
-        self._pool.restart(worker)
+        worker.start()
         self.until_taken()
 
     def state(self, url: str = "") -> dict[str, Any]:
