@@ -39,9 +39,9 @@ from yarl import URL
 
 from bench import machine
 from bench.instances.broker_process import BrokerProcess
-from bench.measure import summarize
 from bench.processes import clock_s
 from bench.report import cell, describe, table
+from bench.results import summarize
 from kvpipe.queue.topology import REPLIES_EXPIRE_S
 
 if TYPE_CHECKING:

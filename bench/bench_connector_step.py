@@ -29,7 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from bench import machine
 from bench.instances.model import write_model
-from bench.serving.report import markdown
+from bench.report import markdown
 from kvpipe import _kvpipe
 from kvpipe.connector import KVPipeConnector
 from kvpipe.connector.requests import prompt_hash

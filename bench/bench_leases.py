@@ -39,7 +39,7 @@ from bench.instances.vllm import (
     nixl_unavailable_reason,
     start_instance,
 )
-from bench.serving.report import markdown
+from bench.report import markdown
 from kvpipe.control import ControlClient
 from kvpipe.launch.plan import free_ports
 from kvpipe.launch.spec import LOOPBACK

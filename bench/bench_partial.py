@@ -20,7 +20,7 @@ from bench.handoff import client
 from bench.instances import model
 from bench.instances.servers import ServerPool
 from bench.instances.vllm import BLOCK_SIZE, TOKEN, kvpipe_transfer
-from bench.serving.report import markdown
+from bench.report import markdown
 from bench.serving.subjects import Setting
 from kvpipe.control import ControlClient
 from kvpipe.launch.plan import free_ports

@@ -19,8 +19,8 @@ from bench.handoff import client
 from bench.instances import model
 from bench.instances.servers import ServerPool, resumed
 from bench.instances.vllm import BLOCK_SIZE
+from bench.report import markdown
 from bench.serving import subjects
-from bench.serving.report import markdown
 from bench.serving.subjects import Setting
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from bench import machine
 from bench.checkout import ROOT
-from bench.measure import summarize
-from bench.plot import matplotlib, save
-from bench.serving.report import markdown
+from bench.plot import drawing, save
+from bench.report import markdown
+from bench.results import summarize
 from kvpipe.store.serde import SERDES, Layout, Serde
 
 TINY_MODEL = ROOT / "examples" / "disagg_prefill" / "tiny_model.py"
@@ -227,9 +227,8 @@ def report(speed: dict[str, dict[str, Any]], effect: dict[str, dict[str, float]]
 
 def draw(path: Path, speed: dict[str, dict[str, Any]], effect: dict[str, dict[str, float]], title: str) -> None:
     """Draws speed as bars, and the divergence against the size."""
-    _, figure = matplotlib()
-    drawing = figure.Figure(figsize=(12, 4.4), layout="constrained")
-    left, right = drawing.subplots(1, 2)
+    drawn = drawing(12, 4.4)
+    left, right = drawn.subplots(1, 2)
     names = [name for name in speed if name != MEMCPY]
     for offset, direction, color in ((-0.2, "encode", "tab:blue"), (0.2, "decode", "tab:orange")):
         rates = [speed[name][direction] for name in names]
@@ -261,8 +260,7 @@ def draw(path: Path, speed: dict[str, dict[str, Any]], effect: dict[str, dict[st
     right.set_ylabel("KL divergence from naive: mean (dot), p99 (bar)")
     right.set_title("next token, tiny model with random weights", fontsize=11)
     right.grid(alpha=0.3)
-    drawing.suptitle(title, fontsize=9, color="dimgray")
-    save(drawing, path)
+    save(drawn, path, title)
 
 
 def _tiny_model() -> Path:

@@ -22,8 +22,8 @@ from bench.handoff import client
 from bench.instances.model import random_prompt, write_model
 from bench.instances.servers import ServerPool
 from bench.processes import SubjectError
+from bench.report import markdown
 from bench.serving import subjects
-from bench.serving.report import markdown
 from bench.serving.subjects import Setting
 
 LENGTHS = (16, 32, 64, 128, 256, 512)

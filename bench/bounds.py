@@ -7,52 +7,24 @@ subject above the bound hashes while another thread moves bytes, or hashes bytes
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bench.measure import Case, Summary, summarize
+from bench.results import Row, median_ratio, summarize
 from bench.subjects import HASH, WITHOUT_CHECKSUM
+from bench.transports import labels_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.results import Entry
+    from bench.runner import Entry
 
 
-@dataclass(frozen=True)
-class Bound:
-    """One subject with checksums, and its bound. All in GB/s.
+def bounds_of(entries: Sequence[Entry]) -> list[Row]:
+    """Returns a bound for each subject with figures with, without and of the checksum alone.
 
-    Attributes:
-        case: What was measured.
-        subject: Who.
-        data_path: `default` or `tcp`.
-        value: With checksums.
-        copy: The same without.
-        hash: The checksum alone.
-        serial: 1/(1/copy + 1/hash), measured round by round.
-        ratio: Of `value` to `serial`: the median of the ratios of the rounds.
+    Its figures, in GB/s, are `value` (with checksums), `copy`, `hash` and `serial`, each round by round, and `ratio`:
+    of `value` to `serial`.
     """
-
-    case: Case
-    subject: str
-    data_path: str
-    value: Summary
-    copy: Summary
-    hash: Summary
-    serial: Summary
-    ratio: float
-
-    def as_json(self) -> dict[str, Any]:
-        """The bound with plain types."""
-        fields = asdict(self)
-        del fields["case"]
-        return {"kind": self.case.kind, "bytes": self.case.num_bytes, **fields, "unit": self.case.unit}
-
-
-def bounds_of(entries: Sequence[Entry]) -> list[Bound]:
-    """Returns a bound for each subject with figures with, without and of the checksum alone."""
     named = {(entry.case, entry.subject.data_path, entry.subject.name): entry for entry in entries}
     bounds = []
     for (case, data_path, name), entry in named.items():
@@ -62,17 +34,10 @@ def bounds_of(entries: Sequence[Entry]) -> list[Bound]:
     return bounds
 
 
-def _bound(entry: Entry, copy: Entry, hashed: Entry) -> Bound:
-    rounds = list(zip(entry.values, copy.values, hashed.values, strict=True))
-    serial = [1 / (1 / moved + 1 / summed) for _, moved, summed in rounds]
-    ratio = median(value / bound for (value, _, _), bound in zip(rounds, serial, strict=True))
-    return Bound(
-        entry.case,
-        entry.subject.name,
-        entry.subject.data_path,
-        summarize(entry.values),
-        summarize(copy.values),
-        summarize(hashed.values),
-        summarize(serial),
-        ratio,
+def _bound(entry: Entry, copy: Entry, hashed: Entry) -> Row:
+    serial = [1 / (1 / moved + 1 / summed) for moved, summed in zip(copy.values, hashed.values, strict=True)]
+    parts = {"value": entry.values, "copy": copy.values, "hash": hashed.values, "serial": serial}
+    return Row(
+        labels_of(entry.case, entry.subject.name, entry.subject.data_path),
+        {name: summarize(values) for name, values in parts.items()} | {"ratio": median_ratio(entry.values, serial)},
     )

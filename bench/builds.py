@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from bench.results import Row
 from bench.runner import Program, Subject
+from bench.transports import labels_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from bench.measure import Case
-    from bench.results import Entry
+    from bench.runner import Entry
 
 OTHER = " (other build)"
 # Where its memory lies makes a process faster or slower for as long as it lives: of two processes of one build one
@@ -35,37 +36,6 @@ class Interval:
     high: float
 
 
-@dataclass(frozen=True)
-class Difference:
-    """This build against the other one, for one subject and case.
-
-    Attributes:
-        case: What was measured.
-        subject: Its name.
-        data_path: `default`, `tcp`, or empty.
-        speed: Throughput of this build divided by the other's, round by round; of times, the other's by this one's.
-        cpu: CPU seconds for each GiB of this build divided by the other's; `None` where they cannot be told.
-    """
-
-    case: Case
-    subject: str
-    data_path: str
-    speed: Interval
-    cpu: Interval | None
-
-    def as_json(self) -> dict[str, Any]:
-        """The difference with plain types."""
-        fields = asdict(self)
-        del fields["case"]
-        return {
-            "kind": self.case.kind,
-            "bytes": self.case.num_bytes,
-            "num_blocks": self.case.num_blocks,
-            "layout": self.case.layout,
-            **fields,
-        }
-
-
 def beside(subjects: Iterable[Subject], python: str) -> list[Subject]:
     """The subjects, each that is kvpipe followed by itself as the interpreter of another environment runs it."""
     return [build for one in subjects for build in (one, _other(one, python)) if build]
@@ -78,8 +48,13 @@ def _other(one: Subject, python: str) -> Subject | None:
     return replace(one, name=f"{one.name}{OTHER}", program=program)
 
 
-def differences_of(entries: Sequence[Entry]) -> list[Difference]:
-    """A difference for each subject that both builds ran."""
+def differences_of(entries: Sequence[Entry]) -> list[Row]:
+    """A difference for each subject that both builds ran.
+
+    Its figures are intervals. `speed` is the throughput of this build divided by the other's, round by round; of times,
+    the other's by this one's. `cpu` is CPU seconds for each GiB of this build divided by the other's; `None` where they
+    cannot be told.
+    """
     named = {(entry.case, entry.subject.data_path, entry.subject.name): entry for entry in entries}
     pairs = [
         (entry, other)
@@ -89,7 +64,7 @@ def differences_of(entries: Sequence[Entry]) -> list[Difference]:
     return [_difference(entry, other) for entry, other in pairs]
 
 
-def _difference(entry: Entry, other: Entry) -> Difference:
+def _difference(entry: Entry, other: Entry) -> Row:
     rounds = list(zip(entry.samples, other.samples, strict=True))
     ratios = [ours.value / theirs.value for ours, theirs in rounds]
     cpus = [
@@ -98,8 +73,9 @@ def _difference(entry: Entry, other: Entry) -> Difference:
         if ours.cpu_s_per_gib is not None and theirs.cpu_s_per_gib
     ]
     speed = [1 / ratio for ratio in ratios] if entry.case.is_timed else ratios
-    return Difference(
-        entry.case, entry.subject.name, entry.subject.data_path, interval(speed), interval(cpus) if cpus else None
+    return Row(
+        labels_of(entry.case, entry.subject.name, entry.subject.data_path),
+        {"speed": interval(speed), "cpu": interval(cpus) if cpus else None},
     )
 
 

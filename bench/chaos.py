@@ -8,12 +8,14 @@ import time
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
-from bench.report import describe, table
-from kvpipe.exceptions import ConfigError
+from bench import report
+from bench.options import refuse, require_at_least
+from bench.results import Findings, Row
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
     from typing import Any
 
 # Failures that are printed.
@@ -55,12 +57,10 @@ def check_arguments(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: An argument is wrong.
     """
-    if args.chaos is not None and args.chaos < 1:
-        message = f"--chaos {args.chaos}: expected at least 1"
-        raise ConfigError(message)
-    if args.seed is not None and args.chaos is None:
-        message = f"--seed {args.seed}: expected --chaos with it"
-        raise ConfigError(message)
+    if args.chaos is not None:
+        require_at_least(1, chaos=args.chaos)
+    elif args.seed is not None:
+        refuse("--seed", args.seed, "expected --chaos with it")
 
 
 def seed_of(args: argparse.Namespace) -> int:
@@ -70,12 +70,15 @@ def seed_of(args: argparse.Namespace) -> int:
     return seed
 
 
-def text(facts: Mapping[str, Any], header: Sequence[str], found: Sequence[Counts], failures: Sequence[str]) -> str:
-    """A column for each of `found`, with the first failures."""
-    names = [name for name, _ in found[0].lines()]
-    columns = [[str(value) for _, value in each.lines()] for each in found]
-    rows = [list(row) for row in zip(names, *columns, strict=True)]
-    return "\n\n".join(filter(None, [describe(facts), table(header, rows), "\n".join(failures)]))
+def show(facts: Mapping[str, Any], counts: Mapping[str, Counts], failures: Sequence[str], file: Path | None) -> None:
+    """Prints a column of counts for each of the things that were attacked, with the first failures.
+
+    The same goes to a JSON file, if there is to be one.
+    """
+    rows = [Row({"name": name}, dict(each.lines())) for name, each in counts.items()]
+    found = Findings(facts, rows, details={"failures": failures})
+    lines = [[name, *(str(row[name]) for row in rows)] for name in rows[0].figures]
+    report.show(report.text(found, [report.table(["", *counts], lines), "\n".join(failures)]), found, file)
 
 
 def until(is_reached: Callable[[], bool], within_s: float, look_every_s: float = _LOOK_EVERY_S) -> bool:

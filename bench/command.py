@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench import builds, chaos, machine, measure, plot, remote, report
+from bench import builds, chaos, machine, measure, plot, remote, report, transports
 from bench.benchmarks import BENCHMARKS, Benchmark, subjects_of
-from bench.bounds import Bound, bounds_of
+from bench.bounds import bounds_of
 from bench.handoff import command as handoff
 from bench.measure import UNITS
+from bench.options import refuse, require_folders, require_memory
 from bench.progress import Progress
 from bench.queue import command as queue
-from bench.results import Findings, Row, rows_of
+from bench.results import Findings, Row
 from bench.reuse import command as reuse
 from bench.run import Run
 from bench.scale import command as scale
 from bench.serving import command as serving
 from bench.store import command as store
 from bench.subjects import DATA_PATHS
-from kvpipe.exceptions import ConfigError
+from bench.transports import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,13 +73,10 @@ def main(arguments: Sequence[str]) -> int:
     _check(args)
     if getattr(args, "chaos", None) is not None:
         return store.main(args)
-    old = report.read_json(args.compare) if args.compare else None
+    old = transports.read_json(args.compare) if args.compare else None
     found = reuse.measure(args) if args.vllm else _measure(BENCHMARKS[args.benchmark], args)
-    sys.stdout.write(f"{report.text(found)}\n")
-    if old:
-        sys.stdout.write(f"\n{report.comparison(old, found)}\n")
-    if args.json:
-        report.write(args.json, report.as_json(found))
+    text = report.text(found, transports.tables(found))
+    report.show(f"{text}\n\n{transports.comparison(old, found)}" if old else text, found, args.json)
     if args.plot:
         plot.write(args.plot, found.rows, "{cpu}, {num_cpus} CPUs, UCX {ucx}".format_map(found.facts))
     return 0
@@ -151,17 +148,15 @@ def _add_token(parser: argparse.ArgumentParser) -> None:
 def _check(args: argparse.Namespace) -> None:
     """Refuses wrong arguments before the measurement."""
     if args.rounds < _LEAST_ROUNDS:
-        _refuse("--rounds", args.rounds, f"a median with percentiles needs at least {_LEAST_ROUNDS}")
+        refuse("--rounds", args.rounds, f"a median with percentiles needs at least {_LEAST_ROUNDS}")
     if args.data_path not in (*DATA_PATHS, "both"):
-        _refuse("--data-path", args.data_path, f"expected {', '.join(DATA_PATHS)} or both")
+        refuse("--data-path", args.data_path, f"expected {', '.join(DATA_PATHS)} or both")
     if "layout" in args and args.layout not in ("contiguous", "scattered", "both"):
-        _refuse("--layout", args.layout, "expected contiguous, scattered or both")
+        refuse("--layout", args.layout, "expected contiguous, scattered or both")
     for kind in args.kinds.split(",") if "kinds" in args else ():
         if kind not in _KINDS:
-            _refuse("--kinds", kind, f"expected some of {','.join(_KINDS)}")
-    for file in (args.json, args.plot):
-        if file and not file.absolute().parent.is_dir():
-            _refuse("file", file, "there is no such folder")
+            refuse("--kinds", kind, f"expected some of {','.join(_KINDS)}")
+    require_folders(args.json, args.plot)
     if args.plot:
         plot.require()
     _check_against(args)
@@ -173,9 +168,9 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_against(args: argparse.Namespace) -> None:
     if args.against and args.peer:
-        _refuse("--against", "with --peer", "builds are compared on one host")
+        refuse("--against", "with --peer", "builds are compared on one host")
     if args.against and not os.access(args.against, os.X_OK):
-        _refuse("--against", args.against, "expected the Python of an environment with kvpipe")
+        refuse("--against", args.against, "expected the Python of an environment with kvpipe")
 
 
 def _check_vllm(args: argparse.Namespace) -> None:
@@ -184,7 +179,7 @@ def _check_vllm(args: argparse.Namespace) -> None:
     for name in names:
         default = getattr(defaults, name)
         if getattr(args, name, default) != default:
-            _refuse(f"--{name.replace('_', '-')}", where, "it has no meaning there")
+            refuse(f"--{name.replace('_', '-')}", where, "it has no meaning there")
 
 
 def _check_chaos(args: argparse.Namespace) -> None:
@@ -196,18 +191,13 @@ def _check_chaos(args: argparse.Namespace) -> None:
     defaults = vars(parse(["store"])) | {name: getattr(args, name) for name in ("chaos", "seed", "json")}
     for name, default in defaults.items():
         if getattr(args, name) != default:
-            _refuse(f"--{name.replace('_', '-')}", "with --chaos", "it has no meaning there")
+            refuse(f"--{name.replace('_', '-')}", "with --chaos", "it has no meaning there")
 
 
 def _check_peer(args: argparse.Namespace) -> None:
     remote.split_address(args.peer)
     if args.pin:
-        _refuse("--pin", "with --peer", "start both commands with taskset instead")
-
-
-def _refuse(name: str, value: object, expected: str) -> None:
-    message = f"{name} {value}: {expected}"
-    raise ConfigError(message)
+        refuse("--pin", "with --peer", "start both commands with taskset instead")
 
 
 # --- measuring --------------------------------------------------------------------------------------------------
@@ -222,17 +212,17 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace) -> Findings:
     subjects = subjects_of(benchmark, _data_paths(args), args)
     fitting = [one for one in subjects if any(one.can(case) for case in cases)]
     if not fitting:
-        _refuse("--only", args.only, "no subject has such a name")
+        refuse("--only", args.only, "no subject has such a name")
     if all(one.missing for one in fitting):
-        _refuse("--only", args.only, fitting[0].missing)
+        refuse("--only", args.only, fitting[0].missing)
     baselines = (args.baseline,) if args.baseline else benchmark.baselines
     if args.against:
         subjects = builds.beside(subjects, str(args.against))
     skipped: dict[str, str] = {}
     versions: set[str] = set()
     rows: list[Row] = []
-    bounds: list[Bound] = []
-    differences: list[builds.Difference] = []
+    bounds: list[Row] = []
+    differences: list[Row] = []
     progress = Progress()
     for kind in dict.fromkeys(case.kind for case in cases):
         chosen = [case for case in cases if case.kind == kind]
@@ -245,7 +235,7 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace) -> Findings:
         skipped |= run.skipped
         versions |= run.versions
     facts |= {"peers": " ".join(sorted(versions)), "load_average_after": machine.load_average()}
-    return Findings(facts, skipped, rows, bounds, differences)
+    return Findings(facts, rows, skipped, {"bounds": bounds, "differences": differences})
 
 
 def _data_paths(args: argparse.Namespace) -> tuple[str, ...]:
@@ -261,7 +251,7 @@ def _working_set(args: argparse.Namespace, cache_bytes: int | None, cases: Seque
         return measure.working_set_bytes(cache_bytes or _ASSUMED_CACHE_BYTES, cases)
     total = measure.parse_size(args.working_set)
     if total < least:
-        _refuse("--working-set", args.working_set, f"the largest case needs {measure.size_text(least)}")
+        refuse("--working-set", args.working_set, f"the largest case needs {measure.size_text(least)}")
     return total
 
 
@@ -269,9 +259,7 @@ def _words(run: Run, total: int, kind: str) -> dict[str, object]:
     """Words for every process, if there is enough memory for all."""
     if UNITS[kind] == "us":
         total = max([_LATENCY_BUFFER_BYTES, *(entry.case.num_bytes for entry in run.entries)])
-    there, needed = machine.available_bytes(), total * run.num_processes
-    if there is not None and needed > there:
-        text = f"{needed / 1e9:.1f} GB for {run.num_processes} processes, {there / 1e9:.1f} GB are available"
-        message = f"the buffers need {text}; a smaller --working-set or fewer subjects with --only help"
-        raise ConfigError(message)
+    buffers = f"the buffers of {run.num_processes} processes"
+    remedy = "a smaller --working-set or fewer subjects with --only help"
+    require_memory(total * run.num_processes, buffers, remedy)
     return {"total": total}

@@ -1,9 +1,8 @@
-"""Sizes, amounts for a round, and summaries of samples. No clock, no input, no output."""
+"""Sizes, cases, and amounts for a round. No clock, no input, no output."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import quantiles
 from typing import TYPE_CHECKING
 
 from kvpipe.exceptions import ConfigError
@@ -31,38 +30,6 @@ _MOST_PINGS, _FIRST_PINGS = 300, 20
 _LEAST_WORKING_SET_BYTES = 64 << 20
 # A slow subject moves less in a round, so that a run takes minutes
 _ROUND_S = 0.25
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Summary of samples.
-
-    Attributes:
-        median: Median.
-        p10: 10th percentile.
-        p90: 90th percentile.
-        num_samples: Number of samples.
-    """
-
-    median: float
-    p10: float
-    p90: float
-    num_samples: int
-
-
-def summarize(samples: Sequence[float]) -> Summary:
-    """Returns median, 10th and 90th percentile, with linear interpolation.
-
-    Raises:
-        ConfigError: There are no samples.
-    """
-    if not samples:
-        message = "no samples: nothing was measured"
-        raise ConfigError(message)
-    if len(samples) == 1:
-        return Summary(samples[0], samples[0], samples[0], 1)
-    tenths = quantiles(samples, n=10, method="inclusive")
-    return Summary(tenths[4], tenths[0], tenths[8], len(samples))
 
 
 @dataclass(frozen=True)

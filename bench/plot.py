@@ -1,4 +1,4 @@
-"""The plot of a benchmark: one line for each subject over the sizes, with the 10th to 90th percentile shaded."""
+"""Plots: what they share, and that of transports and stores, a line for each subject over the sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from bench.results import Row
+    from bench.results import Row, Summary
 
 _WIDTH, _HEIGHT = 8.0, 4.4  # inches of one panel
 _THINGS = {
@@ -62,39 +62,60 @@ def matplotlib() -> Any:
     return mpl, figure
 
 
+def drawing(width: float, height: float) -> Any:
+    """Returns an empty figure of this size in inches.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    return matplotlib()[1].Figure(figsize=(width, height), layout="constrained")
+
+
+def spread(axis: Any, places: Sequence[float], summaries: Sequence[Summary], **style: Any) -> None:
+    """Draws a line through the medians, with the 10th to 90th percentile shaded."""
+    (line,) = axis.plot(places, [summary.median for summary in summaries], markersize=5, **style)
+    lows, highs = [summary.p10 for summary in summaries], [summary.p90 for summary in summaries]
+    axis.fill_between(places, lows, highs, color=line.get_color(), alpha=0.12, linewidth=0)
+
+
+def legend_beside(axis: Any) -> None:
+    """Puts the legend beside the panel, so that no line is hidden."""
+    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+
+
 def write(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Draws into a PNG file: a row of panels for each kind and layout, a column for each data path.
+    """Draws the rows of transports and stores: panels for each kind and layout, a column for each data path.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    mpl, figure = matplotlib()
-    data_paths = list(dict.fromkeys(row.data_path for row in rows if row.data_path)) or [""]
-    panels = list(dict.fromkeys((row.case.kind, row.case.layout) for row in rows))
-    drawing = figure.Figure(figsize=(_WIDTH * len(data_paths), _HEIGHT * len(panels)), layout="constrained")
-    grid = drawing.subplots(len(panels), len(data_paths), squeeze=False)
+    mpl, _ = matplotlib()
+    data_paths = list(dict.fromkeys(row["data_path"] for row in rows if row["data_path"])) or [""]
+    panels = list(dict.fromkeys((row["kind"], row["layout"]) for row in rows))
+    drawn = drawing(_WIDTH * len(data_paths), _HEIGHT * len(panels))
+    grid = drawn.subplots(len(panels), len(data_paths), squeeze=False)
     for axes, panel in zip(grid, panels, strict=True):
-        names = dict.fromkeys(row.subject for row in rows if row.case.kind == panel[0])
+        names = dict.fromkeys(row["subject"] for row in rows if row["kind"] == panel[0])
         styles = {name: (mpl.colormaps["tab20"](_SHADES[i % 20]), _MARKERS[i % 10]) for i, name in enumerate(names)}
         for axis, data_path in zip(axes, data_paths, strict=True):
             here = [
-                row for row in rows if (row.case.kind, row.case.layout) == panel and row.data_path in (data_path, "")
+                row for row in rows if (row["kind"], row["layout"]) == panel and row["data_path"] in (data_path, "")
             ]
             _draw(axis, panel[0], here, styles)
-            over = data_path if any(row.data_path for row in here) else ""
+            over = data_path if any(row["data_path"] for row in here) else ""
             axis.set_title(", ".join(filter(None, [*panel, over])), fontsize=11)
-    drawing.suptitle(title, fontsize=9, color="dimgray")
-    save(drawing, path)
+    save(drawn, path, title)
 
 
-def save(drawing: Any, path: Path) -> None:
-    """Writes a figure as SVG if the file is called so, else as PNG.
+def save(drawn: Any, path: Path, title: str = "") -> None:
+    """Writes a figure with a title as SVG if the file is called so, else as PNG.
 
     Raises:
         ConfigError: The file cannot be written.
     """
+    drawn.suptitle(title, fontsize=9, color="dimgray")
     try:
-        drawing.savefig(path, format="svg" if path.suffix == ".svg" else "png", dpi=130)
+        drawn.savefig(path, format="svg" if path.suffix == ".svg" else "png", dpi=130)
     except OSError as error:
         message = f"{path} cannot be written: {error.strerror}"
         raise ConfigError(message) from error
@@ -102,8 +123,12 @@ def save(drawing: Any, path: Path) -> None:
 
 def _draw(axis: Any, kind: str, rows: Sequence[Row], styles: Mapping[str, tuple[Any, str]]) -> None:
     for name, (color, marker) in styles.items():
-        _line(axis, name, [row for row in rows if row.subject == name], color, marker)
-    ticks = sorted({row.case.num_bytes for row in rows})
+        points = sorted((row for row in rows if row["subject"] == name), key=lambda row: int(row["bytes"]))
+        width, order = (2.6, 3) if name.startswith("kvpipe") else (1.3, 2)
+        style = {"color": color, "marker": marker, "linewidth": width, "zorder": order, "label": name}
+        if points:
+            spread(axis, [row["bytes"] for row in points], [row["value"] for row in points], **style)
+    ticks = sorted({row["bytes"] for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [size_text(tick) for tick in ticks], rotation=30, ha="right", fontsize=8)
     axis.minorticks_off()
@@ -114,25 +139,4 @@ def _draw(axis: Any, kind: str, rows: Sequence[Row], styles: Mapping[str, tuple[
     else:
         axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
-    # beside the panel, so that no line is hidden
-    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _line(axis: Any, name: str, rows: Sequence[Row], color: Any, marker: str) -> None:
-    if not rows:
-        return
-    points = sorted(rows, key=lambda row: row.case.num_bytes)
-    sizes = [row.case.num_bytes for row in points]
-    is_ours = name.startswith("kvpipe")
-    axis.plot(
-        sizes,
-        [row.value.median for row in points],
-        marker=marker,
-        markersize=5,
-        color=color,
-        linewidth=2.6 if is_ours else 1.3,
-        zorder=3 if is_ours else 2,
-        label=name,
-    )
-    lows, highs = ([getattr(row.value, edge) for row in points] for edge in ("p10", "p90"))
-    axis.fill_between(sizes, lows, highs, color=color, alpha=0.12, linewidth=0)
+    legend_beside(axis)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from bench.processes import SubjectError
-from bench.results import Entry
+from bench.runner import Entry
 from bench.subjects import reason
 
 if TYPE_CHECKING:

@@ -34,6 +34,22 @@ class Sample:
     cpu_s_per_gib: float | None
 
 
+@dataclass(eq=False)
+class Entry:
+    """The samples of one subject and case: one a round, each of `count` tensors, transfers or round trips."""
+
+    case: Case
+    subject: Subject
+    transport: str = ""
+    count: int = 0
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def values(self) -> list[float]:
+        """The samples' values."""
+        return [sample.value for sample in self.samples]
+
+
 class Runner(Protocol):
     """An opened program or tool that runs the cases of its subjects."""
 

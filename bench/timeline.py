@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bench.plot import matplotlib, save
+from bench.plot import drawing, save
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
@@ -30,22 +30,21 @@ def draw(path: Path, life: Sequence[Event], title: str) -> None:
     Raises:
         ConfigError: matplotlib is not installed, the file cannot be written, or no layer was computed.
     """
-    _, figure = matplotlib()
     zeros_s = [event.began_s for event in life if event.name == "computed"]
     if not zeros_s:
         message = "the trace has no layer of that handoff"
         raise ConfigError(message)
     marks = _marks(life, min(zeros_s))
-    drawing = figure.Figure(figsize=(12, 8), layout="constrained")
-    for axis in drawing.subplots(2):
+    drawn = drawing(12, 8)
+    for axis in drawn.subplots(2):
         _fill(axis, life, min(zeros_s), marks)
-    whole, near = drawing.axes
+    whole, near = drawn.axes
     whole.set_title(title, fontsize=10)
     whole.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     if "sampled" in marks:
         near.set_xlim(marks["sampled"] - _BEFORE_MS, max(marks.values()) + _AFTER_MS)
     near.set_xlabel("ms from the beginning of the first layer")
-    save(drawing, path)
+    save(drawn, path)
 
 
 def _fill(axis: Any, life: Sequence[Event], zero_s: float, marks: Mapping[str, float]) -> None:

@@ -26,12 +26,12 @@ def test_growth_is_the_median_of_the_ratios_to_the_first_point_of_each_round():
         one: [dict.fromkeys(UNITS, value) for value in (1.0, 10.0, 2.0)],
         many: [dict.fromkeys(UNITS, value) for value in (2.0, 15.0, 3.0)],
     }
-    rows = {(row.point, row.cost): row for row in rows_of(samples)}
+    rows = {(row["peers"], row["loads"], row["cost"]): row for row in rows_of(samples)}
     assert len(rows) == 2 * len(UNITS)
-    assert rows[many, "load"].growth == 1.5
-    assert rows[one, "load"].growth == 1
-    assert rows[many, "load"].value.median == 3
-    assert rows[many, "p99"].growth is None, "latencies have no cost to grow from"
+    assert rows[16, 100, "load"]["growth"] == 1.5
+    assert rows[1, 10, "load"]["growth"] == 1
+    assert rows[16, 100, "load"]["value"].median == 3
+    assert rows[16, 100, "p99"]["growth"] is None, "latencies have no cost to grow from"
 
 
 def test_the_cpu_of_an_operation_is_the_reactors_and_not_the_callers():

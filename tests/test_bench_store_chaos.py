@@ -147,7 +147,7 @@ def test_stores_keep_their_promises_while_servers_and_clients_fail(tmp_path: Pat
         check=False,
     )
     assert figures.exists(), done.stderr
-    found = json.loads(figures.read_text())["stores"]
+    found = {counts["name"]: counts for counts in json.loads(figures.read_text())["rows"]}
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert found.keys() == {"kvpipe", *programs(), "evicting", "cluster"}
     for counts in found.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,10 @@ from bench.handoff.subjects import DEFAULT_GROUPS, GROUPS, Setting, unavailable_
 from bench.instances import model
 from bench.instances.servers import ServerPool
 from bench.instances.vllm import NIXL_ENV, versions
+from bench.options import refuse, require_folders, require_memory
 from bench.plot import require
+from bench.report import show
+from bench.results import Findings
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def main(args: argparse.Namespace) -> int:
     began_s = time.monotonic()
     lengths = _lengths(args)
     names, skipped = _names(args)
+    require_folders(args.json, args.plot, args.timeline)
     if args.plot or args.timeline:
         require()
     longest = max(num_tokens for num_tokens, _ in lengths)
@@ -76,11 +79,15 @@ def main(args: argparse.Namespace) -> int:
         _measure(running, lengths, end_at)
         requests = running.samples(setting)
     facts |= {"load_average_after": machine.load_average(), "minutes": round((time.monotonic() - began_s) / 60, 1)}
-    rows = samples.rows(requests, model.kv_bytes_per_token())
-    prefill = (running.prefill_s, running.plain_s, lengths[0][0])
-    found = report.Findings(facts, skipped, rows, requests, *prefill, running.idle)
-    sys.stdout.write(f"{report.text(found)}\n")
-    _write(args, found, setting)
+    rows = samples.rows_of(requests, model.kv_bytes_per_token())
+    prefill = {"prefill_s": running.prefill_s, "plain_s": running.plain_s, "prefill_tokens": lengths[0][0]}
+    found = Findings(facts, rows, skipped, {"samples": requests, **prefill, "idle": running.idle})
+    show(report.text(found), found, args.json)
+    if args.plot:
+        report.draw(args.plot, found)
+    if args.timeline:
+        life = _median_handoff(requests, setting)
+        timeline.draw(args.timeline, life, f"a handoff of {rows[-1]['num_tokens']} tokens, {_DRAWN}")
     return 0
 
 
@@ -113,16 +120,12 @@ def _names(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     wanted = args.only.split(",") if args.only else DEFAULT_GROUPS
     chosen = [name for name in GROUPS if any(part.strip() in name for part in wanted)]
     if not chosen:
-        message = f"--only {args.only}: expected some of {', '.join(GROUPS)}"
-        raise ConfigError(message)
+        refuse("--only", args.only, f"expected some of {', '.join(GROUPS)}")
     skipped = {name: reason for name in chosen if (reason := unavailable_reason(name, args.nixl_path))}
     names = [name for name in chosen if name not in skipped]
     num_instances = sum(1 if name == "undivided" else 2 for name in names)
-    there, needed = machine.available_bytes(), num_instances * _BYTES_PER_INSTANCE
-    if there is not None and there < needed:
-        text = f"{needed / 1e9:.0f} GB for {num_instances} instances, {there / 1e9:.0f} GB are available"
-        message = f"needs about {text}; fewer groups with --only help"
-        raise ConfigError(message)
+    memory = num_instances * _BYTES_PER_INSTANCE
+    require_memory(memory, f"{num_instances} instances", "fewer groups with --only help")
     return names, skipped
 
 
@@ -137,16 +140,6 @@ def _facts(args: argparse.Namespace) -> dict[str, object]:
         "versions": versions(args.nixl_path),
         "nixl_settings": " ".join([f"num_threads={args.nixl_threads}", *(f"{k}={v}" for k, v in NIXL_ENV.items())]),
     }
-
-
-def _write(args: argparse.Namespace, found: report.Findings, setting: Setting) -> None:
-    if args.json:
-        args.json.write_text(report.as_json(found))
-    if args.plot:
-        report.draw(args.plot, found)
-    if args.timeline:
-        life = _median_handoff(found.samples, setting)
-        timeline.draw(args.timeline, life, f"a handoff of {found.rows[-1].num_tokens} tokens, {_DRAWN}")
 
 
 def _median_handoff(requests: list[samples.Sample], setting: Setting) -> list[trace.Event]:

@@ -1,18 +1,20 @@
-"""Tables, JSON and plot of the benchmark."""
+"""Tables and plot of the benchmark."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench.handoff.samples import PHASES, Row, Sample, Spread
-from bench.plot import matplotlib, save
-from bench.report import describe, number, table
+from bench.handoff.samples import PHASES
+from bench.plot import drawing, save
+from bench.report import number, ratio_text, table
+from bench.report import text as text_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from bench.results import Findings, Row, Summary
 
 _NOTES = """\
 first, second: ms from the client's request to the first and second token, median (largest); ratio: to the undivided
@@ -29,100 +31,65 @@ after SIGCONT. A short request and 1.2 s precede each measured request, because 
 NIXL runs without a proxy."""
 
 
-@dataclass(frozen=True)
-class Findings:
-    """All results.
-
-    Attributes:
-        facts: Facts that the figures depend on.
-        skipped: Groups that were left out, each with the reason.
-        rows: Figures by subject and length.
-        samples: The requests behind them.
-        prefill_s: Seconds of prompts computed by prefill alone, by group.
-        plain_s: The same without a handoff.
-        prefill_tokens: Length of these prompts.
-        idle: Share of a CPU in per cent, by idle worker.
-    """
-
-    facts: dict[str, Any]
-    skipped: dict[str, str]
-    rows: list[Row]
-    samples: list[Sample]
-    prefill_s: dict[str, list[float]]
-    plain_s: dict[str, list[float]]
-    prefill_tokens: int
-    idle: dict[str, float]
-
-
 def text(found: Findings) -> str:
     """The findings as text."""
-    lengths = dict.fromkeys(row.num_tokens for row in found.rows)
-    parts = [describe(found.facts), *(_table([row for row in found.rows if row.num_tokens == it]) for it in lengths)]
-    if found.prefill_s:
-        parts.append(_prefill(found))
-    parts.append(_idle(found.idle))
-    parts += [f"skipped: {name}: {reason}" for name, reason in found.skipped.items()]
-    return "\n\n".join([*parts, _NOTES])
+    lengths = dict.fromkeys(row["num_tokens"] for row in found.rows)
+    tables = [_table([row for row in found.rows if row["num_tokens"] == length]) for length in lengths]
+    if found.details["prefill_s"]:
+        tables.append(_prefill(found.details))
+    idle = [[name, f"{share:.2f}"] for name, share in found.details["idle"].items()]
+    return text_of(found, [*tables, table(["idle worker", "% of a CPU"], idle)], _NOTES)
 
 
-def _table(rows: list[Row]) -> str:
-    header = [f"{rows[0].num_tokens} tokens", "first", "ratio", "second", "hand-over", *PHASES, "last block"]
+def _table(rows: Sequence[Row]) -> str:
+    header = [f"{rows[0]['num_tokens']} tokens", "first", "ratio", "second", "hand-over", *PHASES, "last block"]
     lines = [
         [
-            row.subject,
-            _spread(row.first_ms),
-            f"{row.ratio:.2f}" if row.ratio else "",
-            _spread(row.second_ms),
-            _handover(row.exposed_ms),
-            *([number(ms) for ms in row.phases_ms] or [""] * len(PHASES)),
-            _spread(row.last_block_ms),
-            _spread(row.decode_share),
-            number(row.cpu_s_per_gib) if row.cpu_s_per_gib is not None else "",
-            f"{row.num_full} of {row.num_handoffs}" if row.num_handoffs else "",
+            row["subject"],
+            _largest(row["first_ms"]),
+            ratio_text(row["ratio"]),
+            _largest(row["second_ms"]),
+            _handover(row["exposed_ms"]),
+            *([number(ms) for ms in row["phases_ms"]] or [""] * len(PHASES)),
+            _largest(row["last_block_ms"]),
+            _largest(row["decode_share"]),
+            "" if row["cpu_s_per_gib"] is None else number(row["cpu_s_per_gib"]),
+            f"{row['num_full']} of {row['num_handoffs']}" if row["num_handoffs"] else "",
         ]
         for row in rows
     ]
     return table([*header, "D's CPU", "CPU s/GiB", "full"], lines)
 
 
-def _spread(figures: Spread | None) -> str:
-    return f"{number(figures.median)} ({number(figures.largest)})" if figures else ""
+def _largest(summary: Summary | None) -> str:
+    return f"{number(summary.median)} ({number(summary.largest)})" if summary else ""
 
 
-def _handover(figures: Spread | None) -> str:
-    if figures is None:
+def _handover(summary: Summary | None) -> str:
+    if summary is None:
         return ""
-    ratio = figures.largest / figures.median if figures.median else 1.0
-    return f"{number(figures.median)} ({number(figures.largest)}, {ratio:.1f}x)"
+    times = summary.largest / summary.median if summary.median else 1.0
+    return f"{number(summary.median)} ({number(summary.largest)}, {times:.1f}x)"
 
 
-def _prefill(found: Findings) -> str:
-    base = found.prefill_s.get("undivided")
+def _prefill(details: Mapping[str, Any]) -> str:
+    base = details["prefill_s"].get("undivided")
     lines = []
-    for name, seconds in found.prefill_s.items():
+    for name, seconds in details["prefill_s"].items():
         change = median(seconds) / median(base) if base else None
-        plain = found.plain_s.get(name)
+        plain = details["plain_s"].get(name)
         own = median(with_it / without for with_it, without in zip(seconds, plain, strict=True)) if plain else None
         lines.append([name, _ms(seconds), _per_cent(change), _ms(plain) if plain else "", _per_cent(own)])
-    header = [f"prefill of {found.prefill_tokens} tokens alone", "ms, median (largest)", "to undivided"]
+    header = [f"prefill of {details['prefill_tokens']} tokens alone", "ms, median (largest)", "to undivided"]
     return table([*header, "without a handoff", "to that"], lines)
 
 
-def _ms(seconds: list[float]) -> str:
+def _ms(seconds: Sequence[float]) -> str:
     return f"{1e3 * median(seconds):.0f} ({1e3 * max(seconds):.0f})"
 
 
-def _per_cent(ratio: float | None) -> str:
-    return "" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
-
-
-def _idle(idle: dict[str, float]) -> str:
-    return table(["idle worker", "% of a CPU"], [[name, f"{share:.2f}"] for name, share in idle.items()])
-
-
-def as_json(found: Findings) -> str:
-    """The findings as JSON."""
-    return json.dumps(asdict(found), indent=2) + "\n"
+def _per_cent(change: float | None) -> str:
+    return "" if change is None else f"{100 * (change - 1):+.1f} %"
 
 
 def draw(path: Path, found: Findings) -> None:
@@ -131,29 +98,27 @@ def draw(path: Path, found: Findings) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    _, figure = matplotlib()
-    lengths = list(dict.fromkeys(row.num_tokens for row in found.rows))
-    drawing = figure.Figure(figsize=(12, 3.2 * len(lengths)), layout="constrained")
-    for (left, right), num_tokens in zip(drawing.subplots(len(lengths), 2, squeeze=False), lengths, strict=True):
-        here = [row for row in found.rows if row.num_tokens == num_tokens]
+    lengths = list(dict.fromkeys(row["num_tokens"] for row in found.rows))
+    drawn = drawing(12, 3.2 * len(lengths))
+    for (left, right), num_tokens in zip(drawn.subplots(len(lengths), 2, squeeze=False), lengths, strict=True):
+        here = [row for row in found.rows if row["num_tokens"] == num_tokens]
         _draw_first(left, here, num_tokens)
-        _draw_phases(right, [row for row in here if row.phases_ms])
-    drawing.suptitle("{cpu}, {num_cpus} CPUs, {dtype}".format_map(found.facts), fontsize=9, color="dimgray")
-    save(drawing, path)
+        _draw_phases(right, [row for row in here if row["phases_ms"]])
+    save(drawn, path, "{cpu}, {num_cpus} CPUs, {dtype}".format_map(found.facts))
 
 
-def _draw_first(axis: Any, rows: list[Row], num_tokens: int) -> None:
-    names = [row.subject for row in rows]
-    axis.barh(names, [row.first_ms.median for row in rows], color="tab:blue")
-    axis.plot([row.first_ms.largest for row in rows], names, "k|", markersize=9)
+def _draw_first(axis: Any, rows: Sequence[Row], num_tokens: int) -> None:
+    names = [row["subject"] for row in rows]
+    axis.barh(names, [row["first_ms"].median for row in rows], color="tab:blue")
+    axis.plot([row["first_ms"].largest for row in rows], names, "k|", markersize=9)
     axis.invert_yaxis()
     axis.set_xlabel(f"{num_tokens} tokens: ms to the first token, median; | largest")
 
 
-def _draw_phases(axis: Any, rows: list[Row]) -> None:
-    names, left = [row.subject for row in rows], [0.0] * len(rows)
+def _draw_phases(axis: Any, rows: Sequence[Row]) -> None:
+    names, left = [row["subject"] for row in rows], [0.0] * len(rows)
     for index, phase in enumerate(PHASES):
-        widths = [row.phases_ms[index] for row in rows]
+        widths = [row["phases_ms"][index] for row in rows]
         axis.barh(names, widths, left=left, label=phase)
         left = [at + width for at, width in zip(left, widths, strict=True)]
     axis.invert_yaxis()

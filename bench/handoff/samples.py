@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from bench.results import Row, summarize, summarize_known
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from bench.trace import Event
 
@@ -87,28 +89,10 @@ def prefill_span(asked_s: float, events: Sequence[Event]) -> tuple[float, float]
     return asked_s, (sampled[0] if sampled else asked_s) - _LAST_S
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and maximum of figures."""
+def rows_of(samples: Sequence[Sample], kv_bytes_per_token: int) -> list[Row]:
+    """Returns a row for each subject and length.
 
-    median: float
-    largest: float
-    num_samples: int
-
-
-def spread(figures: Iterable[float | None]) -> Spread | None:
-    """Summarizes known figures; `None` if there are none."""
-    known = [figure for figure in figures if figure is not None]
-    return Spread(median(known), max(known), len(known)) if known else None
-
-
-@dataclass(frozen=True)
-class Row:
-    """A subject at one length of prompts.
-
-    Attributes:
-        subject: Name of the subject.
-        num_tokens: The length.
+    Its figures are:
         first_ms: To the first token.
         ratio: Its median over that of the undivided instance.
         second_ms: To the second token.
@@ -120,23 +104,6 @@ class Row:
         num_full: Handoffs with all KV from P.
         num_handoffs: All handoffs.
     """
-
-    subject: str
-    num_tokens: int
-    first_ms: Spread
-    ratio: float | None
-    second_ms: Spread
-    exposed_ms: Spread | None
-    phases_ms: tuple[float, ...]
-    last_block_ms: Spread | None
-    decode_share: Spread | None
-    cpu_s_per_gib: float | None
-    num_full: int
-    num_handoffs: int
-
-
-def rows(samples: Sequence[Sample], kv_bytes_per_token: int) -> list[Row]:
-    """Returns a row for each subject and length."""
     keys = dict.fromkeys((sample.num_tokens, sample.subject) for sample in samples)
     return [_row(num_tokens, name, samples, kv_bytes_per_token) for num_tokens, name in keys]
 
@@ -147,24 +114,23 @@ def _row(num_tokens: int, name: str, samples: Sequence[Sample], kv_bytes_per_tok
     base = [sample for sample in here if sample.subject == "undivided"]
     handed = [sample for sample in own if sample.handoff]
     handovers = [sample.exposed for sample in handed if sample.exposed]
-    first, second = spread(s.first_ms for s in own), spread(s.second_ms for s in own)
-    assert first is not None  # noqa: S101 - for mypy: the subject has samples
-    assert second is not None  # noqa: S101 - for mypy
+    first = summarize([sample.first_ms for sample in own])
     cpu_s = None
     if base and handed:
         extra_s = median(s.cpu_s for s in handed) - median(s.cpu_s for s in base)
         cpu_s = extra_s / (num_tokens * kv_bytes_per_token / (1 << 30))
     return Row(
-        subject=name,
-        num_tokens=num_tokens,
-        first_ms=first,
-        ratio=first.median / median(s.first_ms for s in base) if base else None,
-        second_ms=second,
-        exposed_ms=spread(it.total_ms for it in handovers),
-        phases_ms=tuple(median(column) for column in zip(*(it.phases_ms for it in handovers), strict=True)),
-        last_block_ms=spread(it.last_block_ms for it in handovers),
-        decode_share=spread(s.decode_share for s in handed),
-        cpu_s_per_gib=cpu_s,
-        num_full=len(handovers),
-        num_handoffs=len(handed),
+        {"subject": name, "num_tokens": num_tokens},
+        {
+            "first_ms": first,
+            "ratio": first.median / median(s.first_ms for s in base) if base else None,
+            "second_ms": summarize([sample.second_ms for sample in own]),
+            "exposed_ms": summarize_known(it.total_ms for it in handovers),
+            "phases_ms": [median(column) for column in zip(*(it.phases_ms for it in handovers), strict=True)],
+            "last_block_ms": summarize_known(it.last_block_ms for it in handovers),
+            "decode_share": summarize_known(s.decode_share for s in handed),
+            "cpu_s_per_gib": cpu_s,
+            "num_full": len(handovers),
+            "num_handoffs": len(handed),
+        },
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from bench import chaos, machine
 from bench.instances import broker_process
+from bench.options import require_at_least, require_folders
 from bench.progress import Progress
-from bench.report import write
+from bench.report import show
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
@@ -51,14 +50,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     chaos.check_arguments(args)
-    least = {"rounds": (args.rounds, _LEAST_ROUNDS), "requests": (args.requests, 1), "workers": (args.workers, 1)}
-    for name, (value, smallest) in least.items():
-        if value < smallest:
-            message = f"--{name} {value}: expected at least {smallest}"
-            raise ConfigError(message)
-    if args.json and not args.json.absolute().parent.is_dir():
-        message = f"file {args.json}: there is no such folder"
-        raise ConfigError(message)
+    require_at_least(_LEAST_ROUNDS, rounds=args.rounds)
+    require_at_least(1, requests=args.requests, workers=args.workers)
+    require_folders(args.json)
     if reason := broker_process.missing():
         raise ConfigError(reason)
     for module, extra in _NEEDED.items():
@@ -68,19 +62,17 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _measure(args: argparse.Namespace, folder: Path) -> int:
-    from bench.queue import report  # noqa: PLC0415 - needs the packages that were checked
+    from bench.queue import results  # noqa: PLC0415 - needs the packages that were checked
     from bench.queue.deployment import Deployment  # noqa: PLC0415
     from bench.queue.measure import LOAD, measure  # noqa: PLC0415
-    from bench.queue.results import findings_of  # noqa: PLC0415
 
     facts = {**machine.machine(), **_facts(args), "rounds": args.rounds, "requests": args.requests}
     with Deployment(folder, 1, args.workers, has_direct=True) as deployment:
         if (direct := deployment.direct) is None:
             return 1
         samples = measure(deployment, direct, args.rounds, args.requests, Progress())
-    found = findings_of({**facts, "load_average_after": machine.load_average()}, *samples)
-    sys.stdout.write(f"{report.text(found, LOAD)}\n")
-    _write(args, found.as_json())
+    found = results.findings_of({**facts, "load_average_after": machine.load_average()}, *samples)
+    show(results.text(found, LOAD), found, args.json)
     return 0
 
 
@@ -100,15 +92,9 @@ def _survive(args: argparse.Namespace, folder: Path) -> int:
     ) as deployment:
         run = Chaos(deployment, args.chaos, seed, Progress())
         run.run()
-    sys.stdout.write(f"{chaos.text(facts, ['requests', 'number'], [run.found], run.failures)}\n")
-    _write(args, {"machine": facts, **dict(run.found.lines()), "failures": run.failures})
+    chaos.show(facts, {"requests": run.found}, run.failures, args.json)
     return 0 if run.found.is_clean else 1
 
 
 def _facts(args: argparse.Namespace) -> dict[str, Any]:
     return {"workers": args.workers}
-
-
-def _write(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    if args.json:
-        write(args.json, json.dumps(found, indent=2) + "\n")

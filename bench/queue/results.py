@@ -1,12 +1,14 @@
-"""The figures of the benchmark. No clock, no input, no output."""
+"""The figures of the benchmark, and their tables. No clock, no input, no output."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.chaos import Counts
-from bench.measure import Summary, summarize
+from bench.report import cell, table
+from bench.report import text as text_of
+from bench.results import Findings, Row, summarize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,6 +16,12 @@ if TYPE_CHECKING:
 # What is measured of either dispatch, by its unit.
 UNITS = {"request": "ms", "token": "us", "rate": "requests/s", "CPU": "us"}
 PARTS = ("direct proxy", "front", "workers", "broker")
+_NOTES = """\
+Median of the rounds, with the 10th and 90th percentile in brackets; difference: of the two in the same round.
+request: median time of an answer that is not streamed, one request at a time. token: median time from D's write of a
+  chunk to the client's read, {num_streams} streams with a token every {gap_ms} ms.
+rate: with {at_once} requests at a time.
+CPU: of all that dispatches, for a request at that rate: the proxy, or front end, workers and broker, as below it."""
 
 
 @dataclass(frozen=True)
@@ -29,60 +37,33 @@ class Sample:
     cpu_us: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table.
-
-    Attributes:
-        name: A key of `UNITS`.
-        direct: Of the proxy that dispatches directly.
-        broker: Of dispatch through the broker.
-        difference: Of the two in the same round.
-    """
-
-    name: str
-    direct: Summary
-    broker: Summary
-    difference: Summary
-
-
-@dataclass(frozen=True)
-class Findings:
-    """Everything that a run measured.
-
-    Attributes:
-        facts: About the machine and the run.
-        rows: Figures.
-        cpu_us: CPU of each process of `PARTS` for a request that it takes part in.
-    """
-
-    facts: Mapping[str, Any]
-    rows: Sequence[Row]
-    cpu_us: Mapping[str, Summary]
-
-    def as_json(self) -> dict[str, Any]:
-        """The findings with plain types."""
-        return {
-            "machine": dict(self.facts),
-            "rows": [asdict(row) | {"unit": UNITS[row.name]} for row in self.rows],
-            "cpu_us": {name: asdict(summary) for name, summary in self.cpu_us.items()},
-        }
-
-
 def findings_of(facts: Mapping[str, Any], direct: Sequence[Sample], broker: Sequence[Sample]) -> Findings:
-    """Summarizes the rounds, of which both have the same number."""
+    """Summarizes the rounds, of which both have the same number.
+
+    A row has the figures of `direct` dispatch, of dispatch through the `broker`, and their `difference` in a round. The
+    details have the CPU of each process of `PARTS` for a request that it takes part in.
+    """
     rows = []
-    for name in UNITS:
+    for name, unit in UNITS.items():
         ours, theirs = ([sample.figures[name] for sample in samples] for samples in (broker, direct))
         differences = [one - other for one, other in zip(ours, theirs, strict=True)]
-        rows.append(Row(name, summarize(theirs), summarize(ours), summarize(differences)))
+        values = {"direct": theirs, "broker": ours, "difference": differences}
+        rows.append(Row({"name": name, "unit": unit}, {key: summarize(each) for key, each in values.items()}))
     cpu_us = {
         name: summarize([sample.cpu_us[name] for sample in samples])
         for samples in (direct, broker)
         for name in PARTS
         if name in samples[0].cpu_us
     }
-    return Findings(facts, rows, cpu_us)
+    return Findings(facts, rows, details={"cpu_us": cpu_us})
+
+
+def text(found: Findings, load: Mapping[str, int]) -> str:
+    """The findings as text."""
+    ways = ("direct", "broker", "difference")
+    rows = [[f"{row['name']}, {row['unit']}", *(cell(row[way]) for way in ways)] for row in found.rows]
+    cpu = [[name, cell(summary)] for name, summary in found.details["cpu_us"].items()]
+    return text_of(found, [table(["", *ways], rows), table(["CPU, us", "a request"], cpu)], _NOTES.format_map(load))
 
 
 @dataclass

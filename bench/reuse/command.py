@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from bench import machine
 from bench.handoff.run import report
 from bench.instances import model
 from bench.instances.vllm import versions
-from bench.measure import Case, summarize
+from bench.measure import Case
+from bench.options import refuse, require_memory
 from bench.processes import SubjectError
-from bench.results import Findings, Row
+from bench.results import Findings, Row, median_ratio, summarize
 from bench.reuse import lmcache
 from bench.reuse.run import Rounds
 from bench.reuse.subjects import CHUNK_TOKENS, NO_STORE, OURS, Setting
 from bench.subjects import LMCACHE_PYTHON
-from kvpipe.exceptions import ConfigError
+from bench.transports import labels_of, row_of
 
 if TYPE_CHECKING:
     import argparse
@@ -60,15 +60,11 @@ def measure(args: argparse.Namespace) -> Findings:
         SubjectError: A server did not start, or did not answer.
     """
     if not CHUNK_TOKENS < args.tokens <= model.MAX_TOKENS // 2:
-        message = f"--tokens {args.tokens}: expected more than {CHUNK_TOKENS}, and at most {model.MAX_TOKENS // 2}"
-        raise ConfigError(message)
+        refuse("--tokens", args.tokens, f"expected more than {CHUNK_TOKENS}, and at most {model.MAX_TOKENS // 2}")
     setting = Setting(args.work.absolute(), args.tokens, args.tokens * model.kv_bytes_per_token(), args.lmcache)
     names, skipped = _names(args.only, setting)
-    there, needed = machine.available_bytes(), len(names) * _BYTES_PER_INSTANCE
-    if there is not None and there < needed:
-        text = f"{needed / 1e9:.0f} GB for {len(names)} instances, {there / 1e9:.0f} GB are available"
-        message = f"needs about {text}; fewer subjects with --only help"
-        raise ConfigError(message)
+    memory = len(names) * _BYTES_PER_INSTANCE
+    require_memory(memory, f"{len(names)} instances", "fewer subjects with --only help")
     facts = machine.machine() | {
         "cpu_flags": " ".join(model.cpu_flags()),
         "dtype": model.dtype(),
@@ -85,7 +81,7 @@ def measure(args: argparse.Namespace) -> Findings:
         rounds = Rounds(_start(names, setting, stack, skipped), args.tokens, report, skipped)
         rounds.measure(args.rounds)
     facts["load_average_after"] = machine.load_average()
-    return Findings(facts, skipped, rows_of(rounds.found, setting.kv_bytes), [])
+    return Findings(facts, rows_of(rounds.found, setting.kv_bytes), skipped)
 
 
 def _names(only: str | None, setting: Setting) -> tuple[list[str], dict[str, str]]:
@@ -93,12 +89,10 @@ def _names(only: str | None, setting: Setting) -> tuple[list[str], dict[str, str
     wanted = [part.strip().lower() for part in only.split(",")] if only else [""]
     chosen = [name for name in SUBJECTS if name != NO_STORE and any(part in name.lower() for part in wanted)]
     if not chosen:
-        message = f"--only {only}: expected parts of {'; '.join(SUBJECTS)}"
-        raise ConfigError(message)
+        refuse("--only", only, f"expected parts of {'; '.join(SUBJECTS)}")
     reasons = {name: SUBJECTS[name].unavailable_reason(setting) for name in chosen}
     if all(reasons.values()):
-        message = f"--only {only}: {reasons[chosen[0]]}"
-        raise ConfigError(message)
+        refuse("--only", only, reasons[chosen[0]])
     skipped = {name: reason for name, reason in reasons.items() if reason}
     return [NO_STORE, *(name for name in chosen if name not in skipped)], skipped
 
@@ -129,9 +123,15 @@ def rows_of(found: Mapping[str, Sequence[Reuse]], kv_bytes: int) -> list[Row]:
         base = [reuse.of(kind) for reuse in found[NO_STORE]]
         for name, reuses in found.items():
             asks = [reuse.of(kind) for reuse in reuses]
-            ratio = median(ask.first_token_ms / other.first_token_ms for ask, other in zip(asks, base, strict=True))
-            times = summarize([ask.first_token_ms for ask in asks])
-            cpu = summarize([ask.cpu_s / gib for ask in asks])
-            loaded = f"{min(ask.num_loaded for ask in asks)} tokens loaded" if kind == "second ask" else ""
-            rows.append(Row(Case(kind, kv_bytes), name, "", loaded, times, cpu, ratio, NO_STORE))
+            times = [ask.first_token_ms for ask in asks]
+            rows.append(
+                row_of(
+                    labels_of(Case(kind, kv_bytes), name, ""),
+                    transport=f"{min(ask.num_loaded for ask in asks)} tokens loaded" if kind == "second ask" else "",
+                    value=summarize(times),
+                    cpu_s_per_gib=summarize([ask.cpu_s / gib for ask in asks]),
+                    ratio=median_ratio(times, [ask.first_token_ms for ask in base]),
+                    baseline=NO_STORE,
+                )
+            )
     return rows

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import machine
+from bench.options import refuse, require_at_least, require_folders
 from bench.plot import require
 from bench.processes import Process, SubjectError
 from bench.progress import Progress
-from bench.scale import report
+from bench.report import show
+from bench.results import Findings
+from bench.scale import results
 from bench.scale.point import Point
-from bench.scale.results import Findings, rows_of
-from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
     import argparse
@@ -47,34 +48,26 @@ def main(args: argparse.Namespace) -> int:
     if args.plot:
         require()
     facts = {**machine.machine(), "rounds": args.rounds, "handoffs_per_s": args.rate}
-    rows = rows_of(_measure(points, args))
+    rows = results.rows_of(_measure(points, args))
     found = Findings({**facts, "load_average_after": machine.load_average()}, rows)
-    sys.stdout.write(f"{report.text(found)}\n")
-    if args.json:
-        args.json.write_text(report.as_json(found))
+    show(results.text(found), found, args.json)
     if args.plot:
-        report.draw(args.plot, found)
+        results.draw(args.plot, found)
     return 0
 
 
 def _points(args: argparse.Namespace) -> list[Point]:
     peers, loads = (_numbers(name, getattr(args, name)) for name in ("peers", "loads"))
-    for name, value, least in (("rounds", args.rounds, _LEAST_ROUNDS), ("rate", args.rate, 1)):
-        if value < least:
-            message = f"--{name} {value}: expected at least {least}"
-            raise ConfigError(message)
-    for file in (args.json, args.plot):
-        if file and not file.absolute().parent.is_dir():
-            message = f"file {file}: there is no such folder"
-            raise ConfigError(message)
+    require_at_least(_LEAST_ROUNDS, rounds=args.rounds)
+    require_at_least(1, rate=args.rate)
+    require_folders(args.json, args.plot)
     return [Point(num_peers, num_loads) for num_peers in peers for num_loads in loads]
 
 
 def _numbers(name: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        message = f"--{name} {text}: expected numbers over 0, separated by commas"
-        raise ConfigError(message)
+        refuse(f"--{name}", text, "expected numbers over 0, separated by commas")
     return sorted({int(part) for part in parts})
 
 

@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any
 from bench import machine
 from bench.instances import model
 from bench.instances.vllm import BLOCK_SIZE, NIXL_ENV, versions
+from bench.options import refuse, require_folders, require_memory
 from bench.plot import require
 from bench.progress import Progress
-from bench.report import write
+from bench.report import as_json, show, write
 from bench.serving import plots, report
 from bench.serving.measure import Measured, Measurement, Wanted
-from bench.serving.results import Findings
+from bench.serving.results import findings_of
 from bench.serving.run import LONG_PROMPT_TOKENS, STREAM_TOKENS
 from bench.serving.subjects import NAMES, ON_REQUEST, SINGLE, Setting, unavailable_reason
 from bench.serving.workload import MIXES, Mix, parse_range
-from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
+
+    from bench.results import Findings
 
 _QUICK = {"only": "kvpipe,undivided-2048", "loads": "0.5", "rounds": 1, "minutes": 5.0, "idle_requests": 3, "layers": 4}
 _LOADS, _FAULTS_LOAD = "0.25,0.5,0.75,0.9,1.1", "0.5"
@@ -51,13 +53,13 @@ def run(args: argparse.Namespace) -> int:
 
     def save(measured: Measured) -> None:
         if args.json:
-            write(args.json, report.as_json(_findings(facts, skipped, measured)))
+            write(args.json, as_json(findings_of(facts, skipped, measured)))
 
     measurement = Measurement(wanted, setting, Progress(sys.stderr), _report, save)
     _report(f"{', '.join(names)}: {measurement.estimate()}; logs are in {setting.work}")
     measured = measurement.measure_faults() if args.faults else measurement.measure()
     facts |= {"load_average_after": machine.load_average(), "minutes": round((time.monotonic() - began_s) / 60, 1)}
-    _show(args, _findings(facts, skipped, measured))
+    _show(args, findings_of(facts, skipped, measured), measured)
     if measured.error:
         _report(f"ended early: {measured.error}")
     return 1 if measured.error else 0
@@ -79,13 +81,13 @@ def _names(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         parts = [part.strip() for part in args.only.split(",")]
         chosen = [name for name in NAMES if name in parts]
         if not chosen or set(parts) - set(NAMES):
-            _refuse("--only", args.only, f"expected some of {', '.join(NAMES)}")
+            refuse("--only", args.only, f"expected some of {', '.join(NAMES)}")
     skipped = {name: reason for name in chosen if (reason := unavailable_reason(name, args.nixl_path.absolute()))}
     names = [name for name in chosen if name not in skipped]
     if not names:
-        _refuse("--only", args.only, "; ".join(skipped.values()))
+        refuse("--only", args.only, "; ".join(skipped.values()))
     if names == ["nixl"] and not args.rates:
-        _refuse("--only", "nixl", "without the others it needs --rates")
+        refuse("--only", "nixl", "without the others it needs --rates")
     return names, skipped
 
 
@@ -99,7 +101,7 @@ def _wanted(args: argparse.Namespace, names: Sequence[str]) -> Wanted:
     for option in ("rounds", "requests", "idle_requests", "minutes", "limit_s", "layers", "fault_interval_s"):
         value = getattr(args, option)
         if value is not None and value <= 0:
-            _refuse(f"--{option.replace('_', '-')}", value, "expected more than 0")
+            refuse(f"--{option.replace('_', '-')}", value, "expected more than 0")
     return Wanted(
         names=names,
         mix=Mix(prompt_tokens, output_tokens),
@@ -124,17 +126,17 @@ def _numbers(option: str, text: str) -> list[float]:
     except ValueError:
         found = []
     if not found or found[0] <= 0:
-        _refuse(option, text, "expected numbers over 0, separated by commas")
+        refuse(option, text, "expected numbers over 0, separated by commas")
     return found
 
 
 def _setting(args: argparse.Namespace, wanted: Wanted) -> Setting:
     longest = max(wanted.mix.most_tokens, LONG_PROMPT_TOKENS + STREAM_TOKENS if wanted.has_timeline else 0)
     if longest > min(model.MAX_TOKENS, args.kv_blocks * BLOCK_SIZE):
-        _refuse("--kv-blocks", args.kv_blocks, f"a request may have {longest} tokens of {model.MAX_TOKENS}")
+        refuse("--kv-blocks", args.kv_blocks, f"a request may have {longest} tokens of {model.MAX_TOKENS}")
     wrong = [text for text in args.env if "=" not in text]
     if wrong:
-        _refuse("--env", wrong[0], "expected NAME=VALUE")
+        refuse("--env", wrong[0], "expected NAME=VALUE")
     return Setting(
         work=args.work.absolute(),
         max_model_len=longest,
@@ -150,9 +152,7 @@ def _setting(args: argparse.Namespace, wanted: Wanted) -> Setting:
 
 def _check(args: argparse.Namespace, names: Sequence[str]) -> None:
     """Refuses wrong files and too little memory before anything is started."""
-    for file in (args.json, args.markdown, args.plot, args.timeline):
-        if file and not file.absolute().parent.is_dir():
-            _refuse("file", file, "there is no such folder")
+    require_folders(args.json, args.markdown, args.plot, args.timeline)
     if args.plot or args.timeline:
         require()
     num_undivided = sum(name.startswith("undivided") for name in names)
@@ -160,16 +160,8 @@ def _check(args: argparse.Namespace, names: Sequence[str]) -> None:
     num_instances += SINGLE in names
     each = _PROCESSES_BYTES + model.weight_bytes(args.layers)
     each += args.kv_blocks * BLOCK_SIZE * model.kv_bytes_per_token(args.layers)
-    there, needed = machine.available_bytes(), num_instances * each
-    if there is not None and there < needed:
-        text = f"{needed / 1e9:.0f} GB for {num_instances} instances, {there / 1e9:.0f} GB are available"
-        message = f"needs about {text}; fewer subjects with --only, or fewer --kv-blocks help"
-        raise ConfigError(message)
-
-
-def _refuse(name: str, value: object, expected: str) -> None:
-    message = f"{name} {value}: {expected}"
-    raise ConfigError(message)
+    remedy = "fewer subjects with --only, or fewer --kv-blocks help"
+    require_memory(num_instances * each, f"{num_instances} instances", remedy)
 
 
 # --- output -----------------------------------------------------------------------------------------------------
@@ -194,20 +186,14 @@ def _facts(args: argparse.Namespace, wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def _findings(facts: dict[str, Any], skipped: dict[str, str], measured: Measured) -> Findings:
-    return Findings(facts, skipped, measured.slo, measured.cells, measured.timelines, measured.faults)
-
-
-def _show(args: argparse.Namespace, found: Findings) -> None:
+def _show(args: argparse.Namespace, found: Findings, measured: Measured) -> None:
     text = report.text(found)
-    sys.stdout.write(f"{text}\n")
-    if args.json:
-        write(args.json, report.as_json(found))
+    show(text, found, args.json)
     if args.markdown:
         write(args.markdown, f"{text}\n")
-    if args.plot and found.faults:
-        plots.draw_faults(args.plot, found)
+    if args.plot and measured.faults:
+        plots.draw_faults(args.plot, found, measured.cells)
     elif args.plot:
         plots.draw_load(args.plot, found)
-    if args.timeline and found.timelines:
+    if args.timeline and measured.timelines:
         plots.draw_timeline(args.timeline, found)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bench.plot import matplotlib, save
+from bench.plot import drawing, legend_beside, matplotlib, save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from bench.results import Findings, Row
     from bench.serving.faults import Faults
-    from bench.serving.results import Findings, Row
-    from bench.serving.run import Timeline
+    from bench.serving.run import Cell, Timeline
 
 _PANELS = {
     "itl_p99_ms": "p99 time between tokens (ITL), ms",
@@ -39,46 +39,44 @@ def draw_load(path: Path, found: Findings) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    _, figure = matplotlib()
-    drawing = figure.Figure(figsize=(13, 4.2), layout="constrained")
-    rows = [row for row in found.rows if row.phase == "load"]
-    for axis, (name, title) in zip(drawing.subplots(1, len(_PANELS)), _PANELS.items(), strict=True):
-        for subject in dict.fromkeys(row.subject for row in rows):
-            _line(axis, [row for row in rows if row.subject == subject and name in row.figures], name)
+    drawn = drawing(13, 4.2)
+    rows = [row for row in found.rows if row["phase"] == "load"]
+    for axis, (name, title) in zip(drawn.subplots(1, len(_PANELS)), _PANELS.items(), strict=True):
+        for subject in dict.fromkeys(row["subject"] for row in rows):
+            _line(axis, [row for row in rows if row["subject"] == subject and name in row["figures"]], name)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("requests/s offered")
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
         if name == "goodput":
-            rates = sorted({row.rate for row in rows})
+            rates = sorted({row["rate"] for row in rows})
             axis.plot([0, rates[-1]], [0, rates[-1]], color="black", linewidth=0.8, linestyle=":", label="all requests")
             axis.set_ylim(0, 1.05 * rates[-1])
         elif rows:
             _log(axis)
             _limit(axis, found, name)
     if rows:
-        drawing.axes[-1].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    drawing.suptitle(_title(found), fontsize=9, color="dimgray")
-    save(drawing, path)
+        legend_beside(drawn.axes[-1])
+    save(drawn, path, _title(found))
 
 
 def _line(axis: Any, rows: Sequence[Row], name: str) -> None:
     if not rows:
         return
-    rows = sorted(rows, key=lambda row: row.rate)
-    color, marker = _STYLES[rows[0].subject]
-    rates = [row.rate for row in rows]
-    width = 2.4 if rows[0].subject == "kvpipe" else 1.4
+    rows = sorted(rows, key=lambda row: row["rate"])
+    color, marker = _STYLES[rows[0]["subject"]]
+    rates = [row["rate"] for row in rows]
+    width = 2.4 if rows[0]["subject"] == "kvpipe" else 1.4
     axis.plot(
         rates,
-        [row.figures[name] for row in rows],
+        [row["figures"][name] for row in rows],
         color=color,
         marker=marker,
         markersize=5,
         linewidth=width,
-        label=rows[0].subject,
+        label=rows[0]["subject"],
     )
-    known = [[figures[name] for figures in row.rounds if name in figures] for row in rows]
+    known = [[figures[name] for figures in row["rounds"] if name in figures] for row in rows]
     axis.fill_between(rates, list(map(min, known)), list(map(max, known)), color=color, alpha=0.12, linewidth=0)
 
 
@@ -91,8 +89,8 @@ def _log(axis: Any) -> None:
 
 
 def _limit(axis: Any, found: Findings, name: str) -> None:
-    if found.slo:
-        limit = found.slo.itl_ms if name.startswith("itl") else found.slo.ttft_ms
+    if slo := found.details["slo"]:
+        limit = slo.itl_ms if name.startswith("itl") else slo.ttft_ms
         axis.axhline(limit, color="black", linewidth=0.8, linestyle="--", label="SLO")
 
 
@@ -102,10 +100,9 @@ def draw_timeline(path: Path, found: Findings) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    _, figure = matplotlib()
-    timelines = found.timelines
-    drawing = figure.Figure(figsize=(10, 1.7 * len(timelines) + 0.8), layout="constrained")
-    axes = drawing.subplots(len(timelines), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+    timelines = found.details["timelines"]
+    drawn = drawing(10, 1.7 * len(timelines) + 0.8)
+    axes = drawn.subplots(len(timelines), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     for axis, timeline in zip(axes, timelines, strict=True):
         _gaps(axis, timeline)
     # All panels share this range; one panel's own would cut off the others' bars.
@@ -113,8 +110,7 @@ def draw_timeline(path: Path, found: Findings) -> None:
     axes[0].set_ylim(_LEAST_MS, max(2 * _LEAST_MS, 1.5e3 * longest_s))
     axes[0].legend(fontsize=8, frameon=False, loc="upper right")
     axes[-1].set_xlabel("s from when a prompt of 2,048 tokens was sent to the same instance, or pair")
-    drawing.suptitle(f"ms before each token of a running stream. {_title(found)}", fontsize=9, color="dimgray")
-    save(drawing, path)
+    save(drawn, path, f"ms before each token of a running stream. {_title(found)}")
 
 
 def _gaps(axis: Any, timeline: Timeline) -> None:
@@ -129,18 +125,16 @@ def _gaps(axis: Any, timeline: Timeline) -> None:
     axis.grid(alpha=0.3)
 
 
-def draw_faults(path: Path, found: Findings) -> None:
+def draw_faults(path: Path, found: Findings, measured: Sequence[Cell]) -> None:
     """Draws when requests were due and how they ended, beside kills and leased blocks.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    _, figure = matplotlib()
-    faults = found.faults
-    assert faults is not None  # noqa: S101 - for mypy: the caller has looked
-    drawing = figure.Figure(figsize=(10, 6), layout="constrained")
-    ttft, gap, leased = drawing.subplots(3, 1, sharex=True)
-    cells = [cell for cell in found.cells if cell.phase in ("load", "faults")]
+    faults = found.details["faults"]
+    drawn = drawing(10, 6)
+    ttft, gap, leased = drawn.subplots(3, 1, sharex=True)
+    cells = [cell for cell in measured if cell.phase in ("load", "faults")]
     for cell in cells:
         label, color = ("with faults", "tab:red") if cell.phase == "faults" else ("without", "tab:blue")
         points = [
@@ -162,9 +156,8 @@ def draw_faults(path: Path, found: Findings) -> None:
     leased.set_ylabel("leased blocks", fontsize=8)
     leased.set_xlabel("s; grey: an instance is down")
     for axis in (ttft, leased):
-        axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    drawing.suptitle(_title(found), fontsize=9, color="dimgray")
-    save(drawing, path)
+        legend_beside(axis)
+    save(drawn, path, _title(found))
 
 
 def _scatter(axis: Any, points: Sequence[tuple[float, float]], color: str, label: str) -> None:

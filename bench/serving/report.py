@@ -1,19 +1,19 @@
-"""Tables of the benchmark in Markdown, and its JSON."""
+"""Tables of the benchmark in Markdown."""
 
 from __future__ import annotations
 
-import json
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.report import describe, number
+from bench.report import markdown, number
+from bench.report import text as text_of
 from bench.serving.run import rate_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bench.results import Findings, Row
     from bench.serving.faults import Faults
-    from bench.serving.results import Findings, Row
     from bench.serving.run import Timeline
 
 _QUANTILES = ("p50", "p90", "p99", "max")
@@ -39,35 +39,26 @@ nixl: its workers spin, also when idle, so that on these two cores it is measure
 
 def text(found: Findings) -> str:
     """The findings as text."""
-    parts = [describe(found.facts)]
-    if found.slo:
-        parts.append(f"SLO: TTFT {number(found.slo.ttft_ms)} ms, TPOT {number(found.slo.itl_ms)} ms")
-    phases = dict.fromkeys(row.phase for row in found.rows)
+    parts, slo = [], found.details["slo"]
+    if slo:
+        parts.append(f"SLO: TTFT {number(slo.ttft_ms)} ms, TPOT {number(slo.itl_ms)} ms")
+    phases = dict.fromkeys(row["phase"] for row in found.rows)
     for phase in phases:
-        rows = [row for row in found.rows if row.phase == phase]
+        rows = [row for row in found.rows if row["phase"] == phase]
         parts.append(_latencies(phase, rows))
         if phase != "idle":
             parts += [_throughput(phase, rows), _cpu(phase, rows)]
-    if found.timelines:
-        parts.append(_timelines(found.timelines))
-    if found.faults:
-        parts.append(_faults(found.faults))
-    parts += [f"skipped: {name}: {reason}" for name, reason in found.skipped.items()]
-    has_nixl = any(row.subject == "nixl" for row in found.rows)
-    return "\n\n".join([*filter(None, parts), _NOTES + (f"\n{_NIXL_NOTE}" if has_nixl else "")])
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns are also even in a terminal."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "| " + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) + " |" for line in lines
-    )
+    if timelines := found.details["timelines"]:
+        parts.append(_timelines(timelines))
+    if faults := found.details["faults"]:
+        parts.append(_faults(faults))
+    has_nixl = any(row["subject"] == "nixl" for row in found.rows)
+    return text_of(found, parts, _NOTES + (f"\n{_NIXL_NOTE}" if has_nixl else ""))
 
 
 def _where(row: Row) -> str:
-    return rate_text(row.rate) if row.rate else "alone"
+    rate = row["rate"]
+    return "alone" if rate == 0 else rate_text(float("inf") if rate is None else rate)
 
 
 def _latencies(phase: str, rows: Sequence[Row]) -> str:
@@ -80,12 +71,12 @@ def _latencies(phase: str, rows: Sequence[Row]) -> str:
         "TPOT": "tpot",
         "E2E": "e2e",
     }
-    lines = [[_where(row), row.subject, *(_quantiles(row, name) for name in columns.values())] for row in rows]
+    lines = [[_where(row), row["subject"], *(_quantiles(row, name) for name in columns.values())] for row in rows]
     return markdown([phase, "subject", *columns], lines)
 
 
 def _quantiles(row: Row, name: str) -> str:
-    values = [row.figures.get(f"{name}_{quantile}_ms") for quantile in _QUANTILES]
+    values = [row["figures"].get(f"{name}_{quantile}_ms") for quantile in _QUANTILES]
     return " / ".join(f"{value:.0f}" for value in values if value is not None)
 
 
@@ -94,17 +85,17 @@ def _throughput(phase: str, rows: Sequence[Row]) -> str:
     lines = [
         [
             _where(row),
-            row.subject,
-            str(len(row.rounds)),
-            f"{row.figures['num_requests']:.0f}",
-            number(row.figures["tokens_per_s"]),
-            number(row.figures["requests_per_s"]),
+            row["subject"],
+            str(len(row["rounds"])),
+            f"{row['figures']['num_requests']:.0f}",
+            number(row["figures"]["tokens_per_s"]),
+            number(row["figures"]["requests_per_s"]),
             _known(row, "goodput"),
             _share(row, "good_share"),
             _share(row, "good_share_each_gap"),
-            f"{sum(figures['num_lost'] for figures in row.rounds):.0f}",
-            f"{sum(figures['num_cut'] for figures in row.rounds):.0f}",
-            f"{row.figures['lag_p99_ms']:.1f} / {row.figures['lag_max_ms']:.1f}",
+            f"{sum(figures['num_lost'] for figures in row['rounds']):.0f}",
+            f"{sum(figures['num_cut'] for figures in row['rounds']):.0f}",
+            f"{row['figures']['lag_p99_ms']:.1f} / {row['figures']['lag_max_ms']:.1f}",
         ]
         for row in rows
     ]
@@ -112,23 +103,23 @@ def _throughput(phase: str, rows: Sequence[Row]) -> str:
 
 
 def _known(row: Row, name: str) -> str:
-    return number(row.figures[name]) if name in row.figures else ""
+    return number(row["figures"][name]) if name in row["figures"] else ""
 
 
 def _share(row: Row, name: str) -> str:
-    return f"{100 * row.figures[name]:.0f} %" if name in row.figures else ""
+    return f"{100 * row['figures'][name]:.0f} %" if name in row["figures"] else ""
 
 
 def _cpu(phase: str, rows: Sequence[Row]) -> str:
-    parts = list(dict.fromkeys(key for row in rows for key in row.figures if key.startswith("cpu ")))
+    parts = list(dict.fromkeys(key for row in rows for key in row["figures"] if key.startswith("cpu ")))
     if not parts:
         return ""
     lines = []
     for row in rows:
-        own = {part: row.figures[part] for part in parts if part in row.figures}
-        busy = 100 * sum(own.values()) / row.figures["duration_s"]
+        own = {part: row["figures"][part] for part in parts if part in row["figures"]}
+        busy = 100 * sum(own.values()) / row["figures"]["duration_s"]
         shown = (f"{own[part]:.1f}" if part in own else "" for part in parts)
-        lines.append([_where(row), row.subject, *shown, f"{row.figures['duration_s']:.0f}", f"{busy:.0f} %"])
+        lines.append([_where(row), row["subject"], *shown, f"{row['figures']['duration_s']:.0f}", f"{busy:.0f} %"])
     names = [part.removeprefix("cpu ") for part in parts]
     return markdown([f"{phase}, CPU s", "subject", *names, "of seconds", "of a core"], lines)
 
@@ -155,8 +146,3 @@ def _faults(faults: Faults) -> str:
         [name, f"{max(it[1] for it in found):.0f}", f"{found[-1][1]:.0f}"] for name, found in faults.leased.items()
     ]
     return f"{killed}\n\n{markdown(['leased blocks', 'most', 'last'], samples)}"
-
-
-def as_json(found: Findings) -> str:
-    """The findings as JSON."""
-    return json.dumps(found.as_json(), indent=1) + "\n"

@@ -1,19 +1,19 @@
-"""Everything that a run measured, as rows and as JSON. No clock, no input, no output."""
+"""The figures of the benchmark: limits, rows, and what the JSON file has of each request."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench.serving.metrics import Figures, Slo, figures, medians
+from bench.results import Findings, Row
+from bench.serving.metrics import Slo, figures, medians
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from bench.serving.faults import Faults
     from bench.serving.generator import Outcome
-    from bench.serving.run import Cell, Timeline
+    from bench.serving.measure import Measured
+    from bench.serving.run import Cell
 
 _SLO_TTFT, _SLO_ITL = 4.0, 2.0
 
@@ -29,27 +29,8 @@ def slo_of(idle: Sequence[Outcome], ttft_ms: float | None, itl_ms: float | None)
     return None if ttft_ms is None or itl_ms is None else Slo(ttft_ms, itl_ms)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A subject at one rate.
-
-    Attributes:
-        phase: As in `Cell`, or `faults`.
-        subject: Its name.
-        rate: Requests/s; infinite in a burst, 0 when idle.
-        figures: Medians of the rounds.
-        rounds: Figures of each round.
-    """
-
-    phase: str
-    subject: str
-    rate: float
-    figures: Figures
-    rounds: list[Figures]
-
-
 def rows_of(cells: Sequence[Cell], slo: Slo | None) -> list[Row]:
-    """A row for each phase, rate and subject, in this order."""
+    """A row for each phase, rate and subject, in this order; its `figures` are the medians of those of its `rounds`."""
     keys = dict.fromkeys((cell.phase, cell.rate, cell.subject) for cell in cells)
     rows = []
     for phase, rate, subject in keys:
@@ -57,46 +38,21 @@ def rows_of(cells: Sequence[Cell], slo: Slo | None) -> list[Row]:
         rounds = [
             figures(cell.outcomes, rate, slo if rate not in (0.0, float("inf")) else None, cell.cpu_s) for cell in own
         ]
-        rows.append(Row(phase, subject, rate, medians(rounds), rounds))
+        labels = {"phase": phase, "subject": subject, "rate": _plain(rate)}
+        rows.append(Row(labels, {"figures": medians(rounds), "rounds": rounds}))
     return rows
 
 
-@dataclass(frozen=True)
-class Findings:
-    """All results.
-
-    Attributes:
-        facts: About the machine and the run.
-        skipped: Subjects that were left out, each with the reason.
-        slo: Limits of goodput; `None` without the baseline.
-        cells: What was measured.
-        timelines: Timelines by subject.
-        faults: What was killed when, and leased blocks; `None` without faults.
-    """
-
-    facts: Mapping[str, Any]
-    skipped: Mapping[str, str]
-    slo: Slo | None
-    cells: Sequence[Cell]
-    timelines: Sequence[Timeline]
-    faults: Faults | None = None
-    rows: list[Row] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Makes the rows."""
-        object.__setattr__(self, "rows", rows_of(self.cells, self.slo))
-
-    def as_json(self) -> dict[str, Any]:
-        """The findings with plain types; times of requests in ms."""
-        return {
-            "machine": dict(self.facts),
-            "skipped": dict(self.skipped),
-            "slo": asdict(self.slo) if self.slo else None,
-            "rows": [asdict(row) | {"rate": _plain(row.rate)} for row in self.rows],
-            "timelines": [asdict(timeline) for timeline in self.timelines],
-            "faults": asdict(self.faults) if self.faults else None,
-            "requests": [_request(cell, outcome) for cell in self.cells for outcome in cell.outcomes],
-        }
+def findings_of(facts: Mapping[str, Any], skipped: Mapping[str, str], measured: Measured) -> Findings:
+    """The findings; times of requests are in ms."""
+    requests = [_request(cell, outcome) for cell in measured.cells for outcome in cell.outcomes]
+    details = {
+        "slo": measured.slo,
+        "timelines": measured.timelines,
+        "faults": measured.faults,
+        "requests": requests,
+    }
+    return Findings(facts, rows_of(measured.cells, measured.slo), skipped, details)
 
 
 def _plain(rate: float) -> float | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from bench import chaos, machine
 from bench.progress import Progress
-from bench.report import write
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
@@ -49,8 +46,5 @@ def main(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="kvpipe-bench-store-") as folder:
         run = Chaos(Path(folder), args.chaos, seed, Progress())
         run.run()
-    sys.stdout.write(f"{chaos.text(facts, ['', *run.stores], [*run.stores.values()], run.failures)}\n")
-    if args.json:
-        stores = {name: dict(each.lines()) for name, each in run.stores.items()}
-        write(args.json, json.dumps({"machine": facts, "stores": stores, "failures": run.failures}, indent=2) + "\n")
+    chaos.show(facts, run.stores, run.failures, args.json)
     return 0 if all(each.is_clean for each in run.stores.values()) else 1

@@ -427,9 +427,9 @@ def _bench(args: argparse.Namespace) -> int:
     try:
         command = importlib.import_module("bench.command")
     except ModuleNotFoundError as error:
-        if error.name != "numpy":
+        if error.name not in {"numpy", "tabulate"}:
             raise
-        raise ConfigError("numpy is not installed; pip install 'kvpipe[bench]'") from error
+        raise ConfigError(f"{error.name} is not installed; pip install 'kvpipe[bench]'") from error
     return int(command.main(args.arguments))
 
 

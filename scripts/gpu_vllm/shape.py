@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from bench import trace
 from bench.handoff.client import Streamed, stream
 from bench.handoff.samples import PHASES, exposed
-from bench.measure import summarize
+from bench.results import summarize
 from gpu_vllm.groups import SHAPES, TOKEN
 from gpu_vllm.instances import Asker, chosen_lines, fail, get, prompt, say, spec, until, write
 from kvpipe.launch.deployment import DeploymentThread
