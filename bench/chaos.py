@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from bench import report
@@ -14,13 +13,12 @@ from bench.results import Findings, Row
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
-# Failures that are printed.
-SHOWN_FAILURES = 10
-_LOOK_EVERY_S = 0.5
+# Of each, in words.
+_SHOWN_FAILURES = 10
 
 
 @dataclass
@@ -29,18 +27,32 @@ class Counts:
 
     Attributes:
         VIOLATIONS: Names of those that are 0 unless a promise was broken.
+        failures: The first broken promises, in words.
     """
 
     VIOLATIONS: ClassVar[Sequence[str]] = ()
+
+    failures: list[str] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
         """True if no promise was broken."""
         return not any(getattr(self, name) for name in self.VIOLATIONS)
 
+    def count(self, name: str, number: int = 1) -> None:
+        """Adds to a count."""
+        setattr(self, name, getattr(self, name) + number)
+
+    def fail(self, name: str, reason: str, number: int = 1) -> None:
+        """Counts broken promises."""
+        self.count(name, number)
+        if len(self.failures) < _SHOWN_FAILURES:
+            self.failures.append(f"{name}: {reason}")
+
     def lines(self) -> list[tuple[str, int]]:
         """Names and values."""
-        return [(each.name.replace("_", " "), getattr(self, each.name)) for each in fields(self)]
+        names = [each.name for each in fields(self) if each.name != "failures"]
+        return [(name.replace("_", " "), getattr(self, name)) for name in names]
 
 
 def add_arguments(parser: argparse.ArgumentParser, about: str) -> None:
@@ -70,20 +82,13 @@ def seed_of(args: argparse.Namespace) -> int:
     return seed
 
 
-def show(facts: Mapping[str, Any], counts: Mapping[str, Counts], failures: Sequence[str], file: Path | None) -> None:
+def show(facts: Mapping[str, Any], counts: Mapping[str, Counts], file: Path | None) -> None:
     """Prints a column of counts for each of the things that were attacked, with the first failures.
 
     The same goes to a JSON file, if there is to be one.
     """
     rows = [Row({"name": name}, dict(each.lines())) for name, each in counts.items()]
+    failures = [f"{name}: {failure}" for name, each in counts.items() for failure in each.failures]
     found = Findings(facts, rows, details={"failures": failures})
     lines = [[name, *(str(row[name]) for row in rows)] for name in rows[0].figures]
     report.show(report.text(found, [report.table(["", *counts], lines), "\n".join(failures)]), found, file)
-
-
-def until(is_reached: Callable[[], bool], within_s: float, look_every_s: float = _LOOK_EVERY_S) -> bool:
-    """Waits until a condition holds, or that time is over; returns whether it holds."""
-    ends_at = time.monotonic() + within_s
-    while not (holds := is_reached()) and time.monotonic() < ends_at:
-        time.sleep(look_every_s)
-    return holds

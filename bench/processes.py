@@ -17,12 +17,13 @@ from kvpipe.exceptions import KVPipeError
 from kvpipe.launch.process import ProcessGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 # For the slowest answers: an import of torch, a round of 64 MiB tensors on a busy machine.
 ANSWER_WITHIN_S = 60.0
 _CHUNK_BYTES = 1 << 16
 _ERROR_CHARACTERS = 300
+_LOOK_EVERY_S = 0.5
 
 
 class SubjectError(KVPipeError):
@@ -87,6 +88,14 @@ def on_cpu(place: int | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cpus)
+
+
+def until(is_so: Callable[[], bool], within_s: float, look_every_s: float = _LOOK_EVERY_S) -> bool:
+    """Waits until something is so, or that time is over; returns whether it is."""
+    ends_at = time.monotonic() + within_s
+    while not (holds := is_so()) and time.monotonic() < ends_at:
+        time.sleep(look_every_s)
+    return holds
 
 
 def clock_s(pid: int) -> float:

@@ -165,9 +165,8 @@ def pipe_beside_store(data_path: str) -> list[Subject]:
 
 
 def other_stores() -> list[Subject]:
-    """Stores in which kvpipe is the client only, or that are made of its lookup buffers."""
-    lookup = _stores_of("LookupBufferStore", "lookup_server")
-    return [*lookup, *_on_server("Redis"), _redis_keeping_memory(), *_on_server("Valkey"), *lmcache()]
+    """Stores in which kvpipe is the client only."""
+    return [*_on_server("Redis"), _redis_keeping_memory(), *_on_server("Valkey"), *lmcache()]
 
 
 def program_missing(program: str) -> str:

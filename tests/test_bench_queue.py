@@ -182,7 +182,7 @@ def test_each_answer_counts_as_what_its_client_got(reply, outcome):
     run = chaos()
     run._count(Ask(5, 2), reply)
     assert [name for name, number in run.found.lines() if number] == [outcome.replace("_", " ")]
-    assert bool(run.failures) == (outcome != "answered")
+    assert bool(run.found.failures) == (outcome != "answered")
 
 
 def test_a_request_that_is_too_large_counts_as_such_and_as_lost_with_any_other_answer():

@@ -14,7 +14,7 @@ from bench.scale import command as scale
 from bench.scale import point as of_point
 from bench.scale.agents import Loads, Node
 from bench.scale.control import ControlPlane
-from bench.scale.point import Point, ReactorThread, until
+from bench.scale.point import Point, ReactorThread, wait
 from bench.scale.results import HELD, OPERATIONS, RATES, UNITS, rows_of
 from kvpipe import ConfigError, TransferTimeoutError
 
@@ -54,7 +54,7 @@ def test_the_cpu_of_an_operation_is_the_reactors_and_not_the_callers():
 def test_what_never_happens_is_given_up(monkeypatch):
     monkeypatch.setattr(of_point, "_WITHIN_S", 0.05)
     with pytest.raises(TransferTimeoutError, match="nothing happened within"):
-        until(lambda: False)
+        wait(lambda: False)
 
 
 def _ended(under_way: Loads, number: int) -> bool:
@@ -70,7 +70,7 @@ def test_the_loads_of_a_point_are_under_way_before_and_after_what_is_measured():
             assert not _ended(under_way, number)
             under_way._agent.cancel(number.to_bytes(16), "over", is_withdrawn=False)
         for number in range(3):
-            until(lambda number=number: _ended(under_way, number))
+            wait(lambda number=number: _ended(under_way, number))
     assert set(costs) | {"producer", "consumer"} | set(RATES) == set(UNITS)
     assert all(costs[name] > 0 for name in OPERATIONS if name in costs)
     assert costs["threads"] == 1

@@ -7,7 +7,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from kvpipe.store import KVStore, LookupBufferStore
 from kvpipe.store.server import StoreServer
 from kvpipe.store.urls import open_store
 
@@ -17,6 +16,8 @@ from .side import Idle, Setup, Words, expect, median_us, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from kvpipe.store import KVStore
 
     from .request import Task
 
@@ -168,17 +169,6 @@ class Server(Idle):
         return {"url": self._server.url}
 
 
-class LookupServer(Idle):
-    """A store over a lookup buffer."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._server = LookupBufferStore.serve(f"{setup.host}:0", 2 * setup.total + _MORE_CAPACITY_BYTES)
-
-    def hello(self) -> Words:
-        """Returns the URL of the store."""
-        return {"url": f"lookup://{self._server.address}"}
-
-
 def _key(task: Task, number: int) -> bytes:
     return f"{task.kind}/{task.num_bytes}/{task.round if task.kind == 'wake' else 0}/{number}".encode()
 
@@ -193,6 +183,5 @@ ROLES = {
     "consumer": Consumer,
     "producer": Producer,
     "server": Server,
-    "lookup_server": LookupServer,
     "redis_server": redis_values.Server,
 }

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from bench.chaos import SHOWN_FAILURES, until
-from bench.processes import SubjectError
+from bench.processes import SubjectError, until
 from bench.queue.instances import text_of
 from bench.queue.load import Ask, Client, open_session
 from bench.queue.results import Survival
@@ -55,7 +54,6 @@ class Chaos:
 
     Attributes:
         found: What became of the requests.
-        failures: What was wrong with the first ones that were.
     """
 
     def __init__(self, deployment: Deployment, num_requests: int, seed: int, progress: Progress) -> None:
@@ -69,7 +67,6 @@ class Chaos:
         # Odd from when a front end is killed until it has been started again.
         self._lives: Counter[str] = Counter()
         self.found = Survival()
-        self.failures: list[str] = []
         progress.expect(num_requests)
 
     def run(self) -> None:
@@ -89,12 +86,14 @@ class Chaos:
         until(lambda: not deployment.has_requests(), _FORGOTTEN_WITHIN_S)
         until(lambda: not deployment.counts()["handoffs"], _RELEASED_WITHIN_S)
         counts = deployment.counts()
-        found.kv_left, found.decoded = counts["handoffs"], counts["decoded"]
+        found.decoded = counts["decoded"]
+        if num_left := counts["handoffs"]:
+            found.fail("kv_left", f"{num_left} handoffs", num_left)
         deployment.stop()
         until(lambda: left_in(deployment.broker) == (0, 0), _FORGOTTEN_WITHIN_S)
-        found.queues_left, found.messages_left = left_in(deployment.broker)
-        if found.queues_left or found.messages_left:
-            self.failures.append(f"left in the broker: {deployment.broker.queues()}")
+        for name, number in zip(("queues_left", "messages_left"), left_in(deployment.broker), strict=True):
+            if number:
+                found.fail(name, f"{deployment.broker.queues()}", number)
 
     async def _run(self) -> None:
         # A connection that is kept may have been cut before its next request.
@@ -138,12 +137,8 @@ class Chaos:
         if is_whole and not ask.request_padding:
             self.found.answered += 1
             return
-        if _is_begun(ask, reply):
-            self.found.lost += 1
-        else:
-            self.found.answered_twice += 1
-        if len(self.failures) < SHOWN_FAILURES:
-            self.failures.append(f"request {ask.number}: {reply.error or 'complete'}; {reply.text!r} of {expected!r}")
+        reason = f"request {ask.number}: {reply.error or 'complete'}; {reply.text!r} of {expected!r}"
+        self.found.fail("lost" if _is_begun(ask, reply) else "answered_twice", reason)
 
     async def _kill(self) -> None:
         """Kills one process after another, each after some more answers: whoever was killed may come back before."""

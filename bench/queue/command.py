@@ -92,7 +92,7 @@ def _survive(args: argparse.Namespace, folder: Path) -> int:
     ) as deployment:
         run = Chaos(deployment, args.chaos, seed, Progress())
         run.run()
-    chaos.show(facts, {"requests": run.found}, run.failures, args.json)
+    chaos.show(facts, {"requests": run.found}, args.json)
     return 0 if run.found.is_clean else 1
 
 

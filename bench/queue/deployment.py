@@ -6,12 +6,11 @@ import contextlib
 import http.client
 import json
 import sys
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from bench.instances.servers import ServerPool
-from bench.processes import Process, SubjectError, clock_s, requests_to
+from bench.processes import Process, SubjectError, clock_s, requests_to, until
 from kvpipe.launch.plan import free_ports
 from kvpipe.queue.topology import Topology
 
@@ -133,12 +132,12 @@ class Deployment:
         """
         for front in self.fronts:
             front.until_healthy()
-        ends_at = time.monotonic() + _TIMEOUT_S
-        while any(self._num_ready(front) < len(self.workers) for front in self.fronts):
-            if time.monotonic() > ends_at:
-                message = f"not all workers take requests; logs are in {self._folder}"
-                raise SubjectError(message)
-            time.sleep(_LOOK_EVERY_S)
+        if not until(self._has_all_workers, _TIMEOUT_S, _LOOK_EVERY_S):
+            message = f"not all workers take requests; logs are in {self._folder}"
+            raise SubjectError(message)
+
+    def _has_all_workers(self) -> bool:
+        return all(self._num_ready(front) >= len(self.workers) for front in self.fronts)
 
     def _num_ready(self, front: Server) -> int:
         state = self._queue_of(front)

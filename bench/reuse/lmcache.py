@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from bench.instances.servers import ServerPool
 from bench.instances.vllm import start_instance
 from bench.processes import SubjectError
-from bench.reuse.subjects import CHUNK_TOKENS, REDIS, Subject, SubjectSpec, redis_url, request, until
+from bench.reuse.subjects import CHUNK_TOKENS, REDIS, Subject, SubjectSpec, redis_url, request, wait
 from bench.subjects import program_missing
 from kvpipe.launch.plan import free_ports
 from kvpipe.launch.spec import LOOPBACK
@@ -89,7 +89,7 @@ class LmcacheContents:
         Raises:
             SubjectError: It does not in time.
         """
-        until(lambda: self._has(num_chunks), lambda: f"LMCache has not stored {num_chunks} chunks")
+        wait(lambda: self._has(num_chunks), lambda: f"LMCache has not stored {num_chunks} chunks")
         if num_chunks and self.redis is not None:
             request(self.url, "POST", "/cache/clear")
 

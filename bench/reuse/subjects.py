@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import time
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 
 from bench.instances.servers import ServerPool
 from bench.instances.vllm import BLOCK_SIZE, TOKEN, start_instance
-from bench.processes import SubjectError, requests_to
+from bench.processes import SubjectError, requests_to, until
 from bench.programs import redis_values
 from bench.programs.side import Setup
 from bench.subjects import program_missing
@@ -122,7 +121,7 @@ class StoreContents:
         Raises:
             SubjectError: It does not in time.
         """
-        until(
+        wait(
             lambda: self._num_stored() >= num_chunks, lambda: f"{self._num_stored()} of {num_chunks} chunks are stored"
         )
 
@@ -157,7 +156,7 @@ class Subject:
         Raises:
             SubjectError: It does not in time. vLLM refuses while blocks are held, such as those that are being saved.
         """
-        until(self._forgets, lambda: f"{self.name}: vLLM holds blocks, and keeps its prefix cache")
+        wait(self._forgets, lambda: f"{self.name}: vLLM holds blocks, and keeps its prefix cache")
 
     def _forgets(self) -> bool:
         """Asks once; vLLM answers with status 200 also where it refuses."""
@@ -170,18 +169,15 @@ class Subject:
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
-def until(is_done: Callable[[], bool], late: Callable[[], str]) -> None:
+def wait(is_done: Callable[[], bool], late: Callable[[], str]) -> None:
     """Waits until a condition holds.
 
     Raises:
         SubjectError: It does not in time; `late` says what is.
     """
-    give_up_at = time.monotonic() + _WITHIN_S
-    while not is_done():
-        if time.monotonic() > give_up_at:
-            message = f"{late()} after {_WITHIN_S:.0f} s"
-            raise SubjectError(message)
-        time.sleep(_LOOK_EVERY_S)
+    if not until(is_done, _WITHIN_S, _LOOK_EVERY_S):
+        message = f"{late()} after {_WITHIN_S:.0f} s"
+        raise SubjectError(message)
 
 
 def request(url: str, method: str, path: str) -> bytes:

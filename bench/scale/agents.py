@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import quantiles
 from typing import TYPE_CHECKING, Self
 
-from bench.scale.point import Point, ReactorThread, num_descriptors, threads, until
+from bench.scale.point import Point, ReactorThread, num_descriptors, threads, wait
 from kvpipe import _kvpipe
 from kvpipe.exceptions import KVPipeError
 from kvpipe.work import Work
@@ -68,7 +68,7 @@ class Loads:
         self.thread = ReactorThread.made_by(self._start)
         self._own_descriptors = num_descriptors() - before
         for work in [self._agent.connect(producer.address) for producer in self._producers]:
-            until(work.is_completed)
+            wait(work.is_completed)
             work.result()
         # A connection has one descriptor on either side.
         self._own_descriptors += (num_descriptors() - before - self._own_descriptors) // 2
@@ -124,7 +124,7 @@ class Loads:
         handoff, num_reads = self._handoff(), self._num_reads() + _NUM_REGIONS
         self._begin(handoff, int.from_bytes(handoff) if place is None else place)
         self._producer(handoff).mark_ready(handoff, 0, 1)
-        until(lambda: self._num_reads() >= num_reads)
+        wait(lambda: self._num_reads() >= num_reads)
         return handoff
 
     def _num_reads(self) -> int:

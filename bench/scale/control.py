@@ -7,7 +7,7 @@ import time
 from statistics import quantiles
 from typing import TYPE_CHECKING
 
-from bench.scale.point import ReactorThread, until
+from bench.scale.point import ReactorThread, wait
 from kvpipe import _kvpipe
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ControlPlane:
             _connect(self._consumer, other)
         for number in range(point.num_loads):
             self._under_way(number % point.num_peers)
-        until(self._are_opened)
+        wait(self._are_opened)
 
     def _are_opened(self) -> bool:
         for port in (self._consumer, *self._others):
@@ -126,5 +126,5 @@ def _port() -> _kvpipe.Control:
 
 def _connect(client: _kvpipe.Control, server: _kvpipe.Control) -> None:
     described = client.ask_description(server.address or "", _ANSWER_WITHIN_S)
-    until(described.is_completed)
+    wait(described.is_completed)
     described.result()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.processes import until
 from kvpipe.exceptions import TransferTimeoutError
 
 if TYPE_CHECKING:
@@ -68,30 +69,27 @@ class ReactorThread:
     def settle(self) -> None:
         """Waits until it has done what there is to do."""
         time.sleep(_SETTLE_S)
-        until(self.is_asleep)
+        wait(self.is_asleep)
 
     def cost_us(self, act: Callable[[], object], is_done: Callable[[], bool] | None = None) -> float:
         """Microseconds of CPU that an operation takes of it, until it is done and the thread sleeps again."""
         self.settle()
         before = self.cpu_s()
         act()
-        until(is_done or (lambda: self.cpu_s() > before))
+        wait(is_done or (lambda: self.cpu_s() > before))
         self.settle()
         return 1e6 * (self.cpu_s() - before)
 
 
-def until(is_so: Callable[[], bool]) -> None:
+def wait(is_so: Callable[[], bool]) -> None:
     """Waits until something is so, without running a reactor.
 
     Raises:
         TransferTimeoutError: It takes too long.
     """
-    give_up_at = time.monotonic() + _WITHIN_S
-    while not is_so():
-        if time.monotonic() > give_up_at:
-            message = f"nothing happened within {_WITHIN_S:.0f} s"
-            raise TransferTimeoutError(message)
-        time.sleep(_LOOK_EVERY_S)
+    if not until(is_so, _WITHIN_S, _LOOK_EVERY_S):
+        message = f"nothing happened within {_WITHIN_S:.0f} s"
+        raise TransferTimeoutError(message)
 
 
 def num_descriptors() -> int:

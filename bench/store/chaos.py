@@ -53,14 +53,12 @@ class Chaos:
 
     Attributes:
         stores: Outcomes of the calls of each store.
-        failures: The first broken promises.
     """
 
     def __init__(self, folder: Path, num_calls: int, seed: int, progress: Progress) -> None:
         self._folder, self._seed, self._progress = folder, seed, progress
         self._num_calls = num_calls
         self.stores: dict[str, Survival] = {}
-        self.failures: list[str] = []
 
     def run(self) -> None:
         """Starts servers and clients, makes faults, ends the clients, and looks at what is left.
@@ -80,7 +78,6 @@ class Chaos:
                     each.result()
         self._progress.end()
         self.stores = {one.store.name: one.ledger.found for one in runs}
-        self.failures = [failure for one in runs for failure in one.ledger.failures]
 
     def _start(self, pool: ServerPool) -> list[Store]:
         found = programs()
@@ -117,7 +114,7 @@ class _Client:
         except SubjectError as error:
             if not self._is_killed:
                 with self._ledger.changed:
-                    self._ledger.fail("failed", f"client {self.name}: {error}")
+                    self._ledger.found.fail("failed", f"client {self.name}: {error}")
 
     def kill(self) -> None:
         if self._is_killed:
@@ -133,7 +130,7 @@ class _Client:
         self._thread.join(_ENDS_WITHIN_S)
         if self._thread.is_alive():
             with self._ledger.changed:
-                self._ledger.fail("late", f"client {self.name} does not end within {_ENDS_WITHIN_S:.0f} s")
+                self._ledger.found.fail("late", f"client {self.name} does not end within {_ENDS_WITHIN_S:.0f} s")
         self.kill()
 
 
@@ -142,7 +139,7 @@ class _StoreRun:
 
     def __init__(self, store: Store, seed: int, num_calls: int, progress: Progress) -> None:
         self.store, self._seed, self._num_calls, self._progress = store, seed, num_calls, progress
-        self.ledger = Ledger(store.name, may_lose=isinstance(store, EvictingStore))
+        self.ledger = Ledger(may_lose=isinstance(store, EvictingStore))
         self._random = random.Random(f"{seed} faults {store.name}")  # noqa: S311 - no secret
         self._lives = [0] * NUM_CLIENTS
         self._clients: list[_Client] = []
@@ -161,7 +158,8 @@ class _StoreRun:
             for client in self._clients:
                 client.end()
         self.ledger.found.entries_evicted = self.store.num_evicted
-        self.ledger.end(self.store.left())
+        self.ledger.end()
+        self.store.look(self.ledger.found)
         self._progress.step(self.store.name)
 
     def _kill_clients(self) -> None:
@@ -186,9 +184,8 @@ class _StoreRun:
         else:
             self._kill_client(name.rpartition(" ")[2])
         ended_ns = time.monotonic_ns()
-        counter = name.replace(" ", "_")
         with self.ledger.changed:
-            setattr(self.ledger.found, counter, getattr(self.ledger.found, counter) + 1)
+            self.ledger.found.count(name.replace(" ", "_"))
         self._until_served(ended_ns, name)
 
     def _until_served(self, since_ns: int, fault: str) -> None:
@@ -201,7 +198,7 @@ class _StoreRun:
             took_ms = (time.monotonic_ns() - since_ns) // 1_000_000
             ledger.found.longest_recovery_ms = max(ledger.found.longest_recovery_ms, took_ms)
             if not is_served:
-                ledger.fail("unrecovered", f"not within {RECOVERS_WITHIN_S:.0f} s after {fault}")
+                ledger.found.fail("unrecovered", f"not within {RECOVERS_WITHIN_S:.0f} s after {fault}")
 
     def _kill_client(self, stage: str) -> None:
         number = self._random.randrange(NUM_CLIENTS)
@@ -210,6 +207,6 @@ class _StoreRun:
         reached.clear()
         if not reached.wait(_REACHED_WITHIN_S):
             with self.ledger.changed:
-                self.ledger.fail("unrecovered", f"client {client.name} reaches no {stage}")
+                self.ledger.found.fail("unrecovered", f"client {client.name} reaches no {stage}")
         client.kill()
         self._clients[number] = self._client(number)

@@ -46,5 +46,5 @@ def main(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="kvpipe-bench-store-") as folder:
         run = Chaos(Path(folder), args.chaos, seed, Progress())
         run.run()
-    chaos.show(facts, run.stores, run.failures, args.json)
+    chaos.show(facts, run.stores, args.json)
     return 0 if all(each.is_clean for each in run.stores.values()) else 1

@@ -7,10 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench.chaos import until
 from bench.instances.servers import Server
-from bench.processes import SubjectError
-from bench.store.servers import HOST, RESERVATION_S, SETTLES_WITHIN_S, Left, Store
+from bench.processes import SubjectError, until
+from bench.store.servers import HOST, RESERVATION_S, SETTLES_WITHIN_S, Store
 from bench.store.values import NUM_KEYS, key_of
 from kvpipe.launch.plan import free_ports
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from bench.instances.servers import ServerPool
+    from bench.store.results import Survival
     from kvpipe.store.base import KVStore
 
 # Of one exchange with a server.
@@ -121,11 +121,11 @@ class _DatabaseStore(Store):
             for kind in ("normal", "pubsub"):
                 server.admin.client_kill_filter(_type=kind, skipme=True)
 
-    def _look(self, store: KVStore, found: Left) -> None:
+    def _look(self, store: KVStore, found: Survival) -> None:
         with _asking(self.name):
             self._look_at_keys(store, found)
 
-    def _look_at_keys(self, store: KVStore, found: Left) -> None:
+    def _look_at_keys(self, store: KVStore, found: Survival) -> None:
         def is_settled() -> bool:
             keys = self._keys()
             return not (keys.leased or keys.unknown - self._orphans(keys))
@@ -133,21 +133,19 @@ class _DatabaseStore(Store):
         until(is_settled, SETTLES_WITHIN_S)
         keys = self._keys()
         orphans = self._orphans(keys)
-        found.orphans, found.leases, found.leaked = len(orphans), len(keys.leased), len(keys.unknown - orphans)
-        if keys.leased or keys.unknown - orphans:
-            found.reasons.append(f"{self.name}: leased {keys.leased}, unknown {keys.unknown - orphans}")
+        found.orphans = len(orphans)
+        for name, left in (("leases_left", keys.leased), ("leaked", keys.unknown - orphans)):
+            if left:
+                found.fail(name, f"{left}", len(left))
         listed = {info.key: info.num_bytes for info in store.list()}
         has_all = keys.num_bytes == sum(listed.values()) or self.has_evicted
         if len(listed) != keys.num_values or not has_all:
-            found.leaked += 1
-            reason = f"{listed} are listed, {keys.num_values} values have {keys.num_bytes} bytes"
-            found.reasons.append(f"{self.name}: {reason}")
+            found.fail("leaked", f"{listed} are listed, {keys.num_values} values have {keys.num_bytes} bytes")
         self._take_all(store, found, may_lose=self.has_evicted)
         keys = self._keys()
         num_left = keys.num_values + len(keys.unknown - orphans)
         if num_left or not self._agree():
-            found.leaked += max(1, num_left)
-            found.reasons.append(f"{self.name}: left when all values were taken: {keys}")
+            found.fail("leaked", f"left when all values were taken: {keys}", max(1, num_left))
 
     def _agree(self) -> bool:
         """True if replicas have what their primaries have."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from threading import Condition
 from typing import TYPE_CHECKING, ClassVar
 
-from bench.chaos import SHOWN_FAILURES, Counts
+from bench.chaos import Counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from bench.store.servers import Left
 
 # For the machine: a call may be late by so much.
 MARGIN_S = 2.0
@@ -90,19 +87,16 @@ class Ledger:
     """The reports of all clients of a store.
 
     Args:
-        name: Of the store.
         may_lose: True if the store evicts: a value may be damaged then.
 
     Attributes:
         found: Outcomes of the calls.
-        failures: The first broken promises, in words.
         changed: Notified after each report; guards everything.
     """
 
-    def __init__(self, name: str, *, may_lose: bool) -> None:
-        self._name, self._may_lose = name, may_lose
+    def __init__(self, *, may_lose: bool) -> None:
+        self._may_lose = may_lose
         self.found = Survival()
-        self.failures: list[str] = []
         self.changed = Condition()
         self._served_ns: dict[str, int] = {}
         self._acknowledged_ns: dict[str, list[int]] = {}
@@ -114,7 +108,7 @@ class Ledger:
             if "call" in words:
                 self._note_call(client, words)
             elif "wrong" in words:
-                self.fail("wrong", f"{words['key']} of {words['wrong']} has other bytes")
+                self.found.fail("wrong", f"{words['key']} of {words['wrong']} has other bytes")
             elif "seen" in words:
                 record = words["seen"]
                 self._seen_ns[record] = max(int(words["at"]), self._seen_ns.get(record, 0))
@@ -122,7 +116,7 @@ class Ledger:
                 self._acknowledged_ns.setdefault(words["acknowledged"], []).append(int(words["at"]))
                 self.found.acknowledged += 1
             elif "bug" in words:
-                self.fail("failed", f"{client} raised {words['bug']} in {words['where']}")
+                self.found.fail("failed", f"{client} raised {words['bug']} in {words['where']}")
             self.changed.notify_all()
 
     def _note_call(self, client: str, words: Mapping[str, str]) -> None:
@@ -130,7 +124,7 @@ class Ledger:
         found.calls += 1
         found.longest_call_ms = max(found.longest_call_ms, round(int(words["took"]) / 1e6))
         if int(words["late"]) > MARGIN_S * 1e9:
-            self.fail(
+            self.found.fail(
                 "late", f"{words['call']} of {client} took {int(words['took']) / 1e9:.1f} s: {error or 'no error'}"
             )
         if not error:
@@ -139,15 +133,9 @@ class Ledger:
             return
         found.errors += 1
         if error in _BUGS:
-            self.fail("failed", f"{words['call']} of {client} raised {error}")
+            self.found.fail("failed", f"{words['call']} of {client} raised {error}")
         if error == "CorruptDataError" and not self._may_lose:
-            self.fail("corrupt", f"{words['call']} of {client} raised {error}")
-
-    def fail(self, name: str, reason: str, number: int = 1) -> None:
-        """Counts broken promises."""
-        setattr(self.found, name, getattr(self.found, name) + number)
-        if len(self.failures) < SHOWN_FAILURES:
-            self.failures.append(f"{self._name}: {name}: {reason}")
+            self.found.fail("corrupt", f"{words['call']} of {client} raised {error}")
 
     @property
     def num_served(self) -> int:
@@ -158,16 +146,11 @@ class Ledger:
         """True if a call of the client that began after this time had no error."""
         return self._served_ns.get(client, 0) > at_ns
 
-    def end(self, left: Left) -> None:
-        """Looks at acknowledged values, and counts what is left."""
+    def end(self) -> None:
+        """Looks at acknowledged values."""
         with self.changed:
             for record, at_ns in self._acknowledged_ns.items():
                 if len(at_ns) > 1:
-                    self.fail("twice", f"the value {record} was acknowledged {len(at_ns)} times", len(at_ns) - 1)
+                    self.found.fail("twice", f"the value {record} was acknowledged {len(at_ns)} times", len(at_ns) - 1)
                 if self._seen_ns.get(record, 0) > min(at_ns):
-                    self.fail("twice", f"the value {record} was found after it had been acknowledged")
-            numbers = Counter(unanswered=left.unanswered, leases_left=left.leases, leaked=left.leaked, wrong=left.wrong)
-            for name, number in numbers.items():
-                setattr(self.found, name, getattr(self.found, name) + number)
-            self.found.orphans = left.orphans
-            self.failures += left.reasons
+                    self.found.fail("twice", f"the value {record} was found after it had been acknowledged")

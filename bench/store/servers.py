@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bench.chaos import until
 from bench.instances.servers import Server
+from bench.processes import until
 from bench.store.values import TTL_S, content_of
 from kvpipe.exceptions import KVPipeError
 from kvpipe.launch.plan import free_ports
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from bench.instances.servers import ServerPool
+    from bench.store.results import Survival
     from kvpipe.store.base import KVStore
 
 HOST = "127.0.0.1"
@@ -31,27 +31,6 @@ SETTLES_WITHIN_S = 8.0
 _CAPACITY = "24M"
 _DISK_CAPACITY = "256M"
 _FROZEN_FOR_S = (0.2, 2.5)
-
-
-@dataclass
-class Left:
-    """Leftovers of a store at the end of a run.
-
-    Attributes:
-        unanswered: Servers or calls that do not answer.
-        leases: Values that are leased or cannot be taken.
-        leaked: Entries, or bytes where entries agree, that no listed value has.
-        orphans: Parts of values whose first entry a server without memory has evicted; it evicts them too, by and by.
-        wrong: Values with other bytes.
-        reasons: Each in words.
-    """
-
-    unanswered: int = 0
-    leases: int = 0
-    leaked: int = 0
-    orphans: int = 0
-    wrong: int = 0
-    reasons: list[str] = field(default_factory=list)
 
 
 class Store:
@@ -107,22 +86,19 @@ class Store:
         time.sleep(self._random.uniform(*_FROZEN_FOR_S))
         server.signal(signal.SIGCONT)
 
-    def left(self) -> Left:
-        """Looks at the servers once no client is there, takes all values, and looks again."""
-        found = Left()
+    def look(self, found: Survival) -> None:
+        """Counts what is left once no client is there, takes all values, and looks again."""
         time.sleep(TTL_S + RESERVATION_S / 8)
         try:
             with open_store(self.url, timeout=_ANSWER_S) as store:
                 self._look(store, found)
         except KVPipeError as error:
-            found.unanswered += 1
-            found.reasons.append(f"{self.name}: {type(error).__name__}: {error}")
-        return found
+            found.fail("unanswered", f"{type(error).__name__}: {error}")
 
-    def _look(self, store: KVStore, found: Left) -> None:
+    def _look(self, store: KVStore, found: Survival) -> None:
         raise NotImplementedError
 
-    def _take_all(self, store: KVStore, found: Left, *, may_lose: bool) -> None:
+    def _take_all(self, store: KVStore, found: Survival, *, may_lose: bool) -> None:
         """Takes the values of all clients, and one more that is put before."""
         store.put(b"last", content_of(b"last", b"0"), b"0")
         for info in list(store.list()):
@@ -130,13 +106,11 @@ class Store:
             if lease is None:
                 # A value that has lost a part is deleted when it is asked for.
                 if not may_lose:
-                    found.leases += 1
-                    found.reasons.append(f"{self.name}: {info.key!r} is listed and cannot be taken")
+                    found.fail("leases_left", f"{info.key!r} is listed and cannot be taken")
                 continue
             with lease:
                 if lease.read() != content_of(info.key, lease.record):
-                    found.wrong += 1
-                    found.reasons.append(f"{self.name}: {info.key!r} has other bytes at the end")
+                    found.fail("wrong", f"{info.key!r} has other bytes at the end")
                 lease.acknowledge()
 
 
@@ -160,23 +134,21 @@ class OwnStore(Store):
         """Returns the server."""
         return [self._server]
 
-    def _look(self, store: KVStore, found: Left) -> None:
+    def _look(self, store: KVStore, found: Survival) -> None:
         def is_settled() -> bool:
             stats = store.stats()
             held = (stats.num_reserved, stats.num_leased, stats.num_waiting, stats.details["num_clients"])
             return held == (0, 0, 0, 1)
 
         if not until(is_settled, SETTLES_WITHIN_S):
-            found.leases += 1
-            found.reasons.append(f"{self.name}: held at the end: {store.stats()}")
+            found.fail("leases_left", f"held at the end: {store.stats()}")
         listed, stats = list(store.list()), store.stats()
         if stats.num_values != len(listed):
-            found.leaked += abs((stats.num_values or 0) - len(listed))
-            found.reasons.append(f"{self.name}: {len(listed)} values are listed: {stats}")
+            num_leaked = abs((stats.num_values or 0) - len(listed))
+            found.fail("leaked", f"{len(listed)} values are listed: {stats}", num_leaked)
         self._take_all(store, found, may_lose=False)
         if not until(lambda: _is_empty(store), SETTLES_WITHIN_S):
-            found.leaked += 1
-            found.reasons.append(f"{self.name}: left when all values were taken: {store.stats()}")
+            found.fail("leaked", f"left when all values were taken: {store.stats()}")
 
 
 def _is_empty(store: KVStore) -> bool:
