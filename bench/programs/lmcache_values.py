@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import lmcache
 
 from . import redis_values
-from .request import memory, pattern
 from .server_program import ServerProgram
-from .side import Idle, Setup, Words, expect, median_us, seconds
+from .side import Setup, Words, seconds
+from .values import ValuesClient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,14 +23,8 @@ if TYPE_CHECKING:
 _START_S = 60.0
 
 
-class _Client(Idle):
-    """Puts, gets and asks. A subclass says how."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._source = pattern(setup.total)
-        self._out = memory(len(self._source))
-        self._options = setup.options
-        self._found: list[bool] = []
+class _Client(ValuesClient):
+    """Puts, gets and asks with all values of a task at once. A subclass says how."""
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects to the server."""
@@ -43,7 +37,7 @@ class _Client(Idle):
         if task.kind == "exists":
             self._put_all(_keys(task)[::2], [memoryview(b"x" * 8)] * len(_keys(task)[::2]))
         else:
-            offsets = range(0, len(self._source) // task.num_bytes * task.num_bytes, task.num_bytes)
+            offsets = self._all_offsets(task)
             self._put_all([_key(at) for at in offsets], [_view(self._source, at, task) for at in offsets])
 
     def run(self, task: Task) -> Words:
@@ -58,23 +52,11 @@ class _Client(Idle):
         views = [_view(self._out, at, task) for at in offsets]
         return seconds(lambda: self._get_all(keys, views))
 
-    def _run_exists(self, task: Task) -> Words:
-        keys = _keys(task)
+    def _get(self, task: Task, at: int) -> None:
+        self._get_all([_key(at)], [_view(self._out, at, task)])
 
-        def once() -> None:
-            self._found = self._exist(keys)
-
-        return median_us(task.count, once)
-
-    def verify(self, task: Task) -> None:
-        """Raises unless the values are those that were put, and the answers right."""
-        if task.kind == "exists":
-            expect(self._found, [index % 2 == 0 for index in range(task.num_blocks)], "answers")
-            return
-        for at in task.offsets(len(self._source)):
-            if task.kind == "put":
-                self._get_all([_key(at)], [_view(self._out, at, task)])
-            expect(self._out[at : at + task.num_bytes], self._source[at : at + task.num_bytes], "values")
+    def _exist(self, task: Task) -> list[bool]:
+        return self._exist_all(_keys(task))
 
     def _connect(self, host: str, port: int) -> None:
         """Connects."""
@@ -88,7 +70,7 @@ class _Client(Idle):
         """Reads values."""
         raise NotImplementedError
 
-    def _exist(self, keys: list[str]) -> list[bool]:
+    def _exist_all(self, keys: list[str]) -> list[bool]:
         """Returns for each key whether it has a value."""
         raise NotImplementedError
 
@@ -107,7 +89,7 @@ class RedisClient(_Client):
     def _get_all(self, keys: list[str], views: list[memoryview]) -> None:
         self._done(self._client.submit_batch_get(keys, views))
 
-    def _exist(self, keys: list[str]) -> list[bool]:
+    def _exist_all(self, keys: list[str]) -> list[bool]:
         return [bool(found) for found in self._done(self._client.submit_batch_exists(keys))]
 
     def _done(self, wanted: int) -> Any:
@@ -159,7 +141,7 @@ class ServerClient(_Client):
             self._ask("PUT", key, view.nbytes)
             self._socket.sendall(view)
         # The next answer comes when all of them are there.
-        self._exist(keys[-1:])
+        self._exist_all(keys[-1:])
 
     def _get_all(self, keys: list[str], views: list[memoryview]) -> None:
         for key, view in zip(keys, views, strict=True):
@@ -169,7 +151,7 @@ class ServerClient(_Client):
                 raise ValueError(message)
             self._receive(view)
 
-    def _exist(self, keys: list[str]) -> list[bool]:
+    def _exist_all(self, keys: list[str]) -> list[bool]:
         found = []
         for key in keys:
             self._ask("EXIST", key, 0)

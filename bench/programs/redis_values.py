@@ -20,15 +20,18 @@ if TYPE_CHECKING:
 _START_S = 10.0
 
 
+def server_command(program: str, host: str, port: int) -> list[str]:
+    """Command line of a server without persistence."""
+    where = ["--bind", host, "--port", str(port)]
+    return [program, *where, "--save", "", "--appendonly", "no", "--daemonize", "no"]
+
+
 class Server(ServerProgram):
     """A Redis or Valkey server."""
 
     def __init__(self, setup: Setup) -> None:
         program = _program(setup.options["server"])
-        settings = ("--save", "", "--appendonly", "no", "--daemonize", "no")
-        super().__init__(
-            setup.host, lambda host, port: (program, "--bind", host, "--port", str(port), *settings), _START_S
-        )
+        super().__init__(setup.host, lambda host, port: server_command(program, host, port), _START_S)
 
     def hello(self) -> Words:
         """Returns the URL of the store."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvpipe.store.server import StoreServer
 from kvpipe.store.urls import open_store
 
 from . import redis_values
-from .request import memory, pattern
-from .side import Idle, Setup, Words, expect, median_us, seconds
+from .side import Idle, Setup, Words, seconds
+from .values import ValuesClient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvpipe.store import KVStore
 
@@ -28,19 +28,17 @@ _MOST_THREADS = 8
 _MORE_CAPACITY_BYTES = 256 << 20
 
 
-class Client(Idle):
-    """Puts, reads and asks. Values are as many as fit into the buffer, so that no cache holds them."""
+class Client(ValuesClient):
+    """Puts, reads and asks, by one thread or several."""
 
     def __init__(self, setup: Setup) -> None:
-        self._query = setup.options.get("query", "")
-        self._source = pattern(setup.total)
-        self._out = memory(len(self._source))
+        super().__init__(setup)
         self._threads = ThreadPoolExecutor(_MOST_THREADS)
         self._store: KVStore
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects to the server."""
-        self._store = open_store(words["url"] + self._query, timeout=_TIMEOUT_S)
+        self._store = open_store(words["url"] + self._options.get("query", ""), timeout=_TIMEOUT_S)
         return {}
 
     def clear(self, task: Task) -> None:
@@ -48,7 +46,7 @@ class Client(Idle):
         self._store.delete([value.key for value in self._store.list()])
         self._out[:] = 0
         if task.kind != "exists":
-            for at in range(0, len(self._source) // task.num_bytes * task.num_bytes, task.num_bytes):
+            for at in self._all_offsets(task):
                 self._put(task, at)
         else:
             for key in _keys(task)[::2]:
@@ -72,15 +70,15 @@ class Client(Idle):
             raise ValueError(message)
 
     def _run_get(self, task: Task) -> Words:
-        return self._timed(task, lambda at: self._get(task, at, self._out))
+        return self._timed(task, lambda at: self._get(task, at))
 
-    def _get(self, task: Task, at: int, out: Any) -> None:
+    def _get(self, task: Task, at: int) -> None:
         value = self._store.select(_key(task, at))
         if value is None:
             message = "a value that was put is not there"
             raise ValueError(message)
         with value:
-            value.read_into(out[at : at + task.num_bytes])
+            value.read_into(self._out[at : at + task.num_bytes])
 
     def _timed(self, task: Task, work: Callable[[int], None]) -> Words:
         """Does the work at each offset, by as many threads as the subject has."""
@@ -94,23 +92,8 @@ class Client(Idle):
             return seconds(lambda: work_of(0))
         return seconds(lambda: list(self._threads.map(work_of, range(number))))
 
-    def _run_exists(self, task: Task) -> Words:
-        keys = _keys(task)
-
-        def once() -> None:
-            self._found = self._store.exists(keys)
-
-        return median_us(task.count, once)
-
-    def verify(self, task: Task) -> None:
-        """Raises unless the values are those that were put, and the answers right."""
-        if task.kind == "exists":
-            expect(self._found, [index % 2 == 0 for index in range(task.num_blocks)], "answers")
-            return
-        for at in task.offsets(len(self._source)):
-            if task.kind == "put":
-                self._get(task, at, self._out)
-            expect(self._out[at : at + task.num_bytes], self._source[at : at + task.num_bytes], "values")
+    def _exist(self, task: Task) -> Sequence[bool]:
+        return self._store.exists(_keys(task))
 
 
 class Consumer(Idle):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.instances.servers import Server
 from bench.processes import SubjectError, until
+from bench.programs.redis_values import server_command
 from bench.store.servers import HOST, RESERVATION_S, SETTLES_WITHIN_S, Store
 from bench.store.values import NUM_KEYS, key_of
 from kvpipe.launch.plan import free_ports
@@ -47,8 +48,7 @@ class RedisServer(Server):
         self.port, self._data = port, folder / str(port)
         self._data.mkdir()
         self.admin: Any = redis.Redis(HOST, port, socket_timeout=_ADMIN_ANSWERS_WITHIN_S, retry=None)
-        command = [program, "--bind", HOST, "--port", str(port), "--dir", str(self._data), "--save", ""]
-        command += ["--appendonly", "no", *options]
+        command = [*server_command(program, HOST, port), "--dir", str(self._data), *options]
         super().__init__(name, f"redis://{HOST}:{port}", command, {}, folder / f"{port}.log", watchdog=pool.watchdog)
 
     def is_healthy(self) -> bool:
