@@ -1,1 +1,1 @@
-"""Measurements that users can repeat: `kvpipe bench SUBJECT`."""
+"""Benchmarks that users can repeat in a checkout: `kvpipe bench NAME`."""
