@@ -80,5 +80,5 @@ wheel: ## one wheel for CPython 3.11 and newer on Linux with glibc 2.28 or newer
 
 clean: ## remove everything that the other targets made
 	rm -rf target dist .venv .venv-peers .venv-wheel .cache .mypy_cache .pytest_cache .ruff_cache
-	find python tests examples -name __pycache__ -prune -exec rm -rf {} +
+	find python bench tests examples -name __pycache__ -prune -exec rm -rf {} +
 	rm -f python/kvpipe/_kvpipe*.so

@@ -37,11 +37,11 @@ from pamqp import commands, frame, header
 from pamqp.body import ContentBody
 from yarl import URL
 
-from kvpipe.bench import machine
-from kvpipe.bench.instances.broker_process import BrokerProcess
-from kvpipe.bench.instances.servers import clock_s
-from kvpipe.bench.measure import summarize
-from kvpipe.bench.report import cell, describe, table
+from bench import machine
+from bench.instances.broker_process import BrokerProcess
+from bench.processes import clock_s
+from bench.report import cell, describe, table
+from bench.results import summarize
 from kvpipe.queue.topology import REPLIES_EXPIRE_S
 
 if TYPE_CHECKING:

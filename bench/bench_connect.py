@@ -1,4 +1,4 @@
-"""Connecting until the first block is here, beside NIXL: `make bench-peers`, then `python bench/bench_connect.py`.
+"""Connecting until the first block is here, beside NIXL: `make bench-peers`, then `python -m bench.bench_connect`.
 
 Each round makes one agent of each kind, and times from the address (NIXL: the metadata) of a peer that runs already
 until one block of 64 KiB is here. Making the agent is not timed. Both go over loopback TCP.
@@ -12,12 +12,12 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
+from bench.checkout import ROOT, python_path
+
 PEERS = os.environ.get("KVPIPE_BENCH_PEERS_PYTHON") or str(ROOT / ".venv-peers" / "bin" / "python")
 SIZE = 64 << 10
 MEMORY = "DRAM"
@@ -90,8 +90,9 @@ def nixl_here() -> None:
 
 def begin(python: str, role: str, environment: dict[str, str]) -> Any:
     """Another process of this program."""
-    command, pipe = [python, __file__, role], subprocess.PIPE
-    return subprocess.Popen(command, env=os.environ | environment, stdin=pipe, stdout=pipe, text=True)  # noqa: S603
+    command, pipe = [python, "-m", "bench.bench_connect", role], subprocess.PIPE
+    variables = os.environ | {"PYTHONPATH": python_path()} | environment
+    return subprocess.Popen(command, env=variables, stdin=pipe, stdout=pipe, text=True)  # noqa: S603
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the connector's hooks cost in a step of vLLM: `python bench/bench_connector_step.py`.
+"""What the connector's hooks cost in a step of vLLM: `python -m bench.bench_connector_step`.
 
 vLLM's scheduler is real, and so are both roles of the connector, in one process. No model runs: the worker's hooks are
 called in the order in which vLLM 0.32's V1 model runner calls them.
@@ -14,7 +14,6 @@ import itertools
 import os
 import pickle
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,16 +22,15 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from bench import machine
+from bench.instances.model import write_model
+from bench.report import markdown
 from kvpipe import _kvpipe
-from kvpipe.bench import machine
-from kvpipe.bench.instances.model import write_model
-from kvpipe.bench.serving.report import markdown
 from kvpipe.connector import KVPipeConnector
 from kvpipe.transfer_params import consume, produce
 from kvpipe.vllm.prompt_hash import prompt_hash

@@ -1,4 +1,4 @@
-"""Agents of several processes that connect to one agent at one instant: `python bench/bench_crowd.py --agents 300`.
+"""Agents of several processes that connect to one agent at one instant: `python -m bench.bench_crowd --agents 300`.
 
 With `--strangers 300`, as many connections of those who do not have the token come at the same instant.
 """

@@ -1,4 +1,4 @@
-"""What waiting requests cost: `python bench/bench_leases.py`.
+"""What waiting requests cost: `python -m bench.bench_leases`.
 
 In one state P keeps blocks for a consumer that never comes, in another D waits for a handoff of an unknown id. Neither
 instance computes anything. The table has the CPUs that each process uses meanwhile, the time of 120 tokens of another
@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from kvpipe.bench import machine
-from kvpipe.bench.handoff import client
-from kvpipe.bench.instances.model import random_prompt, write_model
-from kvpipe.bench.instances.servers import Server, ServerPool, resumed
-from kvpipe.bench.instances.vllm import (
+from bench import machine
+from bench.checkout import ROOT
+from bench.handoff import client
+from bench.instances.model import random_prompt, write_model
+from bench.instances.servers import Server, ServerPool, resumed
+from bench.instances.vllm import (
     MODEL,
     NIXL_PRODUCE,
     TOKEN,
@@ -38,7 +39,7 @@ from kvpipe.bench.instances.vllm import (
     nixl_unavailable_reason,
     start_instance,
 )
-from kvpipe.bench.serving.report import markdown
+from bench.report import markdown
 from kvpipe.control import ControlClient
 from kvpipe.launch.plan import free_ports
 from kvpipe.launch.spec import LOOPBACK
@@ -47,7 +48,6 @@ from kvpipe.transfer_params import consume, produce
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 ARGS = ["--max-model-len", "1024", "--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "1024"]
 PROMPT_TOKENS = 256
 NEIGHBOUR_TOKENS = 120
@@ -146,7 +146,7 @@ def start_nixl(pool: ServerPool, work: Path, folder: Path) -> Subject:
 
 def start_subjects(pool: ServerPool, work: Path, options: argparse.Namespace) -> list[Subject]:
     """Starts and stops all subjects, one after the other."""
-    starts: list[Callable[[], Subject]] = [lambda: start_kvpipe(pool, work, "kvpipe", REPOSITORY)]
+    starts: list[Callable[[], Subject]] = [lambda: start_kvpipe(pool, work, "kvpipe", ROOT)]
     if options.against:
         starts.append(lambda: start_kvpipe(pool, work, "kvpipe before", options.against))
     if options.nixl:

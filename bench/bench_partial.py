@@ -1,4 +1,4 @@
-"""A batch of eight requests of which some lose their KV: `python bench/bench_partial.py`.
+"""A batch of eight requests of which some lose their KV: `python -m bench.bench_partial`.
 
 Prefill computes the prompts of all requests, and releases the KV of some before decode asks for it. kvpipe's decode
 computes what is missing of each request. A connector that drops the whole batch would compute all eight, which is the
@@ -15,13 +15,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvpipe.bench import machine
-from kvpipe.bench.handoff import client
-from kvpipe.bench.instances import model
-from kvpipe.bench.instances.servers import ServerPool
-from kvpipe.bench.instances.vllm import BLOCK_SIZE, TOKEN, kvpipe_transfer
-from kvpipe.bench.serving.report import markdown
-from kvpipe.bench.serving.subjects import Setting
+from bench import machine
+from bench.handoff import client
+from bench.instances import model
+from bench.instances.servers import ServerPool
+from bench.instances.vllm import BLOCK_SIZE, TOKEN, kvpipe_transfer
+from bench.report import markdown
+from bench.serving.subjects import Setting
 from kvpipe.control import ControlClient
 from kvpipe.launch.plan import free_ports
 from kvpipe.launch.spec import LOOPBACK
@@ -39,7 +39,7 @@ class Pair:
         self._controls = [f"{LOOPBACK}:{port}" for port in free_ports(2)]
         roles = zip(("kv_producer", "kv_consumer"), self._controls, strict=True)
         self._servers = [
-            setting.start(pool, role, place, CHUNK, transfer=kvpipe_transfer(role, control))
+            setting.start(pool, role, [place], CHUNK, transfer=kvpipe_transfer(role, control))
             for place, (role, control) in enumerate(roles)
         ]
         for server in self._servers:

@@ -1,4 +1,4 @@
-"""Prompts that share a prefix, through prefill's prefix cache: `python bench/bench_prefix.py`.
+"""Prompts that share a prefix, through prefill's prefix cache: `python -m bench.bench_prefix`.
 
 Several questions about each of a few documents, one request at a time, in an order that is the same for all subjects.
 Prefill has one prefix cache for all decodes. Behind round robin, each undivided instance computes each document itself.
@@ -14,17 +14,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpipe.bench import machine
-from kvpipe.bench.handoff import client
-from kvpipe.bench.instances import model
-from kvpipe.bench.instances.servers import ServerPool, resumed
-from kvpipe.bench.instances.vllm import BLOCK_SIZE
-from kvpipe.bench.serving import subjects
-from kvpipe.bench.serving.report import markdown
-from kvpipe.bench.serving.subjects import Setting
+from bench import machine
+from bench.handoff import client
+from bench.instances import model
+from bench.instances.servers import ServerPool, resumed
+from bench.instances.vllm import BLOCK_SIZE
+from bench.report import markdown
+from bench.serving import subjects
+from bench.serving.subjects import Setting
 
 if TYPE_CHECKING:
-    from kvpipe.bench.serving.subjects import Group
+    from bench.serving.subjects import Group
 
 NAMES = ("kvpipe", "undivided-2048")
 NUM_DOCUMENTS, NUM_QUESTIONS = 4, 5

@@ -1,4 +1,4 @@
-"""CPU time of the proxy for a request: `python bench/bench_proxy.py`, beside another checkout with `--against DIR`.
+"""CPU time of the proxy for a request: `python -m bench.bench_proxy`, beside another checkout with `--against DIR`.
 
 P and D are stand-ins that answer at once, and control ports are in memory: the proxy's own work is what remains.
 """
@@ -18,7 +18,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-HERE = Path(__file__).resolve()
+from bench.checkout import ROOT, python_path
+
 PATH = "/v1/completions"
 NUM_EVENTS = 100
 # Name, bytes of the prompt, whether it is streamed, requests of a run.
@@ -120,7 +121,7 @@ async def measure(proxy: tuple[int, str], num_bytes: int, num_requests: int, *, 
 
 def start(processes: ExitStack, source: Path, arguments: list[str]) -> subprocess.Popen[str]:
     """Starts Python with the kvpipe of a checkout; it is ended with `processes`."""
-    environment = os.environ | {"PYTHONPATH": str(source / "python")}
+    environment = os.environ | {"PYTHONPATH": python_path(str(source / "python"))}
     command = [sys.executable, *arguments]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)  # noqa: S603 - our own
     processes.callback(process.wait)
@@ -141,10 +142,10 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="root of another checkout, with its extension built")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    sources = [HERE.parents[1], *([options.against.resolve()] if options.against else [])]
+    sources = [ROOT, *([options.against.resolve()] if options.against else [])]
     found: dict[tuple[str, Path], list[float]] = {}
     with ExitStack() as processes:
-        urls = lines(start(processes, sources[0], [str(HERE), "instances"]), 2)
+        urls = lines(start(processes, sources[0], ["-m", "bench.bench_proxy", "instances"]), 2)
         proxies = {}
         for source in sources:
             proxy = start(processes, source, ["-c", PROXY, *urls])

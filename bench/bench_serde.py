@@ -1,4 +1,4 @@
-"""Size, speed and error of each serde, and what it does to the next token: `python bench/bench_serde.py`.
+"""Size, speed and error of each serde, and what it does to the next token: `python -m bench.bench_serde`.
 
 Speed: one thread encodes and decodes chunks of 4 MiB, one after the other, of more memory than the caches have. Serdes
 and memcpy take turns. Seconds are the thread's CPU time, so that the turns of other programs do not count.
@@ -25,13 +25,14 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from kvpipe.bench import machine
-from kvpipe.bench.measure import summarize
-from kvpipe.bench.plot import matplotlib, save
-from kvpipe.bench.serving.report import markdown
+from bench import machine
+from bench.checkout import ROOT
+from bench.plot import drawing, save
+from bench.report import markdown
+from bench.results import summarize
 from kvpipe.store.serde import SERDES, Layout, Serde
 
-TINY_MODEL = Path(__file__).parents[1] / "examples" / "disagg_prefill" / "tiny_model.py"
+TINY_MODEL = ROOT / "examples" / "disagg_prefill" / "tiny_model.py"
 # 256 tokens of four layers with 8 KV heads of 128.
 CHUNK = Layout(dtype="bfloat16", num_layers=4, num_blocks=2, num_kv_heads=8, block_size=128, head_size=128)
 BLOCK_SIZE = 128
@@ -226,9 +227,8 @@ def report(speed: dict[str, dict[str, Any]], effect: dict[str, dict[str, float]]
 
 def draw(path: Path, speed: dict[str, dict[str, Any]], effect: dict[str, dict[str, float]], title: str) -> None:
     """Draws speed as bars, and the divergence against the size."""
-    _, figure = matplotlib()
-    drawing = figure.Figure(figsize=(12, 4.4), layout="constrained")
-    left, right = drawing.subplots(1, 2)
+    drawn = drawing(12, 4.4)
+    left, right = drawn.subplots(1, 2)
     names = [name for name in speed if name != MEMCPY]
     for offset, direction, color in ((-0.2, "encode", "tab:blue"), (0.2, "decode", "tab:orange")):
         rates = [speed[name][direction] for name in names]
@@ -260,8 +260,7 @@ def draw(path: Path, speed: dict[str, dict[str, Any]], effect: dict[str, dict[st
     right.set_ylabel("KL divergence from naive: mean (dot), p99 (bar)")
     right.set_title("next token, tiny model with random weights", fontsize=11)
     right.grid(alpha=0.3)
-    drawing.suptitle(title, fontsize=9, color="dimgray")
-    save(drawing, path)
+    save(drawn, path, title)
 
 
 def _tiny_model() -> Path:

@@ -1,4 +1,4 @@
-"""From which prompt length a split pays: `python bench/bench_split.py`.
+"""From which prompt length a split pays: `python -m bench.bench_split`.
 
 Short prompts are sent through the proxy, which splits them, and to decode alone, in turn: once while nothing else runs,
 and once beside a stream that decode generates. The stream's longest gap says what a prompt costs the others.
@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpipe.bench import machine
-from kvpipe.bench.handoff import client
-from kvpipe.bench.instances.model import random_prompt, write_model
-from kvpipe.bench.instances.servers import ServerPool
-from kvpipe.bench.processes import SubjectError
-from kvpipe.bench.serving import subjects
-from kvpipe.bench.serving.report import markdown
-from kvpipe.bench.serving.subjects import Setting
+from bench import machine
+from bench.handoff import client
+from bench.instances.model import random_prompt, write_model
+from bench.instances.servers import ServerPool
+from bench.processes import SubjectError
+from bench.report import markdown
+from bench.serving import subjects
+from bench.serving.subjects import Setting
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
 _STREAM_TOKENS = 1500

@@ -1,4 +1,4 @@
-"""Several connections of a session, between two network namespaces: `python bench/bench_streams.py`, as root.
+"""Several connections of a session, between two network namespaces: `python -m bench.bench_streams`, as root.
 
 First, blocks over a link that gives each TCP connection 1 Gbit/s, by the number of streams. Then the round trip of a
 notification of 8 B while blocks fill the same session: over loopback, and over a link of 1 Gbit/s.
@@ -17,17 +17,13 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from kvpipe import Agent, Peer  # noqa: E402
-from tests.hosts.namespaces import Cable, Host  # noqa: E402
-from tests.peers import MIB, Child, pattern, say  # noqa: E402
+from kvpipe import Agent, Peer
+from tests.hosts.namespaces import Cable, Host
+from tests.peers import MIB, Child, pattern, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

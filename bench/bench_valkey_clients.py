@@ -3,7 +3,7 @@
 Starts a redis-server or valkey-server of its own. Prints the medians of GB/s and of this process' CPU seconds per GiB
 over the rounds, with the lowest and highest GB/s, then the times of a question and of a wake-up.
 
-    PYTHONPATH=. python bench/bench_valkey_clients.py [--server redis-server] [--tls] [--num-bytes 4194304] [--rounds 7]
+    python -m bench.bench_valkey_clients [--server redis-server] [--tls] [--num-bytes 4194304] [--rounds 7]
 """
 
 from __future__ import annotations
@@ -12,45 +12,25 @@ import argparse
 import contextlib
 import resource
 import shutil
-import socket
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-import redis
+from typing import TYPE_CHECKING
 
 from kvpipe import _kvpipe
 from kvpipe.store.valkey import ValkeyStore
-from tests.store.valkey_servers import certificates
+from tests.store.valkey_servers import Server, certificates, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import redis
+
 NUM_VALUES = 64
 Subject = tuple["Callable[[int], object]", "Callable[[int], object]"]
-
-
-class Server(NamedTuple):
-    """A server that runs.
-
-    Attributes:
-        port: On loopback.
-        ca_file: Its authority's certificate, if it wants TLS.
-    """
-
-    port: int
-    ca_file: str | None
-
-    @property
-    def url(self) -> str:
-        """Of its database 0, up to the query."""
-        scheme, ca = ("rediss", f"ca_file={self.ca_file}&") if self.ca_file else ("redis", "")
-        return f"{scheme}://127.0.0.1:{self.port}/0?{ca}"
 
 
 @contextlib.contextmanager
@@ -60,27 +40,15 @@ def server(program: str | None, *, is_tls: bool) -> Iterator[Server]:
     if found is None:
         message = f"{program or 'neither valkey-server nor redis-server'} was not found"
         raise SystemExit(message)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--port", str(port)]
         tls = certificates(Path(folder)) if is_tls else None
-        if tls is not None:
-            options = ["--port", "0", "--tls-port", str(port), *tls.arguments]
-        options += ["--bind", "127.0.0.1", "--dir", folder, "--save", "", "--appendonly", "no"]
-        process = subprocess.Popen([found, *options], stdout=subprocess.DEVNULL)  # noqa: S603 - found above
-        try:
-            time.sleep(1)
-            yield Server(port, tls and tls.ca)
-        finally:
-            process.kill()
-            process.wait()
+        with running(found, Path(folder), tls=tls) as started:
+            yield started
 
 
 def native(at: Server, data: bytearray, num_connections: int, num_parts: int) -> Subject:
     """The RESP client: each value in parts over all connections."""
-    tls = _kvpipe.RespTls(ca_file=at.ca_file) if at.ca_file else None
+    tls = _kvpipe.RespTls(ca_file=at.tls.ca) if at.tls else None
     connections = [_kvpipe.RespConnection("127.0.0.1", at.port, 10, tls) for _ in range(num_connections)]
     out = bytearray(len(data))
     size = len(data) // num_parts
@@ -99,7 +67,7 @@ def native(at: Server, data: bytearray, num_connections: int, num_parts: int) ->
 
 def store_of(at: Server, data: bytearray, query: str) -> tuple[ValkeyStore, Subject]:
     """ValkeyStore: reservation, checksums and commit included."""
-    store = ValkeyStore.open(at.url + query)
+    store = ValkeyStore.open(at.url(query))
     out = bytearray(len(data))
 
     def write(number: int) -> None:
@@ -118,7 +86,7 @@ def store_of(at: Server, data: bytearray, query: str) -> tuple[ValkeyStore, Subj
 
 def library(at: Server) -> redis.Redis:
     """redis-py with hiredis; any thread has a connection."""
-    return redis.Redis("127.0.0.1", at.port, protocol=2, ssl=at.ca_file is not None, ssl_ca_certs=at.ca_file)
+    return at.client(protocol=2)
 
 
 def redis_py(at: Server, data: bytearray) -> Subject:
@@ -130,7 +98,7 @@ def redis_py(at: Server, data: bytearray) -> Subject:
 
 def glide(at: Server, data: bytearray) -> Subject | None:
     """valkey-glide, if it is installed, without TLS."""
-    if at.ca_file:
+    if at.tls:
         return None
     try:
         import glide_sync  # noqa: PLC0415 - optional

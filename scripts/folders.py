@@ -157,11 +157,15 @@ def cycle(via: dict[str, str], folder: str) -> str:
 
 
 def main(language: str) -> int:
-    """Prints the graphs and returns the exit status."""
+    """Prints the graphs of a language and returns the exit status."""
     if language == "python":
-        package, uses = "kvpipe", python_uses(ROOT / "python/kvpipe")
-    else:
-        package, uses = "kvpipe_core", rust_uses(ROOT / "rust/core/src")
+        folders = [ROOT / "python/kvpipe", ROOT / "bench"]
+        return max(print_graphs(folder.name, python_uses(folder)) for folder in folders)
+    return print_graphs("kvpipe_core", rust_uses(ROOT / "rust/core/src"))
+
+
+def print_graphs(package: str, uses: dict[Module, set[Module]]) -> int:
+    """Prints the graphs of one package or crate; returns 1 if there is a cycle."""
     folders = {module[: index + 1] for module in uses for index in range(len(module) - 1)}
     status = 0
     for parent, graph in folder_graphs(uses):

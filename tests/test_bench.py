@@ -16,15 +16,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import benchmarks, bounds, command, machine, measure, perftest, plot, report, subjects
+from bench.measure import Case
+from bench.processes import Process, SubjectError
+from bench.programs import blocks, checksum_tensors, lookup_inserts, lookup_wakes, request, side, tensors
+from bench.progress import Progress
+from bench.results import Row, Summary, summarize
+from bench.run import Run
+from bench.runner import Entry, Group, Program, Sample, Subject
+from bench.transports import labels_of, rows_of
 from kvpipe import ConfigError, TransportUnavailableError, _kvpipe
-from kvpipe.bench import benchmarks, bounds, command, machine, measure, perftest, plot, report, subjects
-from kvpipe.bench.measure import Case, Summary
-from kvpipe.bench.processes import Process, SubjectError
-from kvpipe.bench.programs import blocks, checksum_tensors, lookup_inserts, lookup_wakes, request, side, tensors
-from kvpipe.bench.progress import Progress
-from kvpipe.bench.results import Entry, Row, rows_of
-from kvpipe.bench.run import Run
-from kvpipe.bench.runner import Group, Program, Sample, Subject
 
 # Each runs programs for seconds.
 pytestmark = pytest.mark.slow
@@ -55,11 +56,11 @@ def test_a_benchmark_on_a_gpu_is_refused_with_the_remedy_where_there_is_none():
 
 def test_a_summary_is_the_median_between_its_percentiles():
     samples = [float(n) for n in range(101)][::-1]
-    assert measure.summarize(samples) == Summary(median=50, p10=10, p90=90, num_samples=101)
-    assert measure.summarize([3, 1, 2, 4]).median == statistics.median([1, 2, 3, 4])
-    assert measure.summarize([7.0]) == Summary(7, 7, 7, 1)
+    assert summarize(samples) == Summary(median=50, p10=10, p90=90, largest=100, num_samples=101)
+    assert summarize([3, 1, 2, 4]).median == statistics.median([1, 2, 3, 4])
+    assert summarize([7.0]) == Summary(7, 7, 7, 7, 1)
     with pytest.raises(ConfigError, match="no samples"):
-        measure.summarize([])
+        summarize([])
 
 
 def test_sizes_and_blocks_have_units_and_come_in_ascending_order():
@@ -107,8 +108,8 @@ def test_a_ratio_is_the_median_of_the_ratios_of_the_rounds():
     ours.samples = [Sample(8, 1), Sample(1, 3), Sample(6, None)]
     base.samples = [Sample(4, 1), Sample(2, 1), Sample(4, 1)]
     rows = rows_of([ours, base], ["nobody", "base"])
-    assert [(row.ratio, row.baseline) for row in rows] == [(1.5, "base"), (1, "base")]
-    assert rows[0].cpu_s_per_gib == Summary(2, 1.2, 2.8, 2)
+    assert [(row["ratio"], row["baseline"]) for row in rows] == [(1.5, "base"), (1, "base")]
+    assert rows[0]["cpu_s_per_gib"] == Summary(2, 1.2, 2.8, 3, 2)
 
 
 def test_a_baseline_is_of_the_same_case_and_data_path_or_of_none():
@@ -117,7 +118,7 @@ def test_a_baseline_is_of_the_same_case_and_data_path_or_of_none():
         Entry(case, Subject(name, data_path, program, frozenset()), samples=[Sample(1, None)])
         for name, data_path in [("ours", "tcp"), ("base", "default"), ("memcpy", "")]
     ]
-    found = [row.baseline for row in rows_of(entries, ["base", "memcpy"])]
+    found = [row["baseline"] for row in rows_of(entries, ["base", "memcpy"])]
     assert found == ["memcpy", "base", "memcpy"]
 
 
@@ -135,12 +136,12 @@ def test_the_serial_bound_is_of_hashing_and_then_moving_round_by_round():
         for name, values in figures.items()
     ]
     found = bounds.bounds_of(entries)
-    assert [(bound.case, bound.subject, bound.data_path) for bound in found] == [
-        (c, "kvpipe out=", "tcp") for c in cases
+    assert [(bound["bytes"], bound["subject"], bound["data_path"]) for bound in found] == [
+        (case.num_bytes, "kvpipe out=", "tcp") for case in cases
     ]
-    assert (found[0].value.median, found[0].copy.median, found[0].hash.median) == (3, 6, 4)
-    assert (found[0].serial.median, found[0].serial.p90) == pytest.approx((2, 2.8))  # of 2, 2, 3
-    assert found[0].ratio == pytest.approx(1)  # of 1, 3, 1
+    assert [found[0][name].median for name in ("value", "copy", "hash")] == [3, 6, 4]
+    assert (found[0]["serial"].median, found[0]["serial"].p90) == pytest.approx((2, 2.8))  # of 2, 2, 3
+    assert found[0]["ratio"] == pytest.approx(1)  # of 1, 3, 1
     assert bounds.bounds_of(entries[:3]) == []
 
 
@@ -243,12 +244,12 @@ def test_sizes_are_printed_in_the_largest_unit_that_fits(size, text):
 
 
 def test_a_cell_has_three_digits_that_say_something():
-    assert report.cell(Summary(0.0001234, 12.345, 4567.8, 9)) == "0.000123 (12.3-4568)"
-    assert report.cell(Summary(0, 0, 0, 1)) == "0 (0-0)"
+    assert report.cell(Summary(0.0001234, 12.345, 4567.8, 5000, 9)) == "0.000123 (12.3-4568)"
+    assert report.cell(Summary(0, 0, 0, 0, 1)) == "0 (0-0)"
 
 
 def test_columns_are_aligned_and_empty_facts_left_out():
-    assert report.table(["a", "long"], [["1000", "2"]]) == "a     long\n----  ----\n1000  2"
+    assert report.table(["a", "long"], [["1000", "2"]]) == "a     long\n----  ------\n1000  2"
     assert report.describe({"cpu": "x", "commit": "", "cache_bytes": 1 << 20}) == "cpu: x\ncache_bytes: 1 MiB"
 
 
@@ -330,7 +331,7 @@ def test_each_baseline_is_a_subject(name, monkeypatch):
 def test_a_plot_and_the_page_have_each_kind_with_its_unit(kind):
     pytest.importorskip("matplotlib")
     axis = plot.matplotlib()[1].Figure().subplots()
-    row = Row(Case(kind, 64), "kvpipe", "", "", Summary(1, 1, 1, 1), None, None, None)
+    row = Row(labels_of(Case(kind, 64), "kvpipe", ""), {"value": Summary(1, 1, 1, 1, 1)})
     plot._draw(axis, kind, [row], {"kvpipe": ("black", "o")})
     assert axis.get_ylabel().rpartition(", ")[2] == measure.UNITS[kind]
     assert f"`{kind}`" in (Path(__file__).parents[1] / "bench/README.md").read_text()
@@ -372,7 +373,7 @@ def test_a_benchmark_runs_to_its_end_and_writes_text_json_and_plot(tmp_path, arg
         assert row["value"]["p10"] <= row["value"]["median"] <= row["value"]["p90"]
         assert (row["cpu_s_per_gib"] is None) == (row["unit"] == "us")
     fields = "kind bytes num_blocks layout subject data_path transport unit value cpu_s_per_gib ratio baseline"
-    assert all(list(row) == fields.split() for row in found["rows"])
+    assert all(row.keys() == set(fields.split()) for row in found["rows"])
     assert drawing.read_bytes().startswith(b"\x89PNG")
 
 
@@ -556,7 +557,7 @@ def test_ctrl_c_ends_all_processes(running):
         (["pipe", "--data-path", "rdma"], "--data-path rdma"),
         (["pipe", "--only", "nobody"], "--only nobody"),
         (["pipe", "--sizes", "64M", "--working-set", "1M"], "--working-set 1M: the largest case needs 128 MiB"),
-        (["pipe", "--working-set", "8192G"], "the buffers need"),
+        (["pipe", "--working-set", "8192G"], "GB for the buffers of"),
         (["pipe", "--json", "/nowhere/figures.json"], "/nowhere/figures.json: there is no such folder"),
         (["pipe", "--compare", "/nowhere.json"], "/nowhere.json cannot be read"),
         (["pipe", "--compare", __file__], "holds no figures"),
@@ -582,7 +583,7 @@ def test_wrong_usage_shows_the_right_one(arguments):
     assert "usage: kvpipe bench" in done.stderr
 
 
-@pytest.mark.parametrize("module", ["numpy", "matplotlib"])
+@pytest.mark.parametrize("module", ["numpy", "matplotlib", "tabulate"])
 def test_without_its_extra_it_names_what_to_install(module):
     code = f"import sys; sys.modules[{module!r}] = None; from kvpipe.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = [sys.executable, "-c", code, "bench", "pipe", "--plot", "drawing.png"]

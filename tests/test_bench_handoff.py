@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 
+from bench import timeline, trace
+from bench.handoff import command, report, run, samples, subjects
+from bench.handoff.client import CpuClock
+from bench.instances import vllm
+from bench.instances.servers import Server, ServerPool, resumed
+from bench.report import as_json
+from bench.results import Findings
+from bench.trace import Event
 from kvpipe import _kvpipe
-from kvpipe.bench import timeline, trace
-from kvpipe.bench.handoff import command, report, run, samples, subjects
-from kvpipe.bench.handoff.client import CpuClock
-from kvpipe.bench.instances import vllm
-from kvpipe.bench.instances.servers import Server, ServerPool, resumed
-from kvpipe.bench.trace import Event
 from kvpipe.exceptions import ConfigError
 
 GIB = 1 << 30
@@ -127,32 +129,38 @@ def test_a_timeline_is_drawn_layer_by_layer(tmp_path: Path) -> None:
 
 # --- the figures
 
+FACTS = {"cpu": "a CPU", "num_cpus": 2, "dtype": "float32"}
+
 
 def test_cpu_is_counted_beyond_that_of_one_instance_for_each_gib() -> None:
-    found = samples.rows(
+    found = samples.rows_of(
         [sample("undivided", 800, 1.0), sample("kvpipe", 880, 1.5, "h"), sample("kvpipe", 880, 1.7, "i")],
         kv_bytes_per_token=GIB // 1024,
     )
     undivided, kvpipe = found
-    assert kvpipe.ratio == pytest.approx(1.1)
-    assert kvpipe.cpu_s_per_gib == pytest.approx(0.6 / 0.5)
-    assert (kvpipe.num_full, kvpipe.num_handoffs) == (0, 2)
-    assert (undivided.ratio, undivided.cpu_s_per_gib, undivided.num_handoffs) == (1.0, None, 0)
+    assert kvpipe["ratio"] == pytest.approx(1.1)
+    assert kvpipe["cpu_s_per_gib"] == pytest.approx(0.6 / 0.5)
+    assert (kvpipe["num_full"], kvpipe["num_handoffs"]) == (0, 2)
+    assert (undivided["ratio"], undivided["cpu_s_per_gib"], undivided["num_handoffs"]) == (1.0, None, 0)
 
 
 def test_the_report_has_every_row_and_what_was_left_out() -> None:
     whole = samples.Exposed(12.5, (0.0, 0.0, 8.0, 4.5), 3.0)
     measured = [sample("undivided", 800, 1.0), sample("kvpipe just-in-time", 840, 1.2, "h", exposed=whole)]
-    rows = samples.rows(measured, 65536)
-    facts = {"cpu": "a CPU", "num_cpus": 2, "dtype": "float32"}
-    prefill = ({"undivided": [0.8], "kvpipe": [0.88, 0.82, 0.9]}, {"kvpipe": [0.8, 0.81, 0.9]}, 512)
-    found = report.Findings(facts, {"nixl pull": "not there"}, rows, measured, *prefill, {"undivided": 1.5})
+    details = {
+        "samples": measured,
+        "prefill_s": {"undivided": [0.8], "kvpipe": [0.88, 0.82, 0.9]},
+        "plain_s": {"kvpipe": [0.8, 0.81, 0.9]},
+        "prefill_tokens": 512,
+        "idle": {"undivided": 1.5},
+    }
+    found = Findings(FACTS, samples.rows_of(measured, 65536), {"nixl pull": "not there"}, details)
     text = report.text(found)
     for words in ("kvpipe just-in-time", "12.5 (12.5, 1.0x)", "1.05", "1 of 1", "skipped: nixl pull: not there"):
         assert words in text
     for words in ("880 (900)", "+10.0 %", "810 (900)", "+1.2 %"):
         assert words in text
-    read = json.loads(report.as_json(found))
+    read = json.loads(as_json(found))
     assert read["samples"][1]["exposed"]["total_ms"] == whole.total_ms
 
 
@@ -160,10 +168,7 @@ def test_a_plot_has_a_row_for_each_length(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     whole = samples.Exposed(12.5, (0.0, 0.0, 8.0, 4.5), 3.0)
     measured = [sample("undivided", 800, 1.0), sample("kvpipe", 840, 1.2, "h", exposed=whole)]
-    facts = {"cpu": "a CPU", "num_cpus": 2, "dtype": "float32"}
-    report.draw(
-        tmp_path / "f.png", report.Findings(facts, {}, samples.rows(measured, 65536), measured, {}, {}, 512, {})
-    )
+    report.draw(tmp_path / "f.png", Findings(FACTS, samples.rows_of(measured, 65536)))
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -219,7 +224,7 @@ def test_nixl_is_left_out_with_the_reason_where_it_is_not_installed(
 
 def test_the_other_benchmarks_need_neither_vllm_nor_the_proxy() -> None:
     absent = ("aiohttp", "orjson", "torch", "vllm", "transformers", "matplotlib")
-    program = f"import sys; sys.modules.update(dict.fromkeys({absent})); import kvpipe.bench.command"
+    program = f"import sys; sys.modules.update(dict.fromkeys({absent})); import bench.command"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -10,15 +10,16 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from kvpipe.bench import command as bench
-from kvpipe.bench import machine, report
-from kvpipe.bench.handoff.run import report as run_report
-from kvpipe.bench.instances import vllm
-from kvpipe.bench.instances.servers import Server, ServerPool
-from kvpipe.bench.processes import SubjectError
-from kvpipe.bench.reuse import command, run
-from kvpipe.bench.reuse.run import Ask, Reuse, Rounds
-from kvpipe.bench.reuse.subjects import (
+from bench import command as bench
+from bench import machine, transports
+from bench.handoff.run import report as run_report
+from bench.instances import vllm
+from bench.instances.servers import Server, ServerPool
+from bench.processes import SubjectError
+from bench.results import Findings
+from bench.reuse import command, run
+from bench.reuse.run import Ask, Reuse, Rounds
+from bench.reuse.subjects import (
     NO_STORE,
     Contents,
     NoContents,
@@ -28,7 +29,7 @@ from kvpipe.bench.reuse.subjects import (
     SubjectSpec,
     request,
 )
-from kvpipe.bench.subjects import LMCACHE_PYTHON
+from bench.subjects import LMCACHE_PYTHON
 from kvpipe.exceptions import ConfigError
 from kvpipe.store import LocalStore
 
@@ -48,13 +49,13 @@ def test_ratios_are_those_of_the_rounds_to_the_instance_without_a_store() -> Non
         NO_STORE: reuses((100, 100), (200, 200), (400, 400)),
         "kvpipe, own store": reuses((110, 10), (200, 30), (400, 80), num_loaded=64),
     }
-    rows = {(row.case.kind, row.subject): row for row in command.rows_of(found, GIB // 2)}
-    assert rows["first ask", NO_STORE].ratio == rows["second ask", NO_STORE].ratio == 1
-    assert rows["first ask", "kvpipe, own store"].ratio == 1
+    rows = {(row["kind"], row["subject"]): row for row in command.rows_of(found, GIB // 2)}
+    assert rows["first ask", NO_STORE]["ratio"] == rows["second ask", NO_STORE]["ratio"] == 1
+    assert rows["first ask", "kvpipe, own store"]["ratio"] == 1
     again = rows["second ask", "kvpipe, own store"]
-    assert (again.ratio, again.value.median, again.transport) == (0.15, 30, "64 tokens loaded")
-    assert again.cpu_s_per_gib.median == 1.0
-    assert "256 tokens" not in report.tables(list(rows.values()))
+    assert (again["ratio"], again["value"].median, again["transport"]) == (0.15, 30, "64 tokens loaded")
+    assert again["cpu_s_per_gib"].median == 1.0
+    assert "256 tokens" not in "".join(transports.tables(Findings({}, list(rows.values()))))
 
 
 def arguments(tmp_path: Path, *more: str) -> argparse.Namespace:
@@ -170,8 +171,8 @@ def test_each_prompt_comes_after_a_short_one_and_the_prefix_cache_is_reset_until
 
 @pytest.mark.usefixtures("stand_ins")
 def test_a_prefix_cache_that_is_not_reset_in_time_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpipe.bench.reuse.subjects._WITHIN_S", 0.0)
-    monkeypatch.setattr("kvpipe.bench.reuse.subjects._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("bench.reuse.subjects._WITHIN_S", 0.0)
+    monkeypatch.setattr("bench.reuse.subjects._LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(Subject, "_forgets", lambda _: False)
     with ExitStack() as stack, pytest.raises(SubjectError, match="x: vLLM holds blocks"):
         start(stack, tmp_path, "x", NoContents()).forget()
@@ -196,13 +197,13 @@ def test_another_subject_that_fails_is_ended_and_the_others_go_on(
     found = command.measure(arguments(tmp_path, "--only", "own"))
     assert list(found.skipped) == ["LMCache, own server"]
     assert "does not answer: ConnectionRefusedError" in found.skipped["LMCache, own server"]
-    assert {row.subject: row.value.num_samples for row in found.rows} == {NO_STORE: 5, "kvpipe, own store": 5}
+    assert {row["subject"]: row["value"].num_samples for row in found.rows} == {NO_STORE: 5, "kvpipe, own store": 5}
     shown = capsys.readouterr().err
     assert shown.index("its servers have ended") < shown.index("round 2 of 5")
 
 
 def test_chunks_that_are_not_stored_in_time_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpipe.bench.reuse.subjects._WITHIN_S", 0.1)
+    monkeypatch.setattr("bench.reuse.subjects._WITHIN_S", 0.1)
     with LocalStore() as store:
         assert store.put(b"a", b"1")
         contents = StoreContents(store)

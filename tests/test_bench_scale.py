@@ -8,15 +8,15 @@ from contextlib import closing
 
 import pytest
 
+from bench import command
+from bench.processes import SubjectError
+from bench.scale import command as scale
+from bench.scale import point as of_point
+from bench.scale.agents import Loads, Node
+from bench.scale.control import ControlPlane
+from bench.scale.point import Point, ReactorThread, wait
+from bench.scale.results import HELD, OPERATIONS, RATES, UNITS, rows_of
 from kvpipe import ConfigError, TransferTimeoutError
-from kvpipe.bench import command
-from kvpipe.bench.processes import SubjectError
-from kvpipe.bench.scale import command as scale
-from kvpipe.bench.scale import point as of_point
-from kvpipe.bench.scale.agents import Loads, Node
-from kvpipe.bench.scale.control import ControlPlane
-from kvpipe.bench.scale.point import Point, ReactorThread, until
-from kvpipe.bench.scale.results import HELD, OPERATIONS, RATES, UNITS, rows_of
 
 
 def test_growth_is_the_median_of_the_ratios_to_the_first_point_of_each_round():
@@ -26,12 +26,12 @@ def test_growth_is_the_median_of_the_ratios_to_the_first_point_of_each_round():
         one: [dict.fromkeys(UNITS, value) for value in (1.0, 10.0, 2.0)],
         many: [dict.fromkeys(UNITS, value) for value in (2.0, 15.0, 3.0)],
     }
-    rows = {(row.point, row.cost): row for row in rows_of(samples)}
+    rows = {(row["peers"], row["loads"], row["cost"]): row for row in rows_of(samples)}
     assert len(rows) == 2 * len(UNITS)
-    assert rows[many, "load"].growth == 1.5
-    assert rows[one, "load"].growth == 1
-    assert rows[many, "load"].value.median == 3
-    assert rows[many, "p99"].growth is None, "latencies have no cost to grow from"
+    assert rows[16, 100, "load"]["growth"] == 1.5
+    assert rows[1, 10, "load"]["growth"] == 1
+    assert rows[16, 100, "load"]["value"].median == 3
+    assert rows[16, 100, "p99"]["growth"] is None, "latencies have no cost to grow from"
 
 
 def test_the_cpu_of_an_operation_is_the_reactors_and_not_the_callers():
@@ -54,7 +54,7 @@ def test_the_cpu_of_an_operation_is_the_reactors_and_not_the_callers():
 def test_what_never_happens_is_given_up(monkeypatch):
     monkeypatch.setattr(of_point, "_WITHIN_S", 0.05)
     with pytest.raises(TransferTimeoutError, match="nothing happened within"):
-        until(lambda: False)
+        wait(lambda: False)
 
 
 def _ended(under_way: Loads, number: int) -> bool:
@@ -70,7 +70,7 @@ def test_the_loads_of_a_point_are_under_way_before_and_after_what_is_measured():
             assert not _ended(under_way, number)
             under_way._agent.cancel(number.to_bytes(16), "over", is_withdrawn=False)
         for number in range(3):
-            until(lambda number=number: _ended(under_way, number))
+            wait(lambda number=number: _ended(under_way, number))
     assert set(costs) | {"producer", "consumer"} | set(RATES) == set(UNITS)
     assert all(costs[name] > 0 for name in OPERATIONS if name in costs)
     assert costs["threads"] == 1

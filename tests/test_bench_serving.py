@@ -11,13 +11,16 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from kvpipe.bench.serving import benchmark, command, metrics, plan, plots, report, results
-from kvpipe.bench.serving.faults import Fault, Faults
-from kvpipe.bench.serving.generator import Outcome
-from kvpipe.bench.serving.metrics import Slo
-from kvpipe.bench.serving.plan import Pace
-from kvpipe.bench.serving.run import Cell, Timeline
-from kvpipe.bench.serving.workload import MIXES, Mix, Request, Workload, parse_range
+from bench.report import as_json, markdown
+from bench.results import Findings
+from bench.serving import benchmark, command, metrics, plan, plots, report, results
+from bench.serving.faults import Fault, Faults
+from bench.serving.generator import Outcome
+from bench.serving.measure import Measured
+from bench.serving.metrics import Slo
+from bench.serving.plan import Pace
+from bench.serving.run import Cell, Timeline
+from bench.serving.workload import MIXES, Mix, Request, Workload, parse_range
 from kvpipe.exceptions import ConfigError
 
 SMALL = Mix((4, 8), (3, 3))
@@ -217,7 +220,7 @@ def test_the_limits_are_multiples_of_idle_medians_unless_given() -> None:
 # --- output
 
 
-def findings(*, has_faults: bool = False) -> results.Findings:
+def findings(*, has_faults: bool = False) -> Findings:
     facts = {"cpu": "a CPU", "num_cpus": 2, "dtype": "float32", "commit": "c0ffee"}
     names = ("kvpipe", "undivided-2048")
     cells = [Cell("idle", name, 0.0, 1, [outcome(1.0, 1.1, 1.2)], {"generator": 0.1, "workers": 1.0}) for name in names]
@@ -243,7 +246,8 @@ def findings(*, has_faults: bool = False) -> results.Findings:
             [Fault("kvpipe prefill 0", 20.0, 70.0), Fault("kvpipe decode 0", 90.0, None)],
             {"kvpipe prefill 0": [(1.0, 3.0), (2.0, 0.0)]},
         )
-    return results.Findings(facts, {"nixl": "not there"}, Slo(4000.0, 200.0), cells, timelines, faults)
+    measured = Measured(Slo(4000.0, 200.0), cells, timelines, faults)
+    return results.findings_of(facts, {"nixl": "not there"}, measured)
 
 
 def test_the_report_has_every_rate_with_its_quantiles_goodput_failures_and_cpu() -> None:
@@ -262,16 +266,16 @@ def test_the_report_has_every_rate_with_its_quantiles_goodput_failures_and_cpu()
 
 
 def test_the_tables_are_markdown() -> None:
-    assert report.markdown(["a", "bb"], [["1", "2"], ["333", "4"]]).splitlines() == [
-        "| a   | bb |",
-        "| --- | -- |",
-        "| 1   | 2  |",
-        "| 333 | 4  |",
+    assert markdown(["a", "bb"], [["1", "2"], ["333", "4"]]).splitlines() == [
+        "| a   | bb   |",
+        "|-----|------|",
+        "| 1   | 2    |",
+        "| 333 | 4    |",
     ]
 
 
 def test_the_json_has_facts_limits_rows_and_every_request() -> None:
-    read = json.loads(report.as_json(findings(has_faults=True)))
+    read = json.loads(as_json(findings(has_faults=True)))
     assert read["machine"]["commit"] == "c0ffee"
     assert read["slo"] == {"ttft_ms": 4000.0, "itl_ms": 200.0}
     row = next(row for row in read["rows"] if (row["phase"], row["rate"]) == ("load", 0.5))
@@ -294,7 +298,13 @@ def test_faults_are_reported_with_leased_blocks_and_failures() -> None:
 def test_pictures_are_written_as_their_file_is_called(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     found = findings(has_faults=True)
-    for name, draw in (("load", plots.draw_load), ("timeline", plots.draw_timeline), ("faults", plots.draw_faults)):
+    cells = [Cell("faults", "kvpipe", 1.0, 1, [outcome(1.0, 1.2), outcome(2.0, 2.5, error="cut")], {})]
+    pictures = {
+        "load": plots.draw_load,
+        "timeline": plots.draw_timeline,
+        "faults": lambda path, found: plots.draw_faults(path, found, cells),
+    }
+    for name, draw in pictures.items():
         path = tmp_path / f"{name}{suffix}"
         draw(path, found)
         begins = path.read_bytes()[:5]

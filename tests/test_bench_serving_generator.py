@@ -12,15 +12,15 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from kvpipe.bench.instances import vllm
-from kvpipe.bench.instances.servers import Server, ServerPool
-from kvpipe.bench.processes import SubjectError
-from kvpipe.bench.progress import Progress
-from kvpipe.bench.serving import generator
-from kvpipe.bench.serving.faults import FaultyRun
-from kvpipe.bench.serving.generator import NixlPull, Outcome, RoundRobin
-from kvpipe.bench.serving.subjects import Group, Subject
-from kvpipe.bench.serving.workload import Mix, Workload
+from bench.instances import vllm
+from bench.instances.servers import Server, ServerPool
+from bench.processes import SubjectError
+from bench.progress import Progress
+from bench.serving import generator
+from bench.serving.faults import FaultyRun
+from bench.serving.generator import NixlPull, Outcome, RoundRobin
+from bench.serving.subjects import Group, Subject
+from bench.serving.workload import Mix, Workload
 
 from .stand_in_completions import StandIn, listening
 from .test_bench_serving import SMALL
@@ -159,7 +159,7 @@ def test_a_prefill_of_nixl_that_fails_loses_its_request() -> None:
 
 def test_leased_blocks_are_read_from_the_metrics_and_a_dead_instance_has_none() -> None:
     async def scene(stand_in: StandIn) -> tuple[float | None, ...]:
-        from kvpipe.bench.serving.faults import leased_blocks  # noqa: PLC0415
+        from bench.serving.faults import leased_blocks  # noqa: PLC0415
 
         async with generator._session(5.0) as http:
             return await leased_blocks(http, stand_in.url), await leased_blocks(http, "http://127.0.0.1:9")
@@ -171,7 +171,7 @@ def test_leased_blocks_are_read_from_the_metrics_and_a_dead_instance_has_none() 
 def test_instances_are_killed_in_turn_and_come_back_while_requests_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpipe.bench.serving.faults._SAMPLE_EVERY_S", 0.1)
+    monkeypatch.setattr("bench.serving.faults._SAMPLE_EVERY_S", 0.1)
     program = [sys.executable, str(Path(__file__).parent / "stand_in_completions.py")]
     with ServerPool() as pool:
         servers = [
@@ -191,7 +191,7 @@ def test_instances_are_killed_in_turn_and_come_back_while_requests_go_on(
         group = Group([Subject("kvpipe", target, target)], instances, {"kvpipe": servers[2]})
         before = [server.group for server in servers]
         workload = Workload.draw(1, 1.0, 10, SMALL)
-        cells, faults = FaultyRun(pool, group, 0.5, 30.0, Progress(io.StringIO())).measure(workload)
+        cells, faults = FaultyRun(group, 0.5, 30.0, Progress(io.StringIO())).measure(workload)
         assert [cell.phase for cell in cells] == ["load", "faults"]
         assert [it.error for cell in cells for it in cell.outcomes] == [""] * 20
         assert [it.request for it in cells[0].outcomes] == [it.request for it in cells[1].outcomes]
@@ -213,7 +213,7 @@ def test_a_server_that_was_ended_starts_again_at_the_same_address(tmp_path: Path
         server.end()
         with pytest.raises(SubjectError, match="it has ended"):
             server.require_running()
-        pool.restart(server)
+        server.start()
         server.until_healthy()
         assert server.cpu_s_by_part()["API servers"] > 0
         assert server.is_healthy()

@@ -15,17 +15,17 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from kvpipe.bench.instances import vllm
-from kvpipe.bench.processes import SubjectError
-from kvpipe.bench.progress import Progress
-from kvpipe.bench.serving import benchmark, command, generator, run, subjects
-from kvpipe.bench.serving.generator import Outcome, RoundRobin
-from kvpipe.bench.serving.measure import Measured, Measurement, Wanted
-from kvpipe.bench.serving.metrics import Slo
-from kvpipe.bench.serving.plan import Offer
-from kvpipe.bench.serving.run import Cell, Timeline
-from kvpipe.bench.serving.subjects import Group, Setting, Subject
-from kvpipe.bench.serving.workload import Workload
+from bench.instances import vllm
+from bench.processes import SubjectError
+from bench.progress import Progress
+from bench.serving import benchmark, command, generator, run, subjects
+from bench.serving.generator import Outcome, RoundRobin
+from bench.serving.measure import Measured, Measurement, Wanted
+from bench.serving.metrics import Slo
+from bench.serving.plan import Offer
+from bench.serving.run import Cell, Timeline
+from bench.serving.subjects import Group, Setting, Subject
+from bench.serving.workload import Workload
 from kvpipe.exceptions import ConfigError
 
 from .stand_in_completions import StandIn

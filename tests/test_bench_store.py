@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from bench import command, subjects
+from bench.measure import Case
+from bench.programs import redis_values, request, side
+from bench.progress import Progress
+from bench.run import Run
 from kvpipe import ConfigError
-from kvpipe.bench import command, subjects
-from kvpipe.bench.measure import Case
-from kvpipe.bench.programs import redis_values, request, side
-from kvpipe.bench.progress import Progress
-from kvpipe.bench.run import Run
 
 SIZE, NUM_VALUES = 64, 200
 
@@ -56,10 +56,7 @@ def test_subjects_on_a_server_that_is_not_installed_are_skipped_with_the_reason(
     for name in ("Redis", "Redis, 4 threads", "Redis keeping memory, 4 threads", "redis-py, Redis"):
         assert run.skipped[name] == "redis-server is not installed; scripts/servers fetches it"
     assert run.skipped["Valkey"] == "valkey-server is not installed; scripts/servers fetches it"
-    assert {entry.subject.name.partition(",")[0] for entry in run.entries} == {
-        "LMCache on Redis",
-        "LMCache",
-    }
+    assert {entry.subject.name.partition(",")[0] for entry in run.entries} == {"LMCache on Redis", "LMCache"}
     with pytest.raises(ConfigError, match="--only valkey: valkey-server is not installed"):
         command.main(["store", "--only", "valkey"])
 

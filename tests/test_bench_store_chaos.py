@@ -5,15 +5,16 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from bench import command
+from bench.store import servers
+from bench.store.chaos import programs
+from bench.store.results import MARGIN_S, Ledger, Survival
+from bench.store.values import SIZES, content_of
 from kvpipe import ConfigError
-from kvpipe.bench import command
-from kvpipe.bench.store.chaos import programs
-from kvpipe.bench.store.results import MARGIN_S, Ledger, Survival
-from kvpipe.bench.store.servers import Left
-from kvpipe.bench.store.values import SIZES, content_of
 
 # Of the harness, which no user waits for.
 pytestmark = pytest.mark.slow
@@ -21,12 +22,12 @@ pytestmark = pytest.mark.slow
 CALL = {"call": "take", "began": "5", "took": "1000000", "late": "-1", "error": ""}
 
 
-def ledger_of(*reports: dict[str, str], may_lose: bool = False, left: Left | None = None) -> Ledger:
+def ledger_of(*reports: dict[str, str], may_lose: bool = False) -> Ledger:
     """A ledger with the reports of one client."""
-    ledger = Ledger("s", may_lose=may_lose)
+    ledger = Ledger(may_lose=may_lose)
     for report in reports:
         ledger.note("c", report)
-    ledger.end(left or Left())
+    ledger.end()
     return ledger
 
 
@@ -58,7 +59,7 @@ def test_each_report_counts_as_what_it_breaks(reports: list[dict[str, str]], exp
     ledger = ledger_of(*reports)
     assert broken(ledger) == expected
     assert ledger.found.is_clean == (not expected)
-    assert bool(ledger.failures) == bool(expected)
+    assert bool(ledger.found.failures) == bool(expected)
 
 
 def seen(record: str, at: int) -> dict[str, str]:
@@ -91,11 +92,22 @@ def test_a_damaged_value_breaks_no_promise_of_a_store_that_evicts() -> None:
     assert not broken(ledger_of(CALL | {"error": "CorruptDataError"}, may_lose=True))
 
 
-@pytest.mark.parametrize("name", ["unanswered", "leases", "leaked", "wrong"])
+@pytest.mark.parametrize("name", ["unanswered", "leases_left", "leaked", "wrong"])
 def test_what_is_left_at_the_end_is_no_clean_run(name: str) -> None:
-    ledger = ledger_of(CALL, left=Left(**{name: 1, "reasons": ["because"]}))
+    ledger = ledger_of(CALL)
+    assert ledger.found.is_clean
+    ledger.found.fail(name, "because")
     assert not ledger.found.is_clean
-    assert ledger.failures == ["because"]
+    assert ledger.found.failures == [f"{name}: because"]
+
+
+def test_a_store_that_does_not_answer_at_the_end_is_no_clean_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers.time, "sleep", lambda _: None)
+    monkeypatch.setattr(servers, "_ANSWER_S", 0.1)
+    store, found = servers.Store("s", Random(1)), Survival()
+    store.url = "kvpipe://127.0.0.1:1"
+    store.look(found)
+    assert (found.unanswered, found.is_clean) == (1, False)
 
 
 def test_a_client_has_recovered_with_a_call_that_began_later_and_had_no_error() -> None:
@@ -147,7 +159,7 @@ def test_stores_keep_their_promises_while_servers_and_clients_fail(tmp_path: Pat
         check=False,
     )
     assert figures.exists(), done.stderr
-    found = json.loads(figures.read_text())["stores"]
+    found = {counts["name"]: counts for counts in json.loads(figures.read_text())["rows"]}
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert found.keys() == {"kvpipe", *programs(), "evicting", "cluster"}
     for counts in found.values():

@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
+from kvpipe import cli
 from kvpipe.cli import main
+from tests.peers import ROOT
 
 
 def kvpipe(*args):
@@ -34,6 +36,18 @@ def test_an_error_is_one_line_without_traceback():
     assert done.stderr.startswith("error: instance 'nonsense'")
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
+
+
+def test_bench_runs_in_a_checkout_and_an_installed_wheel_says_so(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages/kvpipe/cli.py"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "pipe"]) == 1
+    assert capsys.readouterr().err == (
+        "error: the benchmarks are in kvpipe's repository, not in its wheel: "
+        "clone it, and run `kvpipe bench` in its folder\n"
+    )
+    monkeypatch.chdir(ROOT)
+    assert cli._checkout() == ROOT
 
 
 def started(*options, **process):

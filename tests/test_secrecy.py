@@ -9,9 +9,9 @@ from contextlib import ExitStack
 import pytest
 
 import kvpipe
+from bench.remote import RemoteProgram
+from bench.runner import Program
 from kvpipe import _kvpipe
-from kvpipe.bench.remote import RemoteProgram
-from kvpipe.bench.runner import Program
 from kvpipe.control import ControlClient
 from kvpipe.launch.spec import DeploymentSpec
 from kvpipe.proxy.config import Instance, ProxyConfig

@@ -71,11 +71,17 @@ def test_it_contains_the_package_with_stubs_and_licence_and_nothing_else(wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in metadata)
 
 
+def test_it_has_no_benchmarks(wheel):
+    with zipfile.ZipFile(wheel) as content:
+        assert [name for name in content.namelist() if "bench" in name] == []
+
+
 @pytest.mark.parametrize("version", PYTHONS)
 def test_info_and_the_example_run_with_numpy_alone(wheel, tmp_path, version):
     environment = make_environment(tmp_path, version)
     install(environment, f"{wheel}[ucx-cu12]", "numpy")
     assert f"ucx_path: {environment}/" in run(environment / "bin/kvpipe", "info")
+    assert "usage: kvpipe bench pipe" in run(environment / "bin/kvpipe", "bench", "pipe", "--help")
     assert run_example(environment) == [f"received float32 (4194304,), all {number}" for number in range(4)]
 
 

@@ -28,12 +28,15 @@ from tiny_model import make_tiny_model
 from tokenizers import Tokenizer
 
 from kvpipe import transfer_params
-from kvpipe.bench import timeline, trace
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError, KVPipeError
 from kvpipe.launch.deployment import Deployment, DeploymentSpec
 
 REPOSITORY = Path(__file__).parents[2]
+sys.path.append(str(REPOSITORY))
+
+from bench import timeline, trace  # noqa: E402 - of the checkout
+
 LOG_DIR = REPOSITORY / ".cache" / "demo-logs"
 TRACE = LOG_DIR / "trace.json"
 TIMELINE = REPOSITORY / ".cache" / "demo-timeline.png"

@@ -26,11 +26,11 @@ import aiohttp
 from tokenizers import Tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
-sys.path.append(str(REPOSITORY / "examples" / "disagg_prefill"))
+sys.path += [str(REPOSITORY), str(REPOSITORY / "examples" / "disagg_prefill")]
 
 from tiny_model import make_tiny_model  # noqa: E402 - it is beside another demo
 
-from kvpipe.bench.instances.broker_process import BrokerProcess  # noqa: E402 - as above
+from bench.instances.broker_process import BrokerProcess  # noqa: E402 - of the checkout
 from kvpipe.exceptions import KVPipeError  # noqa: E402 - as above
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, Instance  # noqa: E402 - as above
 from kvpipe.launch.plan import free_ports  # noqa: E402 - as above

@@ -6,6 +6,7 @@ packages, and `kvpipe --help` is fast.
 
 import argparse
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -291,8 +292,10 @@ def _add_store(commands: Commands) -> None:
 
 
 def _add_bench(commands: Commands) -> None:
-    # `kvpipe.bench.command` parses the arguments, because their defaults need its imports
-    parser = commands.add_parser("bench", help="measure kvpipe beside other transports and connectors", add_help=False)
+    # `bench.command` of the checkout parses the arguments, because their defaults need its imports
+    parser = commands.add_parser(
+        "bench", help="measure kvpipe beside other transports and connectors, in a checkout", add_help=False
+    )
     parser.set_defaults(command=_bench)
 
 
@@ -420,13 +423,24 @@ def _store(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    sys.path.insert(0, str(_checkout()))
     try:
-        from kvpipe.bench import command
+        command = importlib.import_module("bench.command")
     except ModuleNotFoundError as error:
-        if error.name != "numpy":
+        if error.name not in {"numpy", "tabulate"}:
             raise
-        raise ConfigError("numpy is not installed; pip install 'kvpipe[bench]'") from error
-    return command.main(args.arguments)
+        raise ConfigError(f"{error.name} is not installed; pip install 'kvpipe[bench]'") from error
+    return int(command.main(args.arguments))
+
+
+def _checkout() -> Path:
+    """The folder with the harness: that of an editable installation, or else the current one."""
+    for folder in (Path(__file__).parents[2], Path.cwd()):
+        if (folder / "bench" / "command.py").is_file():
+            return folder
+    raise ConfigError(
+        "the benchmarks are in kvpipe's repository, not in its wheel: clone it, and run `kvpipe bench` in its folder"
+    )
 
 
 def _missing_extra(error: ModuleNotFoundError) -> KVPipeError:

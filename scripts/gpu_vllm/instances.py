@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from bench.instances.model import random_prompt
+from bench.instances.vllm import MODEL
 from gpu_vllm.groups import ENV, LEASE_S, TOKEN, Group
-from kvpipe.bench.instances.model import random_prompt
-from kvpipe.bench.instances.vllm import MODEL
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import KVPipeError
 from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread, Instance

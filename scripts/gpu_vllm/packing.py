@@ -168,7 +168,7 @@ def _unpacked(scratch: Path, wheel: Path, say: Callable[[str], None]) -> dict[st
     packages = _extracted(sorted((wheels / "packages").glob("*.whl")), site, _NOT_OF_PACKAGES)
     ucx = _extracted((wheels / "ucx").glob("*.whl"), site, _NOT_OF_UCX)
     vllm = _extracted((wheels / "vllm").glob("*.whl"), site, _NOT_OF_VLLM)
-    shutil.copy(ROOT / "examples/disagg_prefill/tiny_model.py", site)
+    own += [*benchmarks(site), Path(shutil.copy(ROOT / "examples/disagg_prefill/tiny_model.py", site))]
     say("slimming")
     for file in vllm:
         if file.suffix == ".so":
@@ -182,7 +182,7 @@ def _unpacked(scratch: Path, wheel: Path, say: Callable[[str], None]) -> dict[st
         **{f"vLLM's {file.name}": [file] for file in sorted(native)},
         "packages that are missing there": sorted(packages, key=_kind),
         UCX: sorted(ucx),
-        "kvpipe": sorted([*own, site / "tiny_model.py"], key=_kind),
+        "kvpipe": sorted(own, key=_kind),
     }
 
 
@@ -215,6 +215,12 @@ def _extracted(wheels: Iterable[Path], site: Path, left_out: Sequence[str]) -> l
                 file.chmod(member.external_attr >> 16 & 0o777 or 0o644)
                 files.append(file)
     return files
+
+
+def benchmarks(site: Path) -> list[Path]:
+    """Copies the checkout's package `bench` into `site`, because steps import it; returns the copies."""
+    copied = Path(shutil.copytree(ROOT / "bench", site / "bench", ignore=shutil.ignore_patterns("__pycache__", "*.md")))
+    return [file for file in copied.rglob("*") if file.is_file()]
 
 
 def _place(name: str) -> str:

@@ -18,12 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench import trace
+from bench.handoff.client import Streamed, stream
+from bench.handoff.samples import PHASES, exposed
+from bench.results import summarize
 from gpu_vllm.groups import SHAPES, TOKEN
 from gpu_vllm.instances import Asker, chosen_lines, fail, get, prompt, say, spec, until, write
-from kvpipe.bench import trace
-from kvpipe.bench.handoff.client import Streamed, stream
-from kvpipe.bench.handoff.samples import PHASES, exposed
-from kvpipe.bench.measure import summarize
 from kvpipe.launch.deployment import DeploymentThread
 from kvpipe.launch.plan import free_ports
 

@@ -38,7 +38,7 @@ _WARM = "import torch, transformers; torch.zeros(1, device='cuda')"
 _MODELS = """
 import pathlib, sys
 from gpu_vllm.groups import SHAPE_FIELDS
-from kvpipe.bench.instances.model import write_model
+from bench.instances.model import write_model
 from tiny_model import make_tiny_model
 folder = pathlib.Path(sys.argv[1])
 make_tiny_model(folder / "tiny")
@@ -176,7 +176,7 @@ class Check:
             paths.insert(0, str(self.site))
         else:
             self.facts["commit"] = packing.commit()
-            paths.insert(0, str(packing.ROOT / "examples/disagg_prefill"))
+            paths[:0] = [str(packing.ROOT / "examples/disagg_prefill"), str(packing.ROOT)]
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
             variables[name] = str(self.work / name.lower())

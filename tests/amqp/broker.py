@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvpipe.bench.instances.broker_process import BrokerProcess, missing
+from bench.instances.broker_process import BrokerProcess, missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

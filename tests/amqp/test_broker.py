@@ -11,9 +11,9 @@ import aio_pika
 import pytest
 from aio_pika.exceptions import ConnectionClosed
 
-from kvpipe.bench.instances import broker_process
-from kvpipe.bench.instances.broker_process import BrokerProcess
-from kvpipe.bench.processes import SubjectError
+from bench.instances import broker_process
+from bench.instances.broker_process import BrokerProcess
+from bench.processes import SubjectError
 from tests.amqp.harness import run
 from tests.peers import wait_until
 

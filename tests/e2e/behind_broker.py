@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
-from kvpipe.bench.instances.servers import Server, ServerPool
+from bench.instances.servers import Server, ServerPool
 from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread, Instance
 from kvpipe.launch.plan import free_ports
 from kvpipe.launch.spec import OWN_STORE
@@ -72,7 +72,7 @@ class Queued:
 
     def replace(self, worker: Server) -> None:
         """Starts a worker that has been killed again."""
-        self._pool.restart(worker)
+        worker.start()
         self.until_taken()
 
     def state(self, url: str = "") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.bench.instances.servers import clock_s
+from bench.processes import clock_s
 from kvpipe.control import ControlClient
 from kvpipe.launch.watchdog import group_members
 from tests.e2e.client import (

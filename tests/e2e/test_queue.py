@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.bench.instances.broker_process import BrokerProcess
+from bench.instances.broker_process import BrokerProcess
 from kvpipe.launch.deployment import DeploymentThread, Instance
 from kvpipe.launch.process import ChildProcess
 from kvpipe.launch.watchdog import kill_members

@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
-from kvpipe.bench.serving import generator
-from kvpipe.bench.serving.workload import Mix, Workload
+from bench.serving import generator
+from bench.serving.workload import Mix, Workload
 from tests.e2e.client import Servers
 from tests.e2e.groups import tiny_model
 from tests.stand_in_completions import StandIn, listening

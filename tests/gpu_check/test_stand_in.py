@@ -24,6 +24,7 @@ def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("there")
     site, pack, out = (folder / name for name in ("site", "pack", "out"))
     shutil.copytree(STAND_IN, site, ignore=shutil.ignore_patterns("__pycache__"))
+    packing.benchmarks(site)
     pack.mkdir()
     packing.fill(pack, site, {"the stand-in": sorted(file for file in site.rglob("*") if file.is_file())})
     # The stand-in's torch for what reads the real one meanwhile; scripts find the unpacked one by themselves.

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import Counter
 
-from kvpipe.bench.progress import Progress
+from bench.progress import Progress
 from tests.faults.__main__ import DATA_PATHS, leaked, use
 from tests.faults.rounds import Holdings
 from tests.soak.actors import ACTORS, Round, begin

@@ -1,23 +1,25 @@
-"""A child process in its own process group, with prefixed log lines.
+"""Processes in groups of their own, and one of them as a child of an event loop, with prefixed log lines.
 
 vLLM's API server starts an EngineCore, which starts workers. All of them stay in the group of the first process, so
 /proc shows the group's members even after their parents have died: they outlive a killed API server and hold its log
-pipe open. This class is no asyncio subprocess, because `wait()` of those returns when the pipes are closed, not when
-the process has ended (Python 3.11).
+pipe open. `ChildProcess` is no asyncio subprocess, because `wait()` of those returns when the pipes are closed, not
+when the process has ended (Python 3.11).
 """
 
 import asyncio
 import collections
 import contextlib
 import functools
+import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from kvpipe.launch.watchdog import Watchdog, kill_members
+from kvpipe.launch.watchdog import Watchdog, group_members, kill_members
 
 # Lines of output that the message about a dead child shows.
 _NUM_TAIL_LINES = 30
@@ -26,6 +28,51 @@ _NUM_TAIL_LINES = 30
 _LINE_LIMIT_BYTES = 1 << 16
 
 _KILL_WAIT_S = 5.0
+_LOOK_EVERY_S = 0.02
+
+
+class ProcessGroup(subprocess.Popen[bytes]):
+    """A command in a process group of its own, in which its descendants stay. Calls block.
+
+    It is a group and not a session, because Linux schedules each session as a unit (autogroup). On two cores that left
+    one instance without CPU for up to 50 s while others spun with sched_yield.
+
+    Args:
+        command: Command line.
+        watchdog: Ends the group if this process dies.
+        options: Of `subprocess.Popen`. By default the input is empty, and errors go where the output goes.
+    """
+
+    def __init__(self, command: Sequence[str], *, watchdog: Watchdog | None = None, **options: Any) -> None:
+        defaults = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+        super().__init__(command, process_group=0, **{**defaults, **options})
+        self._watchdog = watchdog
+        if watchdog is not None:
+            watchdog.watch(self.pid)
+
+    def members(self) -> list[int]:
+        """Returns the ids of all its processes."""
+        return group_members(self.pid)
+
+    def signal_all(self, number: int) -> None:
+        """Sends a signal to all its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def kill_all(self) -> None:
+        """Kills all its processes, and returns when none is left. It may be called repeatedly.
+
+        Raises:
+            RuntimeError: Some do not end.
+        """
+        deadline = time.monotonic() + _KILL_WAIT_S
+        while members := kill_members(self.pid):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"processes {members} of group {self.pid} do not end after SIGKILL")
+            time.sleep(_LOOK_EVERY_S)
+        self.wait()
+        if self._watchdog is not None:
+            self._watchdog.forget(self.pid)
 
 
 class ChildProcess:
@@ -50,7 +97,7 @@ class ChildProcess:
         self._env = dict(env)
         self._echo = echo
         self._watchdog = watchdog
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ProcessGroup | None = None
         self._exited = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._tail: collections.deque[str] = collections.deque(maxlen=_NUM_TAIL_LINES)
@@ -88,17 +135,7 @@ class ChildProcess:
             raise RuntimeError(f"{self.name} is running already")
         self._exited = asyncio.Event()
         # No asyncio subprocess: see the module's docstring. The call blocks until exec only
-        self._process = subprocess.Popen(  # noqa: ASYNC220, S603
-            self._command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=self._env,
-            # A group and not a session: Linux schedules each session as a unit (autogroup). On two cores that left one
-            # instance without CPU for up to 50 s while others spun with sched_yield.
-            process_group=0,
-        )
-        self._watchdog.watch(self._process.pid)
+        self._process = ProcessGroup(self._command, watchdog=self._watchdog, stdout=subprocess.PIPE, env=self._env)
         self._reader = asyncio.create_task(self._read_log(self._process), name=f"log {self.name}")
         notify = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self._exited.set)
         waiter = threading.Thread(
@@ -127,9 +164,8 @@ class ChildProcess:
             self.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._exited.wait(), grace_s)
-        await self._kill_group(self._process.pid)
+        await asyncio.to_thread(self._process.kill_all)
         await self._exited.wait()
-        self._watchdog.forget(self._process.pid)
         if self._reader is not None:  # ends with the pipe, unless a process left the group with it
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._reader, _KILL_WAIT_S)
@@ -139,13 +175,6 @@ class ChildProcess:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
-
-    async def _kill_group(self, group_id: int) -> None:
-        deadline = asyncio.get_running_loop().time() + _KILL_WAIT_S
-        while members := kill_members(group_id):
-            if asyncio.get_running_loop().time() > deadline:
-                raise RuntimeError(f"{self.name}: processes {members} do not end after SIGKILL")
-            await asyncio.sleep(0.02)
 
     async def _read_log(self, process: subprocess.Popen[bytes]) -> None:
         stream = asyncio.StreamReader(limit=_LINE_LIMIT_BYTES)

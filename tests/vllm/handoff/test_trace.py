@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.bench.trace import Event, read
+from bench.trace import Event, read
 from kvpipe.transfer_params import consume, produce
 from kvpipe.vllm.handoff.config import ConnectorConfig
 from kvpipe.vllm.handoff.metadata import StepMetadata

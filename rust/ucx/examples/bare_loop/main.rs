@@ -2,7 +2,7 @@
 //! and error mode of an Agent, and cold buffers. It has no sessions, queues, threads or Python.
 //!
 //! `bare_loop ROLE total=BYTES` reads one request a line from stdin and answers each with a line
-//! (`python/kvpipe/bench/programs` is the other side). `active` and `passive` are the two processes
+//! (`bench/programs` is the other side). `active` and `passive` are the two processes
 //! of a transfer, `copy` is one process that copies blocks within its memory.
 
 mod copy;

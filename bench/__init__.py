@@ -1,0 +1,1 @@
+"""Benchmarks that users can repeat in a checkout: `kvpipe bench NAME`."""

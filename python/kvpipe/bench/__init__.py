@@ -1,1 +1,0 @@
-"""Measurements that users can repeat: `kvpipe bench SUBJECT`."""
