@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from kvpipe.store import KVStore
 
-    from kvpipe.store import KVStore
-
     from .request import Task
 
 _TIMEOUT_S = 30.0

@@ -88,12 +88,6 @@ def sharing(groups: Groups) -> Servers:
 
 
 @pytest.fixture
-def sharing_lookups(groups: Groups) -> Servers:
-    """Instances that share a lookup buffer, and know nothing else of each other."""
-    return groups.show("lookup")
-
-
-@pytest.fixture
 def pipe_and_store(groups: Groups) -> Servers:
     """Instances with handoffs and a store."""
     return groups.show("pipe and store")

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread, Instance
 from kvpipe.launch.plan import free_ports
-from kvpipe.store.lookup_server import LookupStoreServer
 from kvpipe.store.server import StoreServer
 from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
 from tests.zygote import Zygote
@@ -28,7 +27,7 @@ COMMON = (
 # Long prompts take several steps of 256 tokens, so that blocks are announced while prefill computes. The instance that
 # is called prefill fails requests whose KV does not come; that matters where it decodes.
 ROOMY = ("--max-model-len", "4096", "--max-num-batched-tokens", "256")
-WITH_ROOM = ("roomy", "multi", "store", "lookup", "pipe and store")
+WITH_ROOM = ("roomy", "multi", "store", "pipe and store")
 
 # 39 blocks of 32 tokens, where requests of 1024 tokens are allowed: what runs at once grows until some is preempted.
 # vLLM on CPU dies of a seeded request that is computed in several chunks: a step holds all that a test sends at once.
@@ -68,11 +67,9 @@ class Groups:
 
     Attributes:
         store_server: kvpipe's own store, of the group `pipe and store`.
-        lookup_server: The lookup buffer of the group `lookup`.
     """
 
     store_server: StoreServer
-    lookup_server: LookupStoreServer
 
     def __init__(self, zygote: Zygote, flip: Path, store: Path) -> None:
         self._zygote = zygote
@@ -94,8 +91,7 @@ class Groups:
         """The servers of a group.
 
         Args:
-            name: `roomy`, `multi`, `tight`, `tight, validate`, `bfloat16`, `lengths`, `store`, `lookup` or
-                `pipe and store`.
+            name: `roomy`, `multi`, `tight`, `tight, validate`, `bfloat16`, `lengths`, `store` or `pipe and store`.
         """
         if self._servers is None or name != self._name:
             self._running.close()
@@ -125,10 +121,6 @@ class Groups:
         elif name == "store":
             change_transfer(prefill, lambda config: store_alone(config, f"{FILE_STORE}:{self._store}"))
             change_transfer(decode, lambda config: store_alone(config, f"{FILE_STORE}:{self._store}"))
-        elif name == "lookup":
-            self.lookup_server = started.enter_context(LookupStoreServer(token=TOKEN))
-            change_transfer(prefill, lambda config: store_alone(config, self.lookup_server.url))
-            change_transfer(decode, lambda config: store_alone(config, self.lookup_server.url))
         elif name == "pipe and store":
             self.store_server = started.enter_context(StoreServer(token=TOKEN))
             change_transfer(prefill, lambda config: beside_store(config, self.store_server.url))

@@ -13,9 +13,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvpipe.launch.deployment import Instance
-from kvpipe.store import KVStore, open_store
 from kvpipe.transfer_params import resume
-from tests.e2e.client import COMPLETIONS, TOKEN, Servers, completion, get, new_handoff, post, prompt, until
+from tests.e2e.client import COMPLETIONS, Servers, completion, get, new_handoff, post, prompt, until
 from tests.e2e.groups import REPOSITORY, Groups, tiny_model
 from tests.e2e.groups import STORE_CHUNK as CHUNK
 from tests.e2e.identity import BY_ID, Said, ask, differences
@@ -238,41 +237,7 @@ def test_chunks_that_are_gone_are_computed(sharing: Servers, folder: Path, which
     assert is_right(sharing, sharing.decode, body)
 
 
-# --- connector over LookupBuffer over Pipe
-
-
-def lookups(groups: Groups) -> KVStore:
-    """The store of instances that share a lookup buffer."""
-    return open_store(groups.lookup_server.url, TOKEN)
-
-
-def test_what_prefill_has_saved_in_a_lookup_buffer_decode_loads_and_answers_as_one_instance(
-    sharing_lookups: Servers, groups: Groups
-) -> None:
-    servers = sharing_lookups
-    with lookups(groups) as store:
-        for seed, length in enumerate((NUM_TOKENS, 4 * CHUNK, CHUNK + 1), start=390):
-            body, num_before = completion(prompt(length, seed=seed)), store.stats().num_values
-            said(servers.prefill.url, body | {"max_tokens": 1})
-            until(lambda before=num_before, length=length: store.stats().num_values - before == length // CHUNK)
-            before = chunks(servers.decode, "loaded")
-            assert is_right(servers, servers.decode, body)
-            until(lambda before=before, length=length: chunks(servers.decode, "loaded") - before == length // CHUNK)
-
-
-def test_decode_goes_on_from_prefills_token_where_both_share_a_lookup_buffer_only(
-    sharing_lookups: Servers, groups: Groups
-) -> None:
-    servers, before = sharing_lookups, first_tokens(sharing_lookups.decode, "none")
-    proxy = servers.through("store")
-    with lookups(groups) as store:
-        num_before = store.stats().num_values
-        for number, length in enumerate((5, CHUNK, 3 * CHUNK + 37)):
-            body = completion(prompt(length, seed=395), temperature=1.2, seed=5)
-            assert not differences([said(servers.undivided.url, body)], [said(proxy, body)])
-            until(lambda number=number: first_tokens(servers.decode, "none") == before + number + 1)
-        # Entries were dropped, chunks stay.
-        until(lambda: store.stats().num_values - num_before == 1 + 3)
+# --- the store beside the pipe
 
 
 def until_saved(groups: Groups, num_chunks: float) -> None:

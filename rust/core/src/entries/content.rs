@@ -5,20 +5,23 @@ use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
 
-use super::lookup::{Items, NUM_ITEMS};
+use super::items::{Items, Metas, NUM_ITEMS};
 use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
-use crate::tensor::{Meta, Received};
+use crate::tensor::Meta;
+use crate::transfer::host::HUGE;
 use crate::transport::Memory;
 
 /// Most parts of an entry.
 pub(super) const PARTS_CAP: usize = NUM_ITEMS;
 
+/// Bytes that a value counts besides its bytes, key and record.
+const BOOKKEEPING_BYTES: u64 = 512;
+/// Large values are kept in huge pages.
+const GRAIN: u64 = 2 << 20;
+
 const ABSENT: u8 = 0;
 const PRESENT: u8 = 1;
-
-/// Descriptions of the tensors of an entry; `None` for one that is absent.
-pub(super) type Metas = [Option<Meta>; NUM_ITEMS];
 
 /// Bytes of an entry.
 #[derive(Debug, Clone)]
@@ -89,23 +92,6 @@ impl Content {
     }
 }
 
-impl Items {
-    pub(super) fn metas(&self) -> Metas {
-        let meta = |item: &Arc<Received>| item.buffer.as_ref().map(|_| item.meta.clone());
-        self.0.each_ref().map(meta)
-    }
-
-    /// Tensors of these descriptions, each with the next buffer.
-    pub(super) fn of_metas(metas: Metas, mut buffers: impl Iterator<Item = Buffer>) -> Self {
-        let item = |meta: Option<Meta>| {
-            let buffer = meta.as_ref().and_then(|_| buffers.next());
-            let meta = meta.unwrap_or_default();
-            Arc::new(Received { meta, buffer })
-        };
-        Self(metas.map(item))
-    }
-}
-
 /// The record that describes tensors.
 ///
 /// # Errors
@@ -140,4 +126,16 @@ pub(super) fn read_metas(record: &[u8]) -> Result<Metas> {
     }
     reader.end()?;
     Ok(metas)
+}
+
+/// Bytes that a value counts against the capacity, without its record: all memory that it occupies.
+pub(super) fn footprint(key: &[u8], num_bytes: u64) -> u64 {
+    let occupied = if num_bytes < HUGE as u64 {
+        num_bytes
+    } else {
+        num_bytes
+            .checked_next_multiple_of(GRAIN)
+            .unwrap_or(u64::MAX)
+    };
+    occupied.saturating_add(key.len() as u64 + BOOKKEEPING_BYTES)
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
 
-use super::lookup::{Items, NUM_ITEMS, not_host};
+use super::items::{Items, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
 use crate::tensor::Received;
 use crate::transfer::host::HUGE;

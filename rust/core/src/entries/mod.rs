@@ -6,6 +6,7 @@ mod content;
 mod copying;
 mod disk;
 mod info;
+mod items;
 pub mod lookup;
 pub(crate) mod messages;
 mod server;

@@ -6,7 +6,7 @@ mod arrivals;
 mod disk_jobs;
 mod requests;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
@@ -46,6 +46,9 @@ pub(super) struct Server {
     clients: HashSet<SessionKey>,
     /// The bytes of reservations.
     arrivals: BTreeMap<Holder, Arrival>,
+    /// Inserts of each client of a lookup buffer that have their space: their bytes come one after the other, in the order
+    /// of the calls.
+    inserts: HashMap<SessionKey, VecDeque<Holder>>,
     /// Writes whose bytes are read from their clients, by the owner of the transfer.
     writes: HashMap<u64, PendingWrite>,
     exposed: ExposedBuffers,
@@ -83,6 +86,7 @@ impl Server {
             integrity,
             clients: HashSet::new(),
             arrivals: BTreeMap::new(),
+            inserts: HashMap::new(),
             writes: HashMap::new(),
             exposed: ExposedBuffers::default(),
             disk: None,
@@ -114,6 +118,7 @@ impl TransferService for Server {
 
     fn session_down(&mut self, _cx: &mut Cx<'_>, session: SessionKey, _error: Error) {
         self.clients.remove(&session);
+        self.inserts.remove(&session);
         self.exposed.session_down(session);
         let of_client = self.arrivals.range((session, 0)..=(session, u64::MAX));
         let of_client: Vec<_> = of_client.map(|(holder, _)| *holder).collect();
@@ -155,8 +160,10 @@ impl TransferService for Server {
     }
 
     fn run_slice(&mut self, cx: &mut Cx<'_>) -> bool {
-        let has_copied = self.shared.run_copy_slice();
-        self.run_disk_reports(cx) || has_copied
+        match self.face {
+            Face::Store => self.run_disk_reports(cx),
+            Face::LookupBuffer => self.shared.run_copy_slice(),
+        }
     }
 
     fn has_work(&self) -> bool {
@@ -189,6 +196,10 @@ impl TransferService for Server {
         let mut sizes = vec![
             ("clients", self.clients.len()),
             ("reservations", self.arrivals.len()),
+            (
+                "inserts in line",
+                self.inserts.values().map(VecDeque::len).sum(),
+            ),
             ("writes under way", self.writes.len()),
             ("exposed buffers", self.exposed.len()),
             ("pooled buffers", self.shared.pool.len()),
@@ -207,8 +218,11 @@ impl Drop for Server {
             let _ = self.change(|state| state.entries.session_down(*session, now));
         }
         // No client waits for an answer any more.
-        while self.shared.next_client_action().is_some() {}
-        self.shared.end_copies();
+        self.shared.drain_client_actions();
+        match self.face {
+            Face::Store => self.shared.close(),
+            Face::LookupBuffer => self.shared.end_copies(),
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 //! server's thread that of its clients. Bytes are copied and operations completed without the lock.
 
 use std::collections::{HashMap, VecDeque};
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
@@ -10,7 +11,6 @@ use kvpipe_ucx::Buffer;
 use super::content::Content;
 use super::copying::LocalInsert;
 use super::info::StoreInfo;
-use super::lookup::{Delivery, LookupInfo, Selected};
 use super::state::{Access, Entries, EntryAction, Holder, Key, Query};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -18,7 +18,6 @@ use crate::process::Process;
 use crate::reactor::Waker;
 use crate::sync::lock;
 use crate::transport::Pool;
-use crate::work::Completer;
 
 /// Bytes that the server's thread copies in one slice: about 2 ms for memory that was never used.
 const COPY_SLICE: usize = 4 << 20;
@@ -26,22 +25,31 @@ const COPY_SLICE: usize = 4 << 20;
 /// The session of the callers in this process, which no reactor gives to a peer.
 const LOCAL: SessionKey = SessionKey::MAX;
 
+/// An entry that a select of this process leases.
+pub(super) struct Leased {
+    pub(super) shared: Arc<Shared>,
+    /// The select.
+    pub(super) operation: u64,
+    pub(super) content: Arc<Content>,
+}
+
+/// Ends a select of this process: with an entry, or with `None` if there was none in time.
+pub(super) type EndSelect = Box<dyn FnOnce(Result<Option<Leased>>) + Send>;
+
 /// An operation of this process.
-#[derive(Debug)]
 enum LocalOperation {
     Insert(LocalInsert),
-    Select(Completer<Selected>),
+    Select(EndSelect),
 }
 
 /// Work of the thread that has changed the entries.
-#[derive(Debug)]
 enum LocalAction {
     /// The insert of this operation has its space.
     Copy(u64, LocalInsert),
     /// The insert is refused.
     Refuse(LocalInsert, Error),
     /// The select of this operation has an entry, or there was none in time.
-    Deliver(Completer<Selected>, Option<(u64, Arc<Content>)>),
+    Deliver(EndSelect, Option<(u64, Arc<Content>)>),
 }
 
 /// The thread that changes the entries.
@@ -54,7 +62,6 @@ pub(super) enum ChangedBy {
 }
 
 /// State under the lock.
-#[derive(Debug)]
 pub(super) struct SharedState {
     pub(super) entries: Entries<Arc<Content>>,
     /// Operations of this process that wait.
@@ -64,7 +71,7 @@ pub(super) struct SharedState {
     client_actions: VecDeque<EntryAction<Arc<Content>>>,
     /// Inserts of this process to which the server's thread has given space. It copies the first one by slices.
     granted: VecDeque<(u64, LocalInsert)>,
-    is_closed: bool,
+    pub(super) is_closed: bool,
 }
 
 /// Operations of this process.
@@ -81,7 +88,7 @@ impl SharedState {
     /// `Config`: the entry is larger than the capacity.
     pub(super) fn insert(
         &mut self,
-        (key, num_bytes): (&Key, u64),
+        (key, num_bytes): (Key, u64),
         deadline: Option<Instant>,
         now: Instant,
         insert: LocalInsert,
@@ -95,12 +102,12 @@ impl SharedState {
     /// Begins a select under a new number.
     pub(super) fn select(
         &mut self,
-        query: &Query<Key>,
+        query: Query<Key>,
         deadline: Option<Instant>,
         now: Instant,
-        completer: Completer<Selected>,
+        end: EndSelect,
     ) -> u64 {
-        let holder = self.begin(LocalOperation::Select(completer));
+        let holder = self.begin(LocalOperation::Select(end));
         let access = Access::Lease(None);
         self.entries.select(holder, query, access, deadline, now);
         holder.1
@@ -146,21 +153,6 @@ impl SharedState {
         sizes
     }
 
-    fn lookup_info(&self) -> LookupInfo {
-        let info = self.entries.info();
-        LookupInfo {
-            state: if self.is_closed { "closed" } else { "open" },
-            num_inserted: info.num_committed,
-            num_consumed: self.entries.num_consumed(),
-            num_waiting: info.num_waiting as usize,
-            num_entries: Some((info.num_values - info.num_leased) as usize),
-            num_leased: Some(info.num_leased as usize),
-            num_bytes: Some(info.num_bytes),
-            capacity_bytes: Some(info.capacity_bytes),
-            transport: String::new(),
-        }
-    }
-
     /// Divides the actions: returns those for the thread that has changed the entries, and keeps the others for the
     /// server's.
     fn drain_actions(&mut self, by: ChangedBy) -> Vec<LocalAction> {
@@ -188,11 +180,11 @@ impl SharedState {
             (LocalOperation::Insert(insert), EntryAction::Refused(_, error)) => {
                 return Some(LocalAction::Refuse(insert, error));
             }
-            (LocalOperation::Select(completer), EntryAction::Offered(_, content)) => {
-                return Some(LocalAction::Deliver(completer, Some((operation, content))));
+            (LocalOperation::Select(end), EntryAction::Offered(_, content)) => {
+                return Some(LocalAction::Deliver(end, Some((operation, content))));
             }
-            (LocalOperation::Select(completer), EntryAction::Nothing(_)) => {
-                return Some(LocalAction::Deliver(completer, None));
+            (LocalOperation::Select(end), EntryAction::Nothing(_)) => {
+                return Some(LocalAction::Deliver(end, None));
             }
             // Entries of a buffer have neither other ends nor a disk.
             (_, _) => {}
@@ -201,7 +193,7 @@ impl SharedState {
     }
 }
 
-#[derive(Debug)]
+/// Entries behind one lock.
 pub(super) struct Shared {
     state: Mutex<SharedState>,
     /// Wakes the server, if there is one.
@@ -249,7 +241,12 @@ impl Shared {
 
     fn lock(&self) -> Result<MutexGuard<'_, SharedState>> {
         self.check_process()?;
-        Ok(lock(&self.state))
+        Ok(self.lock_here())
+    }
+
+    /// For threads that a forked child does not have.
+    fn lock_here(&self) -> MutexGuard<'_, SharedState> {
+        lock(&self.state)
     }
 
     /// Changes the state, then does what follows.
@@ -274,7 +271,10 @@ impl Shared {
         stack: &mut Vec<LocalAction>,
         change: impl FnOnce(&mut SharedState) -> R,
     ) -> Result<R> {
-        let mut state = self.lock()?;
+        let mut state = match by {
+            ChangedBy::Caller => self.lock()?,
+            ChangedBy::Server => self.lock_here(),
+        };
         if state.is_closed {
             return Err(self.closed());
         }
@@ -304,16 +304,12 @@ impl Shared {
                     self.end_copy(ChangedBy::Caller, &mut stack, (operation, insert), copied);
                 }
                 LocalAction::Refuse(insert, error) => insert.fail(error),
-                LocalAction::Deliver(completer, found) => {
-                    let delivery = found.and_then(|(operation, content)| {
-                        let items = content.to_items()?;
-                        Some(Arc::new(Delivery::of_local(
-                            items,
-                            operation,
-                            Arc::clone(self),
-                        )))
-                    });
-                    completer.complete(Ok(delivery));
+                LocalAction::Deliver(end, found) => {
+                    end(Ok(found.map(|(operation, content)| Leased {
+                        shared: Arc::clone(self),
+                        operation,
+                        content,
+                    })));
                 }
             }
         }
@@ -358,9 +354,8 @@ impl Shared {
         };
         match insert.advance(&self.pool, COPY_SLICE) {
             Ok(false) => {
-                if let Ok(mut state) = self.lock() {
-                    state.granted.push_front((operation, insert));
-                }
+                let mut state = self.lock_here();
+                state.granted.push_front((operation, insert));
             }
             ended => {
                 let (mut stack, copied) = (Vec::new(), ended.map(|_| ()));
@@ -373,7 +368,7 @@ impl Shared {
 
     /// The next insert for the server's thread to copy.
     fn next_granted(&self) -> Option<(u64, LocalInsert)> {
-        self.lock().ok()?.granted.pop_front()
+        self.lock_here().granted.pop_front()
     }
 
     /// Ends the inserts of this process that wait for a copy by the server's thread, which has ended.
@@ -391,10 +386,12 @@ impl Shared {
         let _ = self.server.set(server);
     }
 
-    /// Counters of a lookup buffer.
-    pub(super) fn lookup_info(&self) -> LookupInfo {
-        self.lock()
-            .map_or_else(|_| LookupInfo::closed(), |state| state.lookup_info())
+    /// Looks at the state, also at that of closed entries.
+    ///
+    /// # Errors
+    /// `Closed`: the process is the child of a fork.
+    pub(super) fn look<R>(&self, look: impl FnOnce(&SharedState) -> R) -> Result<R> {
+        self.lock().map(|state| look(&state))
     }
 
     /// Counters of a store.
@@ -409,14 +406,14 @@ impl Shared {
         Ok(state.entries.info())
     }
 
-    /// The next action of the server for its clients or its disk.
-    pub(super) fn next_client_action(&self) -> Option<EntryAction<Arc<Content>>> {
-        self.lock().ok()?.client_actions.pop_front()
+    /// Actions of the server for its clients and its disk.
+    pub(super) fn drain_client_actions(&self) -> VecDeque<EntryAction<Arc<Content>>> {
+        std::mem::take(&mut self.lock_here().client_actions)
     }
 
     /// The next deadline of an operation.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        self.lock().ok()?.entries.next_deadline()
+        self.lock_here().entries.next_deadline()
     }
 
     /// Drops all entries; operations that wait end as closed.
@@ -434,8 +431,16 @@ impl Shared {
         for operation in waiting.into_values() {
             match operation {
                 LocalOperation::Insert(insert) => insert.fail(self.closed()),
-                LocalOperation::Select(completer) => completer.complete(Err(self.closed())),
+                LocalOperation::Select(end) => end(Err(self.closed())),
             }
         }
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
     }
 }

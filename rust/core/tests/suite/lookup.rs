@@ -108,6 +108,20 @@ fn settle(kind: u8, select: u64) -> Vec<u8> {
     Writer::new(kind).u64(100 + select).u64(select).finish()
 }
 
+/// The record of an entry with one tensor, which no part of [`an_insert`] is.
+fn one_tensor() -> Vec<u8> {
+    let meta = Writer::new(1).u8(2).str("uint8").u32(1).u64(3).finish();
+    [&meta[..], &[0; 4]].concat()
+}
+
+fn with_a_time_to_live() -> (Vec<u8>, Vec<u8>) {
+    let payload = Writer::default().bytes(&1u64.to_le_bytes());
+    let payload = payload.u64(1_000_000).u64(NEVER).u8(0);
+    let payload = payload.bytes(&[0; 5]).u32(0).finish();
+    let sum = crc_of(&payload);
+    (Writer::new(PUT).u64(1).u64(sum).finish(), payload)
+}
+
 /// A query of this kind, with a lease.
 fn a_query(kind: u8, key: &[u8]) -> Vec<u8> {
     let query = Writer::new(kind).bytes(key);
@@ -130,6 +144,8 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
             an_insert(1, &[9; 5]),
             a_put(1, &[0; 7], (0, &[0; 5])),
             a_put(1, &1u64.to_le_bytes(), (1, &[0; 5])),
+            an_insert(1, &one_tensor()),
+            with_a_time_to_live(),
             (about(SELECT, 1), vec![]),
             (about(SELECT, 1), a_query(2, &[])),
             (about(SELECT, 1), a_query(0, b"a key")),

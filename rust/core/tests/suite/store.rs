@@ -187,6 +187,18 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
             .u8(0)
             .bytes(b"abc")
             .finish();
+        let waiting = Writer::default().bytes(b"raw").u64(NO_TIME).u64(NO_TIME);
+        let waiting = waiting.u8(1).bytes(b"").u32(1).u8(0).bytes(b"abc").finish();
+        let two = Writer::default().bytes(b"raw").u64(NO_TIME).u64(0);
+        let two = two
+            .u8(1)
+            .bytes(b"")
+            .u32(2)
+            .u8(0)
+            .bytes(b"a")
+            .u8(0)
+            .bytes(b"b")
+            .finish();
         let many = Writer::default().u32(u32::MAX).finish();
         let other = Writer::default().u64(1).u8(9).finish();
         let nonsense: Vec<(Vec<u8>, Vec<u8>)> = vec![
@@ -197,6 +209,8 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
             (plain(SELECT, 1), oldest),
             (plain(CONSUME, 1), vec![]),
             (sealed(PUT, 1, &unhashed), unhashed),
+            (sealed(PUT, 1, &waiting), waiting),
+            (sealed(PUT, 1, &two), two),
             (plain(EXISTS, 1), many),
             (plain(LIST, 1), vec![1]),
             (plain(RENEW, 1), vec![]),

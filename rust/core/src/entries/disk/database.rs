@@ -10,8 +10,8 @@ use redb::{
     TableDefinition, WriteTransaction,
 };
 
+use super::super::content::footprint;
 use super::super::state::{EntryId, KeptEntry};
-use super::super::store::footprint;
 use super::super::{KEY_CAP, RECORD_CAP};
 use super::SavedValue;
 use crate::checksum::{self, RunningChecksum};

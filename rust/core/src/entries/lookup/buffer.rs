@@ -6,13 +6,14 @@ use std::time::Duration;
 
 use super::client::LookupClient;
 use super::command_queue::{CommandQueue, LookupCommand, QueuedInsert, QueuedSelect};
-use super::operation::{Operation, Origin, Selected};
-use super::{Items, LookupInfo, LookupQuery, key_of};
+use super::operation::{Delivery, Operation, Origin, Selected};
+use super::{Items, LookupInfo, LookupQuery};
 use crate::clock;
 use crate::entries::TOKENS_CAP;
 use crate::entries::copying::LocalInsert;
+use crate::entries::items::key_of;
 use crate::entries::server::Server;
-use crate::entries::shared::{ChangedBy, Shared, SharedState};
+use crate::entries::shared::{ChangedBy, EndSelect, Shared, SharedState};
 use crate::entries::state::Entries;
 use crate::error::{Error, Result};
 use crate::net::identity::{Identity, SessionKind};
@@ -184,7 +185,7 @@ impl LookupBuffer {
                 let num_bytes = items.entry_bytes(key.len());
                 let insert = LocalInsert::new(items, completer);
                 let operation = shared.change(ChangedBy::Caller, |state| {
-                    state.insert((&key, num_bytes), deadline, now, insert)
+                    state.insert((key, num_bytes), deadline, now, insert)
                 })??;
                 Ok(Operation::new(inserted, operation, self.origin.clone()).expires(deadline))
             }
@@ -239,8 +240,11 @@ impl LookupBuffer {
                 let now = clock::now();
                 let deadline = timeout.map(|timeout| now + timeout);
                 let query = query.to_query();
-                let select =
-                    |state: &mut SharedState| state.select(&query, deadline, now, completer);
+                let end: EndSelect = Box::new(|found| {
+                    let deliver = |leased| Delivery::of_local(leased).map(Arc::new);
+                    completer.complete(found.map(|leased| leased.and_then(deliver)));
+                });
+                let select = |state: &mut SharedState| state.select(query, deadline, now, end);
                 let operation = shared.change(ChangedBy::Caller, select)?;
                 let operation = Operation::new(selected, operation, self.origin.clone());
                 Ok(operation.withdraws_on_drop().expires(deadline))
@@ -273,7 +277,9 @@ impl LookupBuffer {
     /// Counters and state.
     pub fn info(&self) -> LookupInfo {
         match &self.origin {
-            Origin::Local(shared) => shared.lookup_info(),
+            Origin::Local(shared) => shared
+                .look(LookupInfo::of)
+                .unwrap_or_else(|_| LookupInfo::closed()),
             Origin::Remote(queue) => queue.info(),
         }
     }

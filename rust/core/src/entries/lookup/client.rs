@@ -4,7 +4,7 @@ mod fetches;
 mod inserts;
 mod selects;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
@@ -45,6 +45,8 @@ pub(super) struct LookupClient {
     delivered: HashMap<u64, SessionKey>,
     /// Entries that are being read from servers, by the select.
     fetches: HashMap<u64, Fetch>,
+    /// In the order of the offers; the first one of each server is being read.
+    fetch_order: HashMap<SessionKey, VecDeque<u64>>,
     /// Tensors of inserts that the server may read.
     exposed: ExposedBuffers,
     /// With which the server verifies them.
@@ -70,6 +72,7 @@ impl LookupClient {
             next_looks: Earliest::default(),
             delivered: HashMap::new(),
             fetches: HashMap::new(),
+            fetch_order: HashMap::new(),
             exposed: ExposedBuffers::default(),
             integrity,
             failure: None,
@@ -257,6 +260,10 @@ impl TransferService for LookupClient {
         self.fetched(cx, completion);
     }
 
+    fn advance(&mut self, cx: &mut Cx<'_>) {
+        self.advance_fetches(cx);
+    }
+
     /// Runs the commands of callers, which come by a queue of their own.
     fn run_slice(&mut self, cx: &mut Cx<'_>) -> bool {
         let commands = self.command_queue.drain();
@@ -285,6 +292,7 @@ impl TransferService for LookupClient {
         cx.transfers.stop(&closed);
         self.exposed.clear();
         self.fetches.clear();
+        self.fetch_order.clear();
         self.fail(&closed);
     }
 
@@ -298,6 +306,7 @@ impl TransferService for LookupClient {
             ("pending selects", self.selects.len()),
             ("delivered entries", self.delivered.len()),
             ("entries on their way", self.fetches.len()),
+            ("servers with entries on their way", self.fetch_order.len()),
             ("exposed buffers", self.exposed.len()),
         ]
     }

@@ -8,25 +8,17 @@ mod operation;
 #[cfg(test)]
 pub(super) mod tests;
 
-use std::sync::Arc;
-
-use super::state::{Key, Query, TOKEN_BYTES};
+use super::items::key_of;
+use super::shared::SharedState;
+use super::state::{Key, Query};
 use crate::error::{Error, Result};
-use crate::tensor::{Meta, Received};
 
+pub use super::items::{Items, NUM_ITEMS};
 pub use buffer::LookupBuffer;
 pub use operation::{Delivery, Operation, Selected};
 
-/// Inserts of one client that may wait at a server; the client queues more of them itself.
-pub(super) const INSERTS_IN_FLIGHT: usize = 64;
 /// Selects of one client that may wait at a server.
 const SELECTS_CAP: usize = 4096;
-
-/// Bytes that an entry counts besides its tensors and tokens. Measured: 1.2 KiB with input tokens only, 1.8 KiB with all tensors.
-const BOOKKEEPING_BYTES: u64 = 2 << 10;
-
-/// Number of tensors of an entry: input tokens, region of interest, key, value, hidden states.
-pub const NUM_ITEMS: usize = 5;
 
 /// The entry that a select requests.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,44 +49,6 @@ impl LookupQuery {
     }
 }
 
-/// The tensors of an entry. Clones share them.
-#[derive(Debug, Clone)]
-pub struct Items(pub [Arc<Received>; NUM_ITEMS]);
-
-impl Items {
-    /// Bytes that the entry counts against a buffer's capacity, with a key of so many.
-    fn entry_bytes(&self, num_key: usize) -> u64 {
-        let with_bytes = || self.0.iter().filter(|item| item.buffer.is_some());
-        let buffers = with_bytes().filter_map(|item| item.buffer.as_ref());
-        let num_bytes = buffers.map(|buffer| buffer.len() as u64).sum();
-        entry_bytes(num_key, with_bytes().map(|item| &item.meta), num_bytes)
-    }
-}
-
-/// The key of an entry with these tokens.
-pub(super) fn key_of(tokens: &[i64]) -> Key {
-    let mut key = Vec::with_capacity(tokens.len() * TOKEN_BYTES);
-    key.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
-    key.into()
-}
-
-pub(super) fn not_host() -> Error {
-    let text = "only host memory can be inserted in this version; copy the tensor to the CPU first";
-    Error::Unavailable(text.to_owned())
-}
-
-/// Bytes that an entry counts against a buffer's capacity: all memory that it occupies.
-pub(super) fn entry_bytes<'a>(
-    num_key: usize,
-    metas: impl Iterator<Item = &'a Meta>,
-    num_bytes: u64,
-) -> u64 {
-    metas
-        .map(Meta::num_bytes)
-        .chain([num_key as u64, num_bytes])
-        .fold(BOOKKEEPING_BYTES, u64::saturating_add)
-}
-
 /// Counters and state of a lookup buffer. What only a server knows is `None` at a client.
 #[derive(Debug, Clone, Default)]
 pub struct LookupInfo {
@@ -119,8 +73,24 @@ pub struct LookupInfo {
 }
 
 impl LookupInfo {
+    /// Of a buffer in this process.
+    fn of(state: &SharedState) -> Self {
+        let info = state.entries.info();
+        Self {
+            state: if state.is_closed { "closed" } else { "open" },
+            num_inserted: info.num_committed,
+            num_consumed: state.entries.num_consumed(),
+            num_waiting: info.num_waiting as usize,
+            num_entries: Some((info.num_values - info.num_leased) as usize),
+            num_leased: Some(info.num_leased as usize),
+            num_bytes: Some(info.num_bytes),
+            capacity_bytes: Some(info.capacity_bytes),
+            transport: String::new(),
+        }
+    }
+
     /// Of a buffer that cannot be looked at, in the child of a fork.
-    pub(super) fn closed() -> Self {
+    fn closed() -> Self {
         Self {
             state: "closed",
             ..Self::default()

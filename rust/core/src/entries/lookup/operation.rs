@@ -8,7 +8,7 @@ use super::Items;
 use super::command_queue::{CommandQueue, LookupCommand};
 use crate::clock;
 use crate::completions::Completions;
-use crate::entries::shared::{ChangedBy, Shared, SharedState};
+use crate::entries::shared::{ChangedBy, Leased, Shared, SharedState};
 use crate::error::Result;
 use crate::work::{Then, Waited, Work};
 
@@ -76,9 +76,14 @@ pub struct Delivery {
 }
 
 impl Delivery {
-    /// An entry of this process that a select of this number leases.
-    pub(in crate::entries) fn of_local(items: Items, operation: u64, shared: Arc<Shared>) -> Self {
-        Self::new(items, operation, Origin::Local(shared))
+    /// An entry of this process.
+    pub(super) fn of_local(leased: Leased) -> Option<Self> {
+        let items = leased.content.to_items()?;
+        Some(Self::new(
+            items,
+            leased.operation,
+            Origin::Local(leased.shared),
+        ))
     }
 
     pub(super) fn new(items: Items, operation: u64, origin: Origin) -> Self {

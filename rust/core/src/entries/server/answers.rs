@@ -14,8 +14,14 @@ use crate::transfer::Cx;
 impl Server {
     /// Does what the state asks for, until it asks for nothing more.
     pub(super) fn run_actions(&mut self, cx: &mut Cx<'_>) {
-        while let Some(action) = self.shared.next_client_action() {
-            self.act(cx, action);
+        loop {
+            let actions = self.shared.drain_client_actions();
+            if actions.is_empty() {
+                return;
+            }
+            for action in actions {
+                self.act(cx, action);
+            }
         }
     }
 
@@ -23,12 +29,15 @@ impl Server {
         match action {
             EntryAction::Reserved(holder) => self.reserved(cx, holder),
             EntryAction::Occupied(holder) => {
-                self.remove_arrival(cx, holder);
-                EntryMessage::Occupied.send(cx.links, holder.0, holder.1);
+                if self.remove_arrival(cx, holder) {
+                    EntryMessage::Occupied.send(cx.links, holder.0, holder.1);
+                }
             }
             EntryAction::Refused(holder, error) => {
-                self.remove_arrival(cx, holder);
-                EntryMessage::Refused(error).send(cx.links, holder.0, holder.1);
+                // Otherwise its client has withdrawn it, and has its answer.
+                if self.remove_arrival(cx, holder) {
+                    EntryMessage::Refused(error).send(cx.links, holder.0, holder.1);
+                }
             }
             EntryAction::Offered(holder, content) => self.offer(cx, holder, &content),
             EntryAction::Nothing(holder) => {

@@ -43,6 +43,8 @@ pub(super) struct Arrival {
     pub(super) parts: Vec<Part>,
     /// Parts of a put that are to come.
     pub(super) rest: VecDeque<Carried<'static>>,
+    /// True if the engine knows sources of its parts.
+    pub(super) has_sources: bool,
     /// Bytes that are here.
     pub(super) num_written: u64,
     /// The transfer of a write.
@@ -74,6 +76,7 @@ impl Arrival {
             has_space: false,
             parts: Vec::new(),
             rest: VecDeque::new(),
+            has_sources: false,
             num_written: 0,
             transfer: None,
             checksum: RunningChecksum::default(),

@@ -7,12 +7,11 @@ use std::time::Instant;
 
 use kvpipe_ucx::Buffer;
 
-use super::super::content::{Description, PARTS_CAP, Part, read_metas};
-use super::super::lookup::{INSERTS_IN_FLIGHT, entry_bytes};
+use super::super::content::{Description, PARTS_CAP, Part, footprint, read_metas};
+use super::super::items::{INSERTS_IN_FLIGHT, entry_bytes};
 use super::super::messages::{Carried, EntryMessage, check_tokens};
 use super::super::shared::SharedState;
-use super::super::state::{Holder, TOKEN_BYTES};
-use super::super::store::footprint;
+use super::super::state::{Holder, Key, TOKEN_BYTES};
 use super::super::{INLINE_CAP, KEY_CAP, TOKENS_CAP, source_id};
 use super::arrival::{Arrival, Expected, PendingCommit, PendingWrite};
 use super::{Face, Server};
@@ -22,6 +21,7 @@ use crate::ids::SessionKey;
 use crate::transfer::exposed::BufferDescription;
 use crate::transfer::region::Pieces;
 use crate::transfer::{Checksums, Completion, Cx, TransferRequest};
+use crate::transport::Memory;
 
 /// Operations of clients.
 impl Server {
@@ -47,12 +47,15 @@ impl Server {
             }
             Face::LookupBuffer => self.check_insert(holder.0, key, &mut arrival)?,
         };
+        let mut has_sources = false;
         for (part, bytes) in arrival.rest.iter().enumerate() {
             if let Carried::Offered(buffer) = bytes {
                 let source = source_id(holder.1, part);
                 cx.transfers.add_source(holder.0, source, buffer.source());
+                has_sources = true;
             }
         }
+        arrival.has_sources = has_sources;
         self.begin_arrival(cx, holder, key, (arrival, num_bytes, deadline))
     }
 
@@ -99,7 +102,7 @@ impl Server {
         key: &[u8],
         (arrival, footprint, deadline): (Arrival, u64, Option<Instant>),
     ) -> Result<()> {
-        let now = clock::now();
+        let (num_key, key, now) = (key.len(), Key::from(key), clock::now());
         let reserve = |state: &mut SharedState| {
             state.entries.check_new(holder)?;
             (state.entries).reserve(holder, key, footprint, deadline, now);
@@ -107,7 +110,6 @@ impl Server {
         };
         match self.change(reserve)? {
             Ok(()) => {
-                let num_key = key.len();
                 self.arrivals.insert(holder, Arrival { num_key, ..arrival });
                 Ok(())
             }
@@ -131,7 +133,7 @@ impl Server {
         }
         arrival.has_space = true;
         if arrival.is_put(holder) {
-            return self.write_next(cx, holder);
+            return self.begin_put(cx, holder);
         }
         match allocate(cx, arrival.num_bytes) {
             Ok(part) => {
@@ -139,6 +141,34 @@ impl Server {
                 EntryMessage::Reserved.send(cx.links, session, operation);
             }
             Err(error) => self.refuse_reservation(cx, holder, operation, error),
+        }
+    }
+
+    /// Has a put come; in a lookup buffer in its turn.
+    fn begin_put(&mut self, cx: &mut Cx<'_>, holder: Holder) {
+        if self.face == Face::LookupBuffer {
+            let line = self.inserts.entry(holder.0).or_default();
+            line.push_back(holder);
+            if line.len() > 1 {
+                return;
+            }
+        }
+        self.write_next(cx, holder);
+    }
+
+    /// An insert has ended: the next one of its client comes.
+    fn end_turn(&mut self, cx: &mut Cx<'_>, holder: Holder) {
+        let Some(line) = self.inserts.get_mut(&holder.0) else {
+            return;
+        };
+        let was_first = line.front() == Some(&holder);
+        line.retain(|other| *other != holder);
+        match line.front().copied() {
+            Some(next) if was_first => self.write_next(cx, next),
+            Some(_) => {}
+            None => {
+                self.inserts.remove(&holder.0);
+            }
         }
     }
 
@@ -157,7 +187,7 @@ impl Server {
                     let (buffer, memory) = (Buffer::from_vec(bytes.into_owned()), None);
                     arrival.parts.push(Part { buffer, memory });
                 }
-                Carried::Offered(offered) => match transferred_part(cx, offered.len) {
+                Carried::Offered(offered) => match part_of(self.face, cx, offered.len) {
                     Ok(part) => {
                         arrival.parts.push(part);
                         let part = arrival.parts.len() - 1;
@@ -191,8 +221,10 @@ impl Server {
         };
         match arrival.transfer {
             Some(transfer) => cx.transfers.fail(cx.links, transfer, &ended()),
-            None => remove_sources(cx, holder),
+            None if arrival.has_sources => remove_sources(cx, holder),
+            None => {}
         }
+        self.end_turn(cx, holder);
         true
     }
 
@@ -208,11 +240,10 @@ impl Server {
             }
             // It has its own deadline here, and is refused for the lack of space.
             (false, false) => arrival.is_cancelled = true,
-            (true, false) => {
-                if let Some(transfer) = arrival.transfer {
-                    cx.transfers.fail(cx.links, transfer, &late());
-                }
-            }
+            (true, false) => match arrival.transfer {
+                Some(transfer) => cx.transfers.fail(cx.links, transfer, &late()),
+                None => self.refuse_reservation(cx, holder, holder.1, late()),
+            },
             (true, true) => {}
         }
     }
@@ -299,7 +330,9 @@ impl Server {
         let transfer = cx.transfers.add(request);
         self.writes.insert(owner, write);
         arrival.transfer = Some(transfer);
-        let _ = self.change(|state| state.entries.begin_write(holder));
+        if self.face == Face::Store {
+            let _ = self.change(|state| state.entries.begin_write(holder));
+        }
         cx.transfers.enqueue(cx.links, transfer);
     }
 
@@ -340,7 +373,9 @@ impl Server {
                 if arrival.is_hashed() {
                     arrival.checksum = completion.checksum.unwrap_or_default();
                 }
-                let _ = self.change(|state| state.entries.end_write(holder, now));
+                if self.face == Face::Store {
+                    let _ = self.change(|state| state.entries.end_write(holder, now));
+                }
                 if is_put {
                     self.write_next(cx, holder);
                 } else {
@@ -404,6 +439,11 @@ impl Server {
         }
         let arrival = self.arrivals.remove(&holder);
         let Some(arrival) = arrival else { return };
+        self.commit(cx, holder, arrival);
+        self.end_turn(cx, holder);
+    }
+
+    fn commit(&mut self, cx: &mut Cx<'_>, holder: Holder, arrival: Arrival) {
         let (num_bytes, ttl) = (arrival.num_bytes, arrival.ttl);
         let Some((operation, content)) = arrival.into_content() else {
             return;
@@ -454,15 +494,23 @@ fn late() -> Error {
 pub(super) fn allocate(cx: &Cx<'_>, num_bytes: u64) -> Result<Part> {
     let len = usize::try_from(num_bytes).unwrap_or(usize::MAX);
     if len > INLINE_CAP {
-        return transferred_part(cx, len);
+        return lent(cx, cx.exact_memory(len)?, len);
     }
     let (buffer, memory) = (Buffer::zeroed(len), None);
     Ok(Part { buffer, memory })
 }
 
-/// Memory into which bytes are transferred.
-fn transferred_part(cx: &Cx<'_>, len: usize) -> Result<Part> {
-    let memory = cx.exact_memory(len)?;
+/// Memory for a part of a put.
+fn part_of(face: Face, cx: &Cx<'_>, len: usize) -> Result<Part> {
+    let memory = match face {
+        Face::Store => cx.exact_memory(len)?,
+        Face::LookupBuffer => cx.memory(len)?,
+    };
+    lent(cx, memory, len)
+}
+
+/// The first bytes of memory, which goes back with them.
+fn lent(cx: &Cx<'_>, memory: Arc<Memory>, len: usize) -> Result<Part> {
     let lent = cx.lend(Arc::clone(&memory), len);
     let buffer = lent.ok_or_else(|| Error::Exhausted(format!("no memory for {len} bytes")))?;
     let memory = Some(memory);

@@ -39,6 +39,9 @@ impl Server {
                     parts,
                 },
             ) => {
+                if self.face == Face::Store && timeout != Some(Duration::ZERO) {
+                    return Err(Error::protocol("a put of a value that waits for space"));
+                }
                 let arrival = Arrival::of_put(operation, (ttl, is_hashed), record, parts);
                 self.put(cx, holder, &key, (arrival, after(timeout)))
             }
@@ -49,9 +52,9 @@ impl Server {
                     access,
                     timeout,
                 },
-            ) => self.select(cx, holder, (&query, access), after(timeout)),
+            ) => self.select(cx, holder, (query, access), after(timeout)),
             (_, EntryMessage::Release { target }) => {
-                self.release(cx, (session, target));
+                self.end(cx, (session, target));
                 EntryMessage::Done.send(cx.links, session, operation);
                 Ok(())
             }
@@ -139,10 +142,10 @@ impl Server {
         &mut self,
         cx: &mut Cx<'_>,
         holder: Holder,
-        (query, access): (&Query<Cow<'_, [u8]>>, Access),
+        (query, access): (Query<Cow<'_, [u8]>>, Access),
         deadline: Option<Instant>,
     ) -> Result<()> {
-        let is_possible = match (self.face, query, access) {
+        let is_possible = match (self.face, &query, access) {
             (Face::Store, Query::Exact(_), Access::Open | Access::Lease(Some(_))) => true,
             (Face::LookupBuffer, query, access) => {
                 !matches!(query, Query::Exact(_)) && access == Access::Lease(None)
@@ -153,7 +156,7 @@ impl Server {
             let text = "a select that this server does not answer";
             return Err(Error::protocol(text));
         }
-        let now = clock::now();
+        let (query, now) = (query.into_kept(), clock::now());
         let select = |state: &mut SharedState| {
             let entries = &mut state.entries;
             entries.check_new(holder)?;
@@ -162,6 +165,17 @@ impl Server {
             Ok(())
         };
         self.admit(cx, holder, select)
+    }
+
+    /// Ends an operation of a client. An insert whose bytes are being read keeps its space until the reads have ended.
+    fn end(&mut self, cx: &mut Cx<'_>, holder: Holder) {
+        let arrival = self.arrivals.get(&holder);
+        let is_read = arrival.is_some_and(|arrival| arrival.transfer.is_some());
+        if is_read && self.face == Face::LookupBuffer {
+            self.cancel(cx, holder, false);
+        } else {
+            self.release(cx, holder);
+        }
     }
 
     /// Begins an operation that holds something; one too many is refused.

@@ -33,16 +33,16 @@ impl<C: Clone> Entries<C> {
     }
 
     /// Requests an entry. [`Offered`](EntryAction::Offered) or [`Nothing`](EntryAction::Nothing) follows.
-    pub(in super::super) fn select<K: AsRef<[u8]>>(
+    pub(in super::super) fn select<K: AsRef<[u8]> + Into<Key>>(
         &mut self,
         holder: Holder,
-        query: &Query<K>,
+        query: Query<K>,
         access: Access,
         deadline: Option<Instant>,
         now: Instant,
     ) {
         let found = self
-            .selectable(query)
+            .selectable(&query)
             .filter(|(_, entry)| access == Access::Open || entry.num_open == 0)
             .map(|(id, entry)| (id, matches!(entry.place, Place::InMemory(_))));
         match found {
@@ -51,7 +51,7 @@ impl<C: Clone> Entries<C> {
             None if deadline.is_some_and(|at| at <= now) => self.miss(holder),
             None => {
                 self.info.num_waits += 1;
-                let (tick, query) = (self.tick(), query.to_kept());
+                let (tick, query) = (self.tick(), query.into_kept());
                 self.waiting.add_select(&query, tick, (holder, access));
                 let hold = Hold::AwaitsEntry {
                     tick,

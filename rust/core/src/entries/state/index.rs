@@ -21,11 +21,14 @@ pub(crate) enum Query<K> {
 }
 
 impl<K: AsRef<[u8]>> Query<K> {
-    pub(super) fn to_kept(&self) -> Query<Key> {
+    pub(in super::super) fn into_kept(self) -> Query<Key>
+    where
+        K: Into<Key>,
+    {
         match self {
-            Self::Exact(key) => Query::Exact(key.as_ref().into()),
+            Self::Exact(key) => Query::Exact(key.into()),
             Self::Oldest => Query::Oldest,
-            Self::LongestPrefix(tokens) => Query::LongestPrefix(tokens.as_ref().into()),
+            Self::LongestPrefix(tokens) => Query::LongestPrefix(tokens.into()),
         }
     }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::disk::{DiskCopy, disk_footprint};
 use super::holds::Hold;
 use super::waiting::Claim;
-use super::{Deadline, Entries, Entry, EntryAction, EntryId, Holder, Place, Rules};
+use super::{Deadline, Entries, Entry, EntryAction, EntryId, Holder, Key, Place, Rules};
 use crate::error::{Error, Result};
 
 impl<C: Clone> Entries<C> {
@@ -15,7 +15,7 @@ impl<C: Clone> Entries<C> {
     pub(in super::super) fn reserve(
         &mut self,
         holder: Holder,
-        key: &[u8],
+        key: impl AsRef<[u8]> + Into<Key>,
         footprint: u64,
         deadline: Option<Instant>,
         now: Instant,
@@ -24,10 +24,10 @@ impl<C: Clone> Entries<C> {
             let refused = EntryAction::Refused(holder, too_large);
             return self.actions.push_back(refused);
         }
-        if self.index.is_occupied(key) {
+        if self.index.is_occupied(key.as_ref()) {
             return self.actions.push_back(EntryAction::Occupied(holder));
         }
-        if self.is_over_quota(holder, key, footprint) {
+        if self.is_over_quota(holder, key.as_ref(), footprint) {
             return;
         }
         let tick = self.tick();

@@ -76,8 +76,13 @@ impl Store {
         timeout: Duration,
     ) -> Holder {
         let (holder, deadline) = (self.holder(session), Some(self.now + timeout));
-        self.state
-            .select(holder, &Query::Exact(key), access, deadline, self.now);
+        self.state.select(
+            holder,
+            Query::Exact(key.as_bytes()),
+            access,
+            deadline,
+            self.now,
+        );
         holder
     }
 
@@ -249,7 +254,7 @@ fn a_lost_client_holds_nothing_and_others_go_on() {
     store.select(2, "missing", SECOND);
     let (holder, deadline) = (store.holder(2), None);
     let now = store.now;
-    store.state.reserve(holder, b"mine", 30, deadline, now);
+    store.state.reserve(holder, &b"mine"[..], 30, deadline, now);
     store.actions();
     store.state.session_down(2, now);
     assert_eq!(store.exists(["a", "b", "mine"]), [true, true, false]);

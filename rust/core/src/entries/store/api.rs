@@ -98,7 +98,6 @@ impl StoreServer {
     /// Ends the store and its sessions, and then saves what is in memory alone; without a disk, all values are dropped.
     pub fn close(&self) {
         self.reactor.stop();
-        self.shared.close();
         for thread in lock(&self.disk_threads).drain(..) {
             thread.join();
         }

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvpipe_ucx::Buffer;
 
 use super::*;
+use crate::entries::items::key_of;
 use crate::entries::lookup::tests::manual::entry;
 use crate::tensor::{Meta, Received};
 use crate::transport::MemoryPath;

@@ -1,4 +1,5 @@
-//! Entries on their way to this client: one part after the other is read from the server.
+//! Entries on their way to this client: of a server one entry after the other is read, and of an entry one part after the
+//! other.
 
 use std::collections::VecDeque;
 
@@ -6,7 +7,8 @@ use kvpipe_ucx::Buffer;
 
 use super::super::Items;
 use super::LookupClient;
-use crate::entries::content::{Metas, PARTS_CAP, read_metas};
+use crate::entries::content::{PARTS_CAP, read_metas};
+use crate::entries::items::Metas;
 use crate::entries::messages::Carried;
 use crate::entries::source_id;
 use crate::error::{Error, Result};
@@ -23,10 +25,12 @@ pub(super) struct Fetch {
     buffers: Vec<Option<Buffer>>,
     /// The parts that are to come, by their index.
     rest: VecDeque<(usize, BufferDescription)>,
+    /// True once it is its turn.
+    is_begun: bool,
 }
 
 impl LookupClient {
-    /// Begins to fetch an entry.
+    /// Fetches an entry in its turn.
     ///
     /// # Errors
     /// `Protocol`: it is none of a lookup buffer.
@@ -46,6 +50,7 @@ impl LookupClient {
             metas,
             buffers: Vec::new(),
             rest: VecDeque::new(),
+            is_begun: false,
         };
         for (index, part) in parts.into_iter().enumerate() {
             fetch.buffers.push(match part {
@@ -59,15 +64,19 @@ impl LookupClient {
             });
         }
         self.fetches.insert(operation, fetch);
-        self.fetch_next(cx, operation);
+        self.fetch_order
+            .entry(session)
+            .or_default()
+            .push_back(operation);
         Ok(())
     }
 
     /// Reads the next part, or ends the fetch.
     fn fetch_next(&mut self, cx: &mut Cx<'_>, operation: u64) {
-        let Some(fetch) = self.fetches.get(&operation) else {
+        let Some(fetch) = self.fetches.get_mut(&operation) else {
             return;
         };
+        fetch.is_begun = true;
         let Some((index, buffer)) = fetch.rest.front() else {
             return self.end_fetch(cx, operation, Ok(()));
         };
@@ -100,8 +109,13 @@ impl LookupClient {
         });
         match outcome {
             Ok(()) => {
+                let buffer = cx.lend(completion.memory, len);
+                if buffer.is_none() {
+                    let none = Error::Exhausted(format!("no memory for {len} bytes"));
+                    return self.end_fetch(cx, operation, Err(none));
+                }
                 if let Some((index, _)) = fetch.rest.pop_front() {
-                    fetch.buffers[index] = cx.lend(completion.memory, len);
+                    fetch.buffers[index] = buffer;
                 }
                 self.fetch_next(cx, operation);
             }
@@ -118,6 +132,7 @@ impl LookupClient {
     /// A server is lost: its entries do not come.
     pub(super) fn end_fetches(&mut self, session: SessionKey) {
         self.fetches.retain(|_, fetch| fetch.session != session);
+        self.fetch_order.remove(&session);
     }
 
     fn end_fetch(&mut self, cx: &mut Cx<'_>, operation: u64, outcome: Result<()>) {
@@ -132,5 +147,28 @@ impl LookupClient {
         let items =
             outcome.map(|()| Items::of_metas(fetch.metas, fetch.buffers.into_iter().flatten()));
         self.arrived(cx, fetch.session, operation, items);
+    }
+
+    /// Begins the first fetch from each server, unless it has begun.
+    pub(super) fn advance_fetches(&mut self, cx: &mut Cx<'_>) {
+        let sessions: Vec<_> = self.fetch_order.keys().copied().collect();
+        for session in sessions {
+            while let Some(first) = self.first_fetch(session) {
+                self.fetch_next(cx, first);
+            }
+        }
+    }
+
+    /// The first fetch from a server, if it has not begun. Forgets those that have ended.
+    fn first_fetch(&mut self, session: SessionKey) -> Option<u64> {
+        let line = self.fetch_order.get_mut(&session)?;
+        while let Some(first) = line.front() {
+            match self.fetches.get(first) {
+                Some(fetch) => return (!fetch.is_begun).then_some(*first),
+                None => line.pop_front(),
+            };
+        }
+        self.fetch_order.remove(&session);
+        None
     }
 }

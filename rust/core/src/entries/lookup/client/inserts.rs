@@ -3,11 +3,14 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
+use kvpipe_ucx::MemoryKind;
+
+use super::super::Items;
 use super::super::command_queue::QueuedInsert;
-use super::super::{INSERTS_IN_FLIGHT, Items, not_host};
 use super::LookupClient;
 use crate::earliest::Earliest;
 use crate::entries::content::{PARTS_CAP, write_metas};
+use crate::entries::items::{INSERTS_IN_FLIGHT, not_host};
 use crate::entries::messages::{Carried, EntryMessage};
 use crate::entries::state::TOKEN_BYTES;
 use crate::entries::{INLINE_CAP, TOKENS_CAP, source_id};
@@ -114,6 +117,9 @@ impl LookupClient {
         let mut parts = Vec::new();
         for item in &items.0 {
             let Some(buffer) = &item.buffer else { continue };
+            if buffer.kind() != MemoryKind::Host {
+                return Err(not_host());
+            }
             let len = buffer.len();
             if len <= space {
                 space -= len;

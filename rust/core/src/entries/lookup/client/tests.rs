@@ -5,10 +5,11 @@ mod late_selects;
 use std::time::Duration;
 
 use super::super::command_queue::{QueuedInsert, QueuedSelect};
-use super::super::{LookupBuffer, LookupQuery, Operation, Selected, key_of};
+use super::super::{LookupBuffer, LookupQuery, Operation, Selected};
 use super::*;
 use crate::clock;
 use crate::entries::content::write_metas;
+use crate::entries::items::key_of;
 use crate::entries::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
 use crate::entries::messages::Carried;
 use crate::net::codec::Writer;

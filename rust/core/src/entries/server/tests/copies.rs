@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::super::{ChangedBy, Server, SharedState};
 use super::*;
-use crate::entries::lookup::key_of;
+use crate::entries::items::key_of;
 use crate::entries::lookup::tests::manual::serve_within;
 use crate::entries::state::{Access, EntryAction, Key, Query};
 use crate::error::Error;
@@ -129,7 +129,7 @@ fn granted_inserts_end_with_the_server_and_free_their_space() {
     let other = (20, 1);
     let reserve = |state: &mut SharedState| {
         let (key, now) = (key_of(&[1]), Instant::now());
-        state.entries.reserve(other, &key, 16 << 10, None, now);
+        state.entries.reserve(other, key, 16 << 10, None, now);
     };
     shared.change(ChangedBy::Server, reserve).unwrap();
     let inserted = insert(4 << 10);
@@ -156,14 +156,14 @@ fn an_entry_returned_as_the_server_ends_is_not_leased_to_another_client() {
             let select = |state: &mut SharedState| {
                 let (query, access) = (Query::<Key>::Oldest, Access::Lease(None));
                 let now = Instant::now();
-                (state.entries).select((session, 1), &query, access, None, now);
+                (state.entries).select((session, 1), query, access, None, now);
             };
             shared.change(ChangedBy::Server, select).unwrap();
         }
-        let action = shared.next_client_action();
+        let action = shared.drain_client_actions().pop_front();
         assert!(matches!(action, Some(EntryAction::Offered((16, 1), _))));
         drop(server);
-        let info = shared.lookup_info();
-        assert_eq!((info.num_entries, info.num_leased), (Some(1), Some(0)));
+        let info = shared.info().unwrap();
+        assert_eq!((info.num_values, info.num_leased), (1, 0));
     }
 }

@@ -44,7 +44,7 @@ impl Buffer {
     fn reserve_until(&mut self, tokens: &[i64], num_bytes: u64, deadline: Option<Instant>) -> u64 {
         let operation = self.operation();
         let holder = (CLIENT, operation);
-        (self.state).reserve(holder, &key(tokens), num_bytes, deadline, self.now);
+        (self.state).reserve(holder, key(tokens), num_bytes, deadline, self.now);
         operation
     }
 
@@ -66,7 +66,8 @@ impl Buffer {
     fn select_until(&mut self, query: &Query<Key>, deadline: Option<Instant>) -> u64 {
         let operation = self.operation();
         let (holder, access) = ((CLIENT, operation), Access::Lease(None));
-        self.state.select(holder, query, access, deadline, self.now);
+        self.state
+            .select(holder, query.clone(), access, deadline, self.now);
         operation
     }
 

@@ -327,9 +327,15 @@ fn a_store_begins_with_what_is_on_its_disk_and_erases_what_it_cannot_use() {
     assert_eq!(erased, [4, 3, 9].map(EntryAction::Erase));
     assert!(state.exists(b"a") && state.exists(b"c") && !state.exists(b"b"));
     state.session_up(1);
-    state.select((1, 1), &Query::Exact(b"a"), Access::Open, Some(now), now);
+    state.select(
+        (1, 1),
+        Query::Exact(&b"a"[..]),
+        Access::Open,
+        Some(now),
+        now,
+    );
     assert_eq!(state.next_action(), Some(EntryAction::Load(12, 1)));
-    state.reserve((1, 2), b"new", 30, Some(now), now);
+    state.reserve((1, 2), &b"new"[..], 30, Some(now), now);
     assert!(state.commit((1, 2), ("new", 1, 0), None, now));
     let saved = std::iter::from_fn(|| state.next_action()).find_map(|action| match action {
         EntryAction::Save(id, ..) => Some(id),

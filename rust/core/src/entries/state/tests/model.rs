@@ -292,8 +292,13 @@ impl Run {
                 let holder = self.begin(client, key);
                 self.model.asked_bytes.insert(holder, num_bytes);
                 let deadline = Some(self.seconds(timeout));
-                self.state
-                    .reserve(holder, &self::key(key), num_bytes, deadline, self.now);
+                self.state.reserve(
+                    holder,
+                    Key::from(self::key(key)),
+                    num_bytes,
+                    deadline,
+                    self.now,
+                );
             }
             Op::Commit { index, ttl } => {
                 let Some(holder) = self.pick(index) else {
@@ -321,9 +326,9 @@ impl Run {
                 self.is_take.insert(holder, lease.is_some());
                 let lease = lease.map(|it| Access::Lease(Some(SECOND * it as u32)));
                 let (access, deadline) = (lease.unwrap_or(Access::Open), self.seconds(timeout));
-                let query = Query::Exact(self::key(key));
+                let query = Query::Exact(Key::from(self::key(key)));
                 self.state
-                    .select(holder, &query, access, Some(deadline), self.now);
+                    .select(holder, query, access, Some(deadline), self.now);
             }
             Op::Release { index } => {
                 let Some(holder) = self.pick(index) else {
