@@ -111,17 +111,17 @@ impl Connection {
         }
     }
 
-    /// What ends this connection from another thread.
+    /// Handle that ends this connection from another thread.
     pub fn closer(&self) -> Closer {
         Closer(Arc::clone(self.reader.stream().stream()))
     }
 
-    /// Whether an error has ended it.
+    /// True if an error has ended it.
     pub fn is_broken(&self) -> bool {
         self.is_broken
     }
 
-    /// Whether a command may be sent: the server has neither closed the connection nor sent anything unasked.
+    /// True if a command may be sent: the server has neither closed the connection nor sent anything unasked.
     pub fn is_idle(&self) -> bool {
         !self.is_broken && !self.reader.has_bytes() && self.reader.stream().stream().is_quiet()
     }

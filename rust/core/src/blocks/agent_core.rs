@@ -68,7 +68,7 @@ pub(crate) struct AgentCore {
     pub(super) reads: HashMap<u64, ActiveRead>,
     /// Deadlines of writes, by peer and id.
     pub(super) write_deadlines: Timers<(SessionKey, u64)>,
-    /// When peers have to have described their regions.
+    /// Deadlines by which peers have to describe their regions.
     pub(super) described_by: Timers<SessionKey>,
     /// Peers whose notifications may have to be acknowledged.
     pub(super) to_note: BTreeSet<SessionKey>,

@@ -142,7 +142,7 @@ impl Peer {
         Arc::clone(&self.state().regions)
     }
 
-    /// Why it is lost, if it is.
+    /// Reason for the loss of the peer, if it is lost.
     pub fn lost(&self) -> Option<String> {
         let state = self.state();
         state.lost.as_ref().map(|error| match error {

@@ -70,7 +70,7 @@ impl Caller {
     }
 }
 
-/// Whose read it is.
+/// The initiator of a read.
 #[derive(Debug)]
 pub(super) enum ReadOwner {
     Caller(Caller),

@@ -138,7 +138,7 @@ impl LocalRegion {
     }
 }
 
-/// A region that was closed and that somebody may still be reading.
+/// A closed region that peers may still be reading.
 pub(super) struct Closing {
     id: RegionId,
     /// Keeps the memory registered.
@@ -281,7 +281,7 @@ impl AgentCore {
         }
     }
 
-    /// When the first caller has waited long enough for the end of a region.
+    /// The earliest deadline of the callers that wait for the end of a region.
     pub(super) fn closing_deadline(&self) -> Option<Instant> {
         let waiting = self.closing.iter().flat_map(|closing| &closing.waiting);
         waiting.filter_map(|(until, _)| *until).min()

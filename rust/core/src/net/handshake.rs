@@ -36,16 +36,16 @@ use noise::Noise;
 /// Largest frame before authentication.
 pub const HANDSHAKE_FRAME_CAP: usize = 64 << 10;
 
-/// What a frame leads to.
+/// The next step of a handshake after a frame.
 #[derive(Debug)]
 pub enum Step {
     /// Send this frame and wait for more.
     Continue(Vec<u8>),
     /// Send this frame; the peer is known. The accepting side waits for [`Step::Ready`] before it uses the session.
     Admitted {
-        /// What is still to be sent.
+        /// The frame to send.
         frame: Vec<u8>,
-        /// Who the peer is, where this side may send at once.
+        /// The peer's identity, if this side may send at once.
         peer: Option<Box<Identity>>,
     },
     /// This peer knows the session too.
@@ -66,7 +66,7 @@ pub struct JoinRequest {
     message: Vec<u8>,
 }
 
-/// How far a peer that has connected is.
+/// Progress of a peer that has connected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Progress {
     /// Its HELLO has not come.
@@ -138,7 +138,7 @@ impl Handshake {
         Ok((Self::new(state, ours, peer), hello))
     }
 
-    /// How far a peer that has connected is.
+    /// Progress of a peer that has connected.
     pub(crate) fn progress(&self) -> Progress {
         match self.state {
             HandshakeState::ServerHello(_) => Progress::Silent,

@@ -46,7 +46,7 @@ pub(super) enum Content {
 }
 
 impl IncomingTensor {
-    /// Why it does not fit the memory that a caller receives into.
+    /// The error if it does not fit the memory that a caller receives into.
     fn mismatch(&self, out: Option<&(Meta, Buffer)>) -> Option<Error> {
         let (meta, buffer) = out?;
         let len = match &self.content {

@@ -20,7 +20,7 @@ use crate::work::Completer;
 /// Another transfer begins when fewer bytes than this are left of those that have begun.
 const BYTES_AHEAD: u64 = 4 << 20;
 
-/// How far a large tensor is.
+/// State of a large tensor.
 #[derive(Debug)]
 pub(super) enum Progress {
     Transferring,
@@ -229,7 +229,7 @@ impl Receiver {
         });
         match &received {
             Err(Error::Corrupt(_)) => self.reply(cx.links, sequence, &ReceiverMessage::Corrupt),
-            // What the source cannot send, it would wait for.
+            // Without a reply, the sender would wait although the transfer has failed.
             Err(Error::Config(reason)) if !large.is_withdrawn => {
                 let reason = reason.clone().into();
                 self.reply(cx.links, sequence, &ReceiverMessage::Refused { reason });
@@ -283,7 +283,7 @@ impl Receiver {
         }
     }
 
-    /// When to look again at large tensors that may be late.
+    /// Time of the next check for late large tensors.
     pub(super) fn next_expiry(&self, links: &Links) -> Option<Instant> {
         let session = self.session?;
         let graces = self.large_receives.iter();

@@ -1,5 +1,5 @@
-//! Which thread runs a reactor: its own, or a caller that waits for a work of the reactor. Such a caller saves two hops
-//! between threads, 20 to 30 us each. One thread at a time holds the core, and puts it back for the others.
+//! Drives a reactor by its own thread, or by a caller that waits for a work of the reactor. Such a caller saves two
+//! hops between threads, 20 to 30 us each. One thread at a time holds the core, and puts it back for the others.
 //!
 //! ```text
 //!                  take_for_caller                 take_for_thread
@@ -18,7 +18,7 @@
 //! The reactor's thread is Running; or Polling, while it holds the core without anything to do; or Sleeping, while the core
 //! is free; or Parked, while a caller holds the core.
 //!
-//! Who wakes whom:
+//! Wake-ups:
 //! - [`notify`](DriverHandle::notify), after a command or by a waker, signals the poller's eventfd, which wakes the thread
 //!   that waits in epoll, and `for_thread`, which wakes a parked thread. It sets `thread_must_run`, unless the thread holds
 //!   the core already.
@@ -46,7 +46,7 @@ use crate::process::Process;
 use crate::sync::{clear, eventfd, lock, signal};
 use crate::work::{Drive, Driven};
 
-/// How long the thread leaves the core to the next caller after the last one, up to twice that.
+/// Time for which the thread leaves the core to the next caller after the last one, up to twice that.
 const HANDBACK_DELAY: Duration = Duration::from_millis(1);
 
 /// A [`Driver`] without the type of its core.
@@ -58,7 +58,7 @@ pub(crate) trait DriverHandle: Drive {
     /// One round of a reactor that has no thread.
     #[cfg(any(test, feature = "fuzzing"))]
     fn run_once(&self) -> super::manual::Round;
-    /// What the handler of a reactor without a thread holds.
+    /// Sizes of the maps and queues of the handler of a reactor without a thread.
     #[cfg(test)]
     fn sizes(&self) -> super::manual::Sizes;
     /// Drops the core of a reactor that has no thread: it and the holder of a [`Waker`](super::Waker) would keep each
@@ -69,7 +69,7 @@ pub(crate) trait DriverHandle: Drive {
 
 type BoxedCore<H> = Box<AssertSend<ReactorCore<H>>>;
 
-/// What the reactor's thread does.
+/// State of the reactor's thread.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ThreadState {
     /// It runs the reactor, or is about to see whether it may.
@@ -82,7 +82,7 @@ enum ThreadState {
     Parked,
 }
 
-/// Where the core is.
+/// Holder of the core.
 enum Holder<H: EventHandler> {
     Free(BoxedCore<H>),
     HeldByThread(ThreadId),
@@ -92,7 +92,7 @@ enum Holder<H: EventHandler> {
 
 struct DriverState<H: EventHandler> {
     holder: Holder<H>,
-    /// How often callers have taken the core.
+    /// Number of times that callers have acquired the core.
     num_caller_runs: u64,
     thread: ThreadState,
     /// A caller waits for the thread to put the core back.

@@ -41,8 +41,8 @@ pub(crate) fn ended() -> Error {
     Error::Closed("already closed".to_owned())
 }
 
-/// What a reactor drives. All calls come from the thread that runs the reactor, one at a time; it is not always the same
-/// thread, so that a handler uses no thread-locals and shares nothing with other threads without atomics.
+/// The service side of a reactor. All calls come from the thread that runs the reactor, one at a time; it is not always
+/// the same thread, so that a handler uses no thread-locals and shares nothing with other threads without atomics.
 pub(crate) trait EventHandler {
     /// The UCX worker, while there is a data plane.
     fn worker(&self) -> Option<&Worker>;

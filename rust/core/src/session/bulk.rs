@@ -109,7 +109,7 @@ pub(super) struct Bulk {
     next_number: u32,
     /// The latest numbers of those that this side has ended: the peer may have lost them too.
     ended: BTreeSet<u32>,
-    /// When the next ones may be dialled.
+    /// Earliest time to dial the next ones.
     redial_at: Option<Instant>,
 }
 
@@ -132,7 +132,7 @@ impl Bulk {
         }
     }
 
-    /// When the first one is late: being made, or silent for so long.
+    /// Earliest time at which a further connection is late: it has not joined, or was silent for so long.
     pub(super) fn next_deadline(&self, silence: Duration) -> Option<Instant> {
         let joining = self.joining.values().map(|joining| joining.deadline);
         let joined = self.joined.values().map(|joined| joined.last_rx + silence);
@@ -273,7 +273,7 @@ fn send_heartbeat(link: &mut Link) {
 pub(super) struct Received {
     pub(super) parts: Vec<ReceivedPart>,
     pub(super) num_bytes: usize,
-    /// Why nothing more comes.
+    /// The end of the connection, if it has ended.
     pub(super) end: Option<BulkEnd>,
 }
 

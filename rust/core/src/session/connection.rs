@@ -21,7 +21,7 @@ const UNSENT_LOW_WATER: u32 = 256 << 10;
 /// and moves half as many bytes there. This one is in each kernel, allowed to all users, and needs no timer.
 const ON_HOST_CONGESTION_CONTROL: &str = "reno";
 
-/// Why a connection can be used no more, without the peer's name.
+/// Reason for which a connection cannot be used any more, without the peer's name.
 type Reason = String;
 
 #[derive(Debug)]

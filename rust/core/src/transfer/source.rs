@@ -142,7 +142,7 @@ impl TransferEngine {
             self.add_job(request.session, job);
             return Ok(());
         }
-        // Whoever has it streamed needs no checksums of its units.
+        // A destination that gets a stream needs no checksums of its units.
         peer.checksum_jobs.retain(|job| match job.transfer {
             Some(other) => other != transfer,
             None => job.source != source,

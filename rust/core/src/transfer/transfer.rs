@@ -74,7 +74,7 @@ pub(crate) struct Corruption {
     pub(crate) is_exact: bool,
 }
 
-/// Why a transfer has not brought its bytes.
+/// Cause of the failure of a transfer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum TransferError {
     /// They differ from their checksums.

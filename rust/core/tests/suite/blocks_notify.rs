@@ -26,7 +26,7 @@ fn numbered(numbers: std::ops::Range<u32>) -> Vec<Vec<u8>> {
 fn tags_arrive_in_the_order_of_the_calls_each_once() {
     on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
-        // What is written is not read at the same time: that would be found out.
+        // Written blocks are not read at the same time: such a read is detected.
         let read: Vec<u32> = (0..COUNT as u32 / 2).collect();
         let mut works = Vec::new();
         let mut notified = Vec::new();
@@ -228,7 +228,7 @@ fn a_lost_peer_fails_what_it_was_to_be_told() {
     let error = works[399].wait_for(PATIENCE).expect_err("ended");
     assert!(matches!(error, Error::PeerLost { .. }), "{error}");
     assert!(matches!(notify(), Err(Error::PeerLost { .. })));
-    // What had come is still there to be taken.
+    // Notifications that had arrived can still be drained.
     assert_eq!(pair.source.notifications().expect("the queue").len(), 256);
     assert!(matches!(pair.source.notifications(), Err(Error::Closed(_))));
 }

@@ -201,7 +201,7 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Whoever reads memory that its owner changes at the same time gets parts of two states.
+/// A read of memory that its owner changes at the same time gets parts of two states.
 #[test]
 fn blocks_that_change_while_they_are_read_are_not_delivered() {
     on_every_path(|transport| {

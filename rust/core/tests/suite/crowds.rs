@@ -249,7 +249,7 @@ fn a_control_port_that_nobody_listens_at_is_known_at_once() {
     assert!(begun.elapsed() < PROMPT);
 }
 
-/// A port where nobody listens, and a socket that keeps others from getting it.
+/// A port without a listener, and a socket that keeps others from getting it.
 fn nobody() -> (OwnedFd, String) {
     use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket, sockopt};
     let keeps = socket(AddressFamily::INET, SocketType::STREAM, None).expect("socket");

@@ -1,4 +1,4 @@
-//! What entries and waiting operations of a lookup buffer count: tokens and descriptions as well as tensors.
+//! Size of entries and waiting operations of a lookup buffer: tokens and descriptions count as well as tensors.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::common::{self, PATIENCE, Raw, TOKEN, eventually};
 const PUT: u8 = 68;
 /// Most tokens of an entry or a query.
 const TOKENS_CAP: usize = 1 << 22;
-/// What an entry counts besides tokens, tensors and their descriptions.
+/// Counted bytes of an entry besides tokens, tensors and their descriptions.
 const BOOKKEEPING: u64 = 2048;
 
 fn serve(search: &Search, capacity_bytes: u64) -> LookupBuffer {

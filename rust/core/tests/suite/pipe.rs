@@ -1,4 +1,4 @@
-//! What a pipe promises to its two ends, over every data path.
+//! Promises of a pipe to its two ends, over every data path.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! What a pipe does when its sender keeps to no rules.
+//! Reaction of a pipe to a sender that breaks the protocol.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +27,7 @@ const CORRUPT: u8 = 10;
 const REFUSED: u8 = 11;
 const ACCEPTED: u8 = 6;
 
-/// Where offered memory is.
+/// Kinds of offered memory.
 const HOST: u8 = 0;
 const CUDA: u8 = 1;
 

@@ -15,7 +15,7 @@ const LEN: usize = 8 << 20;
 const NUM_TENSORS: u8 = 100;
 /// Tensors that are sent without a deadline first.
 const NUM_TIMED: usize = 5;
-/// What memory holds once its send is settled.
+/// Content of memory that is overwritten once its send is settled.
 const OVERWRITTEN: u8 = 255;
 
 fn validating(transport: &Transport) -> (Pipe, Pipe) {
@@ -48,7 +48,7 @@ fn send_and_overwrite(tx: &Pipe, number: u8, timeout: Option<Duration>) -> bool 
     }
 }
 
-/// How long a tensor takes from its send until it is received.
+/// Time of a tensor from its send until it is received.
 fn time_of(tx: &Pipe, rx: &Pipe, number: u8) -> Duration {
     let began = Instant::now();
     let received = rx.receive(None, Deadline::default(), Then::GoOn);

@@ -206,7 +206,7 @@ fn remedy(refusal: &str) -> &'static str {
     }
 }
 
-/// Where UCX reads the memory of another process of this host; None after saying why not.
+/// Search for a UCX that reads the memory of another process of this host; `None` after printing why not.
 #[allow(clippy::print_stderr, reason = "a skipped test says why")]
 fn with_cma() -> Option<Search> {
     let search = common::ucx()?;

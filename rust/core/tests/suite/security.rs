@@ -1,4 +1,4 @@
-//! Who may speak, who is listened to, and on which interfaces: what strangers get who do not hold the token.
+//! Access control of listening ports: the interfaces they listen on, and the replies to strangers without the token.
 
 use std::collections::HashSet;
 use std::io::{Read, Write};

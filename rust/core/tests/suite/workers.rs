@@ -110,7 +110,7 @@ impl Worker {
         closing.wait_for(PATIENCE).expect("closed");
     }
 
-    /// How the load ended, which it did once.
+    /// The single event that ends the load.
     pub fn ended(&self) -> Event {
         let is_end = |event: &Event| !matches!(event, Event::BlocksVerified(_));
         eventually("the end of the load", || {
@@ -148,7 +148,7 @@ impl Worker {
     }
 }
 
-/// What a step of this handoff makes final.
+/// The ready blocks of one step of this handoff.
 pub fn step(first: u32, block_ids: &[u32]) -> kvpipe_core::Result<ReadyBlocks> {
     ReadyBlocks::new(vec![ReadyRange {
         handoff: ID,

@@ -47,7 +47,7 @@ pub(crate) struct Hostile {
     cut: Option<usize>,
     /// The rest of a write that was cut off.
     rest: Vec<u8>,
-    /// What the victim has sent on the socket since the handshake, up to [`RECEIVED_CAP`].
+    /// Bytes that the victim has sent on the socket since the handshake, up to [`RECEIVED_CAP`].
     received: Vec<u8>,
     /// The victim's reason, if this side broke the protocol.
     refusal: Option<String>,

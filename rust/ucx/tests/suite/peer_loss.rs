@@ -1,4 +1,4 @@
-//! What remains of a connection whose peer was killed.
+//! State of a connection after its peer was killed.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -60,7 +60,8 @@ fn a_worker_with_such_an_endpoint_is_dropped_without_waiting_for_it() {
     assert!(begun.elapsed() < Duration::from_secs(2));
 }
 
-/// How many small reads `kvpipe-core` has under way. With 256, rc's whole queue, UCX 1.13 had no room to begin the close.
+/// Number of small reads that `kvpipe-core` has under way. With 256, rc's whole queue, UCX 1.13 had no room to begin
+/// the close.
 const MANY: usize = 128;
 
 #[test]

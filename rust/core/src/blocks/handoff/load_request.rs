@@ -1,4 +1,4 @@
-//! What a caller requests of a load, and the reports that it gets.
+//! The request of a load, and its results.
 
 use std::time::Duration;
 
@@ -45,7 +45,7 @@ pub struct LoadCounts {
     pub backlog: Duration,
 }
 
-/// Why a load failed, and what it lacks.
+/// Reason for the failure of a load, and its missing blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoadFailure {
     /// Indices into the `block_ids` of the load, of the blocks that are not verified.

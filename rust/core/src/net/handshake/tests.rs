@@ -93,7 +93,7 @@ fn sent(step: Result<Step>) -> (Vec<u8>, bool) {
     }
 }
 
-/// How a handshake ends on a side: with keys, or without because frames stay plain.
+/// Outcome of a handshake on a side: keys, or none because frames stay plain.
 type Outcome = Result<Option<Records>>;
 
 /// Runs both sides against each other; how each ends: client, server.

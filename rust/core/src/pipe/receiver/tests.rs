@@ -30,7 +30,7 @@ fn withdraw(links: &mut Links, receiver: &mut Host<Receiver>, sequence: u64) {
     });
 }
 
-/// How a receive ends that is under way when the pipe ends.
+/// Error text of a receive that is under way when the pipe ends.
 fn ended_with(links: &mut Links) -> String {
     let (work, completer) = work();
     let mut receiver = receiver();
@@ -249,7 +249,7 @@ fn an_answer_that_was_not_asked_for_is_a_protocol_error_and_one_that_comes_late_
     ));
 }
 
-/// How a tensor arrives whose last message is here before the end of the session is seen.
+/// Receives a tensor whose last message arrives before the receiver sees the end of the session.
 fn arrives(integrity: Integrity, has_sender_ended: bool) -> Result<Arc<Received>> {
     use crate::pipe::Pipe;
     use crate::reactor::manual::{Round, without_threads};

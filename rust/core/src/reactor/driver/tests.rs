@@ -11,7 +11,7 @@ use crate::work::{Completer, Then, Work};
 const SOON: Duration = Duration::from_secs(10);
 
 enum Ask {
-    /// Who runs the reactor?
+    /// Reports the thread that runs the reactor.
     WhoRuns(Completer<ThreadId>),
     /// Never answered.
     Keep(Completer<ThreadId>),

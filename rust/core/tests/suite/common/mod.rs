@@ -1,4 +1,5 @@
-//! What the tests share: where UCX is, every data path, other processes, and a peer that keeps to no rules.
+//! Helpers that the tests share: the location of UCX, every data path, other processes, and a peer that breaks the
+//! protocol.
 
 mod log_lines;
 pub mod pipes;
@@ -59,18 +60,18 @@ const ARGUMENT: &str = "KVPIPE_TEST_ARGUMENT";
 /// Set in the machine of `tests/rdma`: the address of its RDMA device.
 const LOCAL: &str = "KVPIPE_TEST_LOCAL";
 
-/// Where reactors listen: loopback, but where the tests run over RDMA.
+/// Listen address of reactors: loopback, but for the tests that run over RDMA.
 pub fn local() -> String {
     let address = std::env::var(LOCAL);
     format!("{}:0", address.as_deref().unwrap_or("127.0.0.1"))
 }
 
-/// Whether the tests run over RDMA, in the machine of `tests/rdma`.
+/// True if the tests run over RDMA, in the machine of `tests/rdma`.
 pub fn is_rdma() -> bool {
     std::env::var_os(LOCAL).is_some()
 }
 
-/// Where UCX is, if the tests run over RDMA; None after printing why they cannot.
+/// Search for UCX; if the tests run over RDMA and UCX cannot be loaded, prints the reason and returns `None`.
 #[allow(clippy::print_stderr, reason = "a skipped test says why")]
 pub fn ucx() -> Option<Search> {
     let explicit = std::env::var_os("KVPIPE_UCX_LIB").map(PathBuf::from);
@@ -97,7 +98,7 @@ pub fn on_every_path(body: impl Fn(&Transport)) {
     on_both_paths(|search| body(&search.clone().into()));
 }
 
-/// Whether this is what a transport is called where its name is shown.
+/// True if a transport is shown by this name.
 pub fn is_name(name: &str, transport: &Transport) -> bool {
     match transport {
         Transport::Host(_) => (name == "tcp") == is_tcp(),
@@ -393,7 +394,7 @@ impl Raw {
         frame.expect("a frame")
     }
 
-    /// Why the other side closes the connection.
+    /// The other side's reason for closing the connection.
     pub fn goodbye(&self) -> String {
         let frame = self.frame(Instant::now() + PATIENCE, |frame| frame[0] == GOODBYE);
         let frame = frame.expect("a goodbye");

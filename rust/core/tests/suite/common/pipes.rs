@@ -35,7 +35,7 @@ pub fn sender_to(transport: &Transport, receiver: &Pipe) -> Pipe {
     sender
 }
 
-/// What is said of `len` bytes.
+/// Description of a tensor of `len` bytes.
 pub fn meta(len: usize) -> Meta {
     Meta {
         family: 2,

@@ -1,4 +1,4 @@
-//! What an agent that was closed says of reads that UCX has not ended. That it hears of them is a test of reactors.
+//! Errors of a closed agent about UCX reads that have not ended. The tests of reactors cover how it learns of them.
 
 use std::time::Duration;
 
