@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn minor_events_are_dropped_when_nobody_drains() {
+    fn minor_events_are_dropped_while_the_queue_is_long() {
         let events = Events::default();
         for _ in 0..2 * MINOR_CAP {
             events.push_minor(0);

@@ -15,7 +15,7 @@ use crate::control::messages::ControlMessage;
 use crate::entries::messages::EntryMessage;
 use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
-use crate::net::encryption::Offer;
+use crate::net::encryption::EncryptionOffer;
 use crate::net::fields::{read_refusal, write_refusal};
 use crate::net::identity::{Canary, Identity};
 use crate::tensor::Meta;
@@ -119,7 +119,9 @@ pub const DECODERS: [(&str, Decoder); 15] = [
     }),
     ("entries", entry_message),
     ("refusal", refusal),
-    ("encryption", |b| prefix(b, Offer::read, Offer::write)),
+    ("encryption", |b| {
+        prefix(b, EncryptionOffer::read, EncryptionOffer::write)
+    }),
 ];
 
 /// A value at the beginning of the bytes.

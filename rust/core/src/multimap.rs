@@ -1,4 +1,4 @@
-//! Several values for each key: what finds all that belongs to one session, or to one handoff.
+//! Several values for each key: an index of everything that belongs to one session, or to one handoff.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};

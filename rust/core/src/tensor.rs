@@ -1,4 +1,4 @@
-//! A tensor as pipes and lookup buffers carry it: what it is, and its bytes.
+//! A tensor as pipes and lookup buffers carry it: its description and its bytes.
 
 use kvpipe_ucx::Buffer;
 
@@ -51,7 +51,7 @@ impl Meta {
         (self.dtype.len() + size_of_val(self.shape.as_slice())) as u64
     }
 
-    /// Refuses what no receiver would accept.
+    /// Refuses a description that no receiver would accept.
     pub(crate) fn check(&self) -> Result<()> {
         if self.dtype.len() > DTYPE_CAP || self.shape.len() > DIMENSIONS_CAP {
             return Err(Error::Config(format!(

@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_at_the_port_is_a_connect_error() {
+    fn a_port_without_a_listener_is_a_connect_error() {
         let port = {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             listener.local_addr().unwrap().port()

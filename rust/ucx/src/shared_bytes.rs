@@ -72,7 +72,7 @@ impl SharedBytes<'_> {
         unsafe { Self::new(self.start.wrapping_add(num_bytes), self.len - num_bytes) }
     }
 
-    /// Has the processor fetch their beginning, which is read soon. What follows it fetches by itself, within a page.
+    /// Prefetches their beginning, which is read soon. The processor fetches the rest by itself, within a page.
     pub fn prefetch(self) {
         #[cfg(target_arch = "x86_64")]
         for at in (0..self.len.min(PREFETCHED)).step_by(CACHE_LINE) {

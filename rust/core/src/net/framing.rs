@@ -6,8 +6,8 @@ use crate::net::record::{Sealer, TAG_LEN};
 
 /// Largest frame of an authenticated peer. An offer of 4 Mi blocks has 32 MiB.
 pub(crate) const FRAME_CAP: usize = 33 << 20;
-/// Most bytes of messages that wait for a peer that does not read. What peers may have asked for and offered at once has
-/// 448 MiB: 4 reads and 8 writes of 4 Mi blocks, and the checksums of 4 more.
+/// Most bytes of messages that wait for a peer that does not read. The requests and offers that a peer may have under
+/// way take 448 MiB: 4 reads and 8 writes of 4 Mi blocks, and the checksums of 4 more.
 const UNSENT_CAP: usize = 512 << 20;
 /// Longest reason in a goodbye.
 const REASON_CAP: usize = 4096;

@@ -2,18 +2,18 @@
 //! hops between threads, 20 to 30 us each. One thread at a time holds the core, and puts it back for the others.
 //!
 //! ```text
-//!                  take_for_caller                 take_for_thread
+//!                acquire_for_caller              acquire_for_thread
 //! HeldByCaller ◄──────────────────────── Free ────────────────────────► HeldByThread
 //!      │                                 ▲  ▲                                 │
 //!      ├──────────── put_back ───────────┘  └─── sleep, yield_to_caller ──────┤
 //!      │                                                                      │
 //!      └──────────── panic ────────────► Ended ◄──────── stopped, panic ──────┘
 //!
-//! take_for_caller  a caller waits, the core is free, and `thread_must_run` is not set
-//! put_back         its work is completed, its deadline has passed, a signal arrived, or the reactor is to stop
-//! take_for_thread  no caller has held the core for HANDBACK_DELAY, or `thread_must_run` is set
-//! sleep            nothing is to be done before a deadline
-//! yield_to_caller  nothing is to be done, and `caller_waits` is set
+//! acquire_for_caller  a caller waits, the core is free, and `thread_must_run` is not set
+//! put_back            its work is completed, its deadline has passed, a signal arrived, or the reactor is to stop
+//! acquire_for_thread  no caller has held the core for HANDBACK_DELAY, or `thread_must_run` is set
+//! sleep               nothing is to be done before a deadline
+//! yield_to_caller     nothing is to be done, and `caller_waits` is set
 //! ```
 //! The reactor's thread is Running; or Polling, while it holds the core without anything to do; or Sleeping, while the core
 //! is free; or Parked, while a caller holds the core.
@@ -102,8 +102,8 @@ struct DriverState<H: EventHandler> {
 }
 
 impl<H: EventHandler> DriverState<H> {
-    /// Takes the core for `holder`, if it is free.
-    fn take_core(&mut self, holder: Holder<H>) -> Option<BoxedCore<H>> {
+    /// Acquires the core for `holder`, if it is free.
+    fn acquire_core(&mut self, holder: Holder<H>) -> Option<BoxedCore<H>> {
         match std::mem::replace(&mut self.holder, holder) {
             Holder::Free(core) => Some(core),
             held => {
@@ -156,7 +156,7 @@ impl<H: EventHandler> Driver<H> {
     /// The reactor's thread.
     pub(super) fn run_thread(&self) {
         let mut num_seen = 0;
-        while let Some(core) = self.take_for_thread(&mut num_seen) {
+        while let Some(core) = self.acquire_for_thread(&mut num_seen) {
             // A panic drops the core, and everything that is under way ends as closed.
             if catch_unwind(AssertUnwindSafe(|| self.run_core(core))).is_err() {
                 self.set_ended();
@@ -165,12 +165,12 @@ impl<H: EventHandler> Driver<H> {
     }
 
     /// Waits until no caller holds the core, nor did for [`HANDBACK_DELAY`]. `None`: the reactor has ended.
-    fn take_for_thread(&self, num_seen: &mut u64) -> Option<BoxedCore<H>> {
+    fn acquire_for_thread(&self, num_seen: &mut u64) -> Option<BoxedCore<H>> {
         let mut state = self.lock();
         while !matches!(state.holder, Holder::Ended) {
             let is_quiet = state.num_caller_runs == *num_seen;
             if (is_quiet || state.thread_must_run)
-                && let Some(core) = state.take_core(Holder::HeldByThread(thread::current().id()))
+                && let Some(core) = state.acquire_core(Holder::HeldByThread(thread::current().id()))
             {
                 *num_seen = state.num_caller_runs;
                 state.thread_must_run = false;
@@ -240,7 +240,7 @@ impl<H: EventHandler> Driver<H> {
     }
 
     /// The core for a caller, unless another thread holds it or is about to.
-    fn take_for_caller(&self) -> Option<BoxedCore<H>> {
+    fn acquire_for_caller(&self) -> Option<BoxedCore<H>> {
         let mut state = self.lock();
         if matches!(state.holder, Holder::HeldByCaller(_)) || state.thread_must_run {
             state.thread_must_run = true; // the other caller stops when its own work is done, the thread does not
@@ -252,7 +252,7 @@ impl<H: EventHandler> Driver<H> {
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
             state.caller_waits = false;
         }
-        let core = state.take_core(Holder::HeldByCaller(thread::current().id()))?;
+        let core = state.acquire_core(Holder::HeldByCaller(thread::current().id()))?;
         state.num_caller_runs += 1;
         if state.thread == ThreadState::Sleeping {
             signal(&self.thread_wake);
@@ -280,7 +280,7 @@ impl<H: EventHandler> Drive for Driver<H> {
         if let Err(error) = self.process.check() {
             return Driven::Forked(error);
         }
-        let Some(core) = self.take_for_caller() else {
+        let Some(core) = self.acquire_for_caller() else {
             self.poller.wake(); // for what was queued
             return Driven::Busy;
         };
@@ -321,7 +321,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
     fn run_once(&self) -> super::manual::Round {
         use super::manual::Round;
         let holder = Holder::HeldByCaller(thread::current().id());
-        let Some(mut core) = self.lock().take_core(holder) else {
+        let Some(mut core) = self.lock().acquire_core(holder) else {
             return Round::Over;
         };
         core.get_mut().poll_sockets(clock::now());
@@ -343,7 +343,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
     #[cfg(test)]
     fn sizes(&self) -> super::manual::Sizes {
         let holder = Holder::HeldByCaller(thread::current().id());
-        let Some(mut core) = self.lock().take_core(holder) else {
+        let Some(mut core) = self.lock().acquire_core(holder) else {
             return Vec::new();
         };
         let sizes = core.get_mut().handler.sizes();
@@ -353,7 +353,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
 
     #[cfg(any(test, feature = "fuzzing"))]
     fn drop_core(&self) {
-        let core = self.lock().take_core(Holder::Ended);
+        let core = self.lock().acquire_core(Holder::Ended);
         drop(core);
     }
 }

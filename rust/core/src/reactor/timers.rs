@@ -1,4 +1,4 @@
-//! Deadlines of many things at once, each with the token of what it is for.
+//! Deadlines of many objects at once, by their keys.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};

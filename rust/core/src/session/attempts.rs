@@ -49,7 +49,7 @@ impl Attempts {
         }
     }
 
-    /// For the error of an attempt that is under way: what happened to those before.
+    /// History of earlier attempts, for the error of the one that is under way.
     pub(super) fn history(&self) -> String {
         match self.num_failed {
             0 => String::new(),

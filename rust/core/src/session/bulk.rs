@@ -125,7 +125,7 @@ impl Bulk {
         usable.min_by_key(|link| link.connection.num_unsent())
     }
 
-    /// Tells the peer on each that this side is alive. Whether the peer is, what it sends says.
+    /// Sends a heartbeat on each. The peer's liveness is judged by the bytes that it sends.
     pub(super) fn send_heartbeats(&mut self) {
         for link in self.links() {
             send_heartbeat(link);
@@ -270,7 +270,7 @@ fn send_heartbeat(link: &mut Link) {
 
 /// Events of a further connection.
 #[derive(Debug, Default)]
-pub(super) struct Received {
+pub(super) struct BulkEvents {
     pub(super) parts: Vec<ReceivedPart>,
     pub(super) num_bytes: usize,
     /// The end of the connection, if it has ended.
@@ -307,8 +307,8 @@ impl Bulk {
         sinks: (SessionKey, &StreamSinks),
         ours: &Identity,
         now: Instant,
-    ) -> Received {
-        let mut received = Received::default();
+    ) -> BulkEvents {
+        let mut received = BulkEvents::default();
         if let Some(link) = self.link(token) {
             link.flush();
         }

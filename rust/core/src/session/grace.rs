@@ -27,7 +27,7 @@ pub(crate) enum AnswerStage {
     InTime,
     /// The deadline has passed; the answer may still come.
     Late,
-    /// The grace period has ended. Whether a peer that does not answer PINGs is lost, its session decides.
+    /// The grace period has ended. The session decides whether a peer that does not answer PINGs is lost.
     Overdue,
 }
 

@@ -24,9 +24,9 @@ use super::timeouts::SessionTimeouts;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::address::short_token;
-use crate::net::encryption::{Encryption, Offer};
+use crate::net::encryption::{Encryption, EncryptionOffer};
 use crate::net::framing::SessionFrame;
-use crate::net::handshake::{Handshake, Progress};
+use crate::net::handshake::{Handshake, HandshakeProgress};
 use crate::net::identity::Identity;
 use crate::net::secret::Secrets;
 use crate::reactor::ConnectFailure;
@@ -123,7 +123,7 @@ impl Session {
         encryption: Encryption,
         host: &str,
     ) -> Result<()> {
-        let ours = Offer {
+        let ours = EncryptionOffer {
             encryption,
             is_loopback: connection.is_loopback(),
             host: host.to_owned(),
@@ -192,10 +192,10 @@ impl Session {
     }
 
     /// Progress of the handshake of an accepted peer.
-    pub(super) fn handshake_progress(&self) -> Progress {
+    pub(super) fn handshake_progress(&self) -> HandshakeProgress {
         match &self.state {
             SessionState::Handshaking(handshake) => handshake.progress(),
-            _ => Progress::Proved,
+            _ => HandshakeProgress::Proved,
         }
     }
 

@@ -149,7 +149,7 @@ impl Day {
         day
     }
 
-    /// Runs all reactors until none has anything to do. What one has sent, another may see a moment later.
+    /// Runs all reactors until they are idle in three rounds in a row: a message may arrive a moment after it was sent.
     fn settle(&mut self) {
         let mut num_quiet = 0;
         for _ in 0..ROUNDS {

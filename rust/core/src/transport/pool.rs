@@ -21,8 +21,8 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sizes are rounded up to a multiple of it: the size of a huge page.
 const GRAIN: usize = 2 << 20;
 
-/// Refuses what this machine could never hold. A peer names the sizes of its tensors, and a system that overcommits would
-/// hand out any.
+/// Refuses a size that this machine could never hold. A peer names the sizes of its tensors, and a system that
+/// overcommits would hand out any.
 ///
 /// # Errors
 /// `Exhausted`: `len` is more than the machine's memory.
@@ -118,7 +118,7 @@ impl<M: Borrow<Buffer> + Send + Sync + 'static> Pool<M> {
         buffer.first(len, Box::new(lease))
     }
 
-    /// Frees what has been idle for too long, and returns the next deadline.
+    /// Frees memory that has been idle for too long, and returns the next deadline.
     pub(crate) fn expire(&self, now: Instant) -> Option<Instant> {
         let mut free = lock(&self.0);
         let num_expired = free.partition_point(|(_, since)| *since + IDLE_TIMEOUT <= now);

@@ -15,7 +15,7 @@ mod seeds;
 mod wire;
 
 pub use decoders::decoders;
-pub use script::take_refusal;
+pub use script::drain_refusal;
 pub use seeds::{conversations, seeds};
 
 /// A target: any bytes.

@@ -90,7 +90,7 @@ thread_local! {
 }
 
 /// The reason with which the side under test has ended the last session of this thread, if the peer broke the protocol.
-pub fn take_refusal() -> Option<String> {
+pub fn drain_refusal() -> Option<String> {
     REFUSAL.take()
 }
 

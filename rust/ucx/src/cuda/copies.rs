@@ -121,7 +121,7 @@ impl Copier {
         Ok(ChunkList(list.cast()))
     }
 
-    fn take_list(&self, calls: &Calls) -> Result<ChunkList, CudaError> {
+    fn acquire_list(&self, calls: &Calls) -> Result<ChunkList, CudaError> {
         let free = self.free_lists.lock();
         if let Some(list) = free.unwrap_or_else(PoisonError::into_inner).pop() {
             return Ok(list);
@@ -148,7 +148,7 @@ impl Copier {
         pieces: &[DevicePiece],
         on_copied: OnCopied,
     ) -> Result<(), CudaError> {
-        let list = self.take_list(calls)?;
+        let list = self.acquire_list(calls)?;
         // SAFETY: the list has room for so many, and no other thread uses it.
         let num_chunks = unsafe { fill(&list, pieces) };
         let number = self.num_launches.fetch_add(1, Ordering::Relaxed);

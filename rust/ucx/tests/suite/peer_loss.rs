@@ -158,11 +158,11 @@ impl<'v> Load<'v> {
             while self.failure.is_none() && self.pending.len() < self.in_flight {
                 self.post();
             }
-            self.take_events();
+            self.drain_events();
         }
     }
 
-    fn take_events(&mut self) {
+    fn drain_events(&mut self) {
         let worker = &self.visitor.node.worker;
         if worker.progress() == 0 && worker.arm().expect("arm") {
             common::sleep_on(worker, 1);
@@ -191,7 +191,7 @@ impl<'v> Load<'v> {
         worker.close(self.visitor.endpoint);
         let deadline = Instant::now() + common::TIMEOUT;
         while !self.is_closed && Instant::now() < deadline {
-            self.take_events();
+            self.drain_events();
         }
         assert!(self.is_closed, "closed, {} pending", self.pending.len());
         assert!(self.pending.is_empty(), "no Done for {:?}", self.pending);

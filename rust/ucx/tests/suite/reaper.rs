@@ -213,7 +213,7 @@ fn cpu_time() -> Duration {
 }
 
 #[test]
-fn a_worker_whose_keys_somebody_has_is_left_alone() {
+fn a_worker_whose_keys_are_held_is_left_alone() {
     alone(|library| {
         let (visitor, peer) = visit_stopped(library);
         let (num_reads, memory, keys) = drop_reading(visitor, 1);

@@ -1,4 +1,4 @@
-//! The loads under way at a worker, and what finds those of a session and those whose deadline has passed.
+//! The loads under way at a worker, with indices by session and by deadline.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::Instant;

@@ -42,7 +42,7 @@ enum BlockStage {
     Reading,
     /// It is here and matches its checksum, if it has one.
     Verified,
-    /// No read brought what was announced.
+    /// No read brought the announced block.
     Lost,
 }
 

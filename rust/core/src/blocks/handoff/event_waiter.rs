@@ -1,4 +1,4 @@
-//! Waits for events of a device, in order, on a thread of its own, and does then what was to wait for them.
+//! Waits for events of a device, in order, on a thread of its own, and then runs their continuations.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};

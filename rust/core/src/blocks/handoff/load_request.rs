@@ -40,8 +40,7 @@ pub struct LoadCounts {
     pub num_compared: u64,
     /// Comparisons that differed.
     pub num_corrupt: u64,
-    /// Time from the first announcement until everything announced so far was here. What comes later overlaps with
-    /// prefill.
+    /// Time from the first announcement until everything announced so far was here. Later blocks overlap with prefill.
     pub backlog: Duration,
 }
 

@@ -12,7 +12,7 @@ const ARCHITECTURE: u32 = 0xc000_00b7;
 const SYSTEM_CALL_AT: u32 = 0;
 const ARCHITECTURE_AT: u32 = 4;
 /// A user without rights, and its group.
-const NOBODY: libc::uid_t = 65534;
+const UNPRIVILEGED: libc::uid_t = 65534;
 
 const fn filter(code: u32, jumps: (u8, u8), k: u32) -> libc::sock_filter {
     let (jt, jf) = jumps;
@@ -60,12 +60,12 @@ pub fn is_root() -> bool {
 }
 
 /// Makes this process another user's, without rights.
-pub fn become_nobody() {
+pub fn become_unprivileged() {
     // SAFETY: takes numbers; libc changes all threads.
-    let set = unsafe { libc::setresgid(NOBODY, NOBODY, NOBODY) };
+    let set = unsafe { libc::setresgid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED) };
     assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
     // SAFETY: as above.
-    let set = unsafe { libc::setresuid(NOBODY, NOBODY, NOBODY) };
+    let set = unsafe { libc::setresuid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED) };
     assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
 }
 
