@@ -142,7 +142,7 @@ impl Receiver {
                     receive.completer.complete(received);
                 }
                 IncomingContent::Offer(buffer) => {
-                    self.begin_large(cx, sequence, meta, buffer, receive)
+                    self.begin_large(cx, sequence, meta, buffer, receive);
                 }
                 IncomingContent::Corrupt { was_offered } => {
                     if was_offered {
