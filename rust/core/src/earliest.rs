@@ -12,12 +12,13 @@ impl Earliest {
         self.0 = self.0.into_iter().chain(deadline).min();
     }
 
-    /// Whether a deadline may have passed. Then all have to be looked at, and those to come are added again.
+    /// True if a deadline may have passed, which clears the bound. The caller then checks all deadlines, and adds those
+    /// to come again.
     pub(crate) fn take_if_past(&mut self, now: Instant) -> bool {
         self.0.take_if(|at| *at <= now).is_some()
     }
 
-    /// When to come back.
+    /// Time of the next check.
     pub(crate) fn at(&self) -> Option<Instant> {
         self.0
     }

@@ -36,7 +36,7 @@ pub enum Error {
     PeerLost {
         /// The peer's address.
         peer: String,
-        /// Why the peer counts as lost.
+        /// Reason for the loss of the peer.
         reason: String,
     },
     /// The operation was not completed in time; the message says whether the object is still usable.
@@ -126,7 +126,7 @@ impl Error {
     }
 }
 
-/// What to do about values that differ, where they do not say it themselves.
+/// Remedy for values that differ, unless they state one themselves.
 fn remedy(ours: &str, theirs: &str) -> &'static str {
     // The connector's value of files that it cannot see.
     if ours.starts_with("not compared") || theirs.starts_with("not compared") {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use crate::sync::lock;
 
-/// Most events in the queue before minor ones are dropped: anybody who reaches the port can cause a line to log.
+/// Most events in the queue before minor ones are dropped: any host that reaches the port can cause a line to log.
 const MINOR_CAP: usize = 1024;
 
 /// Events in order; clones share the queue.
@@ -54,7 +54,7 @@ impl<T> Events<T> {
         self.announce(&mut state);
     }
 
-    /// Appends an event that nobody waits for, such as a line to log, or drops it while the queue is long.
+    /// Appends an event without a waiter, such as a line to log, or drops it while the queue is long.
     pub fn push_minor(&self, event: T) {
         let mut state = lock(&self.0.state);
         if state.waiting.len() < MINOR_CAP {
@@ -87,7 +87,7 @@ impl<T> Events<T> {
         self.0.changed.notify_all();
     }
 
-    /// How many wait.
+    /// Number of waiting events.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         lock(&self.0.state).waiting.len()
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn minor_events_are_dropped_when_nobody_drains() {
+    fn minor_events_are_dropped_while_the_queue_is_long() {
         let events = Events::default();
         for _ in 0..2 * MINOR_CAP {
             events.push_minor(0);

@@ -1,5 +1,5 @@
-//! What the fuzz harness (`rust/fuzz/harness`) needs besides the public API: reactors that run one round at a time, the
-//! data plane of a peer, and every decoder that reads bytes of a peer.
+//! Interface of the fuzz harness (`rust/fuzz/harness`) beyond the public API: reactors that run one round at a time,
+//! the data plane of a peer, and every decoder that reads bytes of a peer.
 
 mod unreached;
 
@@ -15,7 +15,7 @@ use crate::control::messages::ControlMessage;
 use crate::entries::messages::EntryMessage;
 use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
-use crate::net::encryption::Offer;
+use crate::net::encryption::EncryptionOffer;
 use crate::net::fields::{read_refusal, write_refusal};
 use crate::net::identity::{Canary, Identity};
 use crate::tensor::Meta;
@@ -48,7 +48,7 @@ impl PeerPlane {
         })
     }
 
-    /// Where the worker can be reached.
+    /// The worker's UCX address.
     pub fn ucx_address(&self) -> Result<Vec<u8>> {
         Ok(self.worker.address()?)
     }
@@ -59,7 +59,7 @@ impl PeerPlane {
         Ok((address, self.memory.pack_rkey()?))
     }
 
-    /// What an honest peer reads first.
+    /// The canary that an honest peer reads first.
     pub fn canary(&self) -> Result<Canary> {
         let bytes = self.canary.buffer().bytes(0, Canary::LEN);
         Ok(Canary {
@@ -119,7 +119,9 @@ pub const DECODERS: [(&str, Decoder); 15] = [
     }),
     ("entries", entry_message),
     ("refusal", refusal),
-    ("encryption", |b| prefix(b, Offer::read, Offer::write)),
+    ("encryption", |b| {
+        prefix(b, EncryptionOffer::read, EncryptionOffer::write)
+    }),
 ];
 
 /// A value at the beginning of the bytes.

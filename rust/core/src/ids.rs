@@ -21,7 +21,7 @@ pub type RegionId = u32;
 /// Most handoffs that are remembered.
 const RECENT_CAP: usize = 4096;
 
-/// What is known of handoffs that have ended. It forgets the oldest ones.
+/// Data about handoffs that have ended. It forgets the oldest ones.
 #[derive(Debug, Default)]
 pub(crate) struct RecentHandoffs<T> {
     entries: HashMap<HandoffId, T>,
@@ -40,7 +40,7 @@ impl<T> RecentHandoffs<T> {
         }
     }
 
-    /// How many are remembered.
+    /// Number of remembered handoffs.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.entries.len().max(self.order.len())

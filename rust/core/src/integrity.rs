@@ -1,4 +1,4 @@
-//! How a destination knows that what it has is what its source exposed.
+//! Verification at a destination that its bytes are those that the source exposed.
 
 use std::str::FromStr;
 

@@ -1,4 +1,4 @@
-//! What a test logs on its thread.
+//! Captures the log of a test's thread.
 
 #[path = "../tests/suite/common/log_lines.rs"]
 mod log_lines;

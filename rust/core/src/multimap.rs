@@ -1,4 +1,4 @@
-//! Several values for each key: what finds all that belongs to one session, or to one handoff.
+//! Several values for each key: an index of everything that belongs to one session, or to one handoff.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
@@ -38,7 +38,7 @@ impl<K: Eq + Hash, V: Ord> Multimap<K, V> {
         self.0.get(key).into_iter().flatten()
     }
 
-    /// How many values a key has.
+    /// Number of values of a key.
     pub(crate) fn num_values(&self, key: &K) -> usize {
         self.0.get(key).map_or(0, BTreeSet::len)
     }
@@ -48,7 +48,7 @@ impl<K: Eq + Hash, V: Ord> Multimap<K, V> {
         self.0.values()
     }
 
-    /// How many keys have values.
+    /// Number of keys with values.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.0.len()

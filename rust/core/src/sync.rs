@@ -1,4 +1,4 @@
-//! What threads wait for each other with: mutexes and eventfds.
+//! Synchronization of threads: mutexes and eventfds.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Mutex, MutexGuard, PoisonError};

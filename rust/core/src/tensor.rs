@@ -1,4 +1,4 @@
-//! A tensor as pipes and lookup buffers carry it: what it is, and its bytes.
+//! A tensor as pipes and lookup buffers carry it: its description and its bytes.
 
 use kvpipe_ucx::Buffer;
 
@@ -10,7 +10,7 @@ const DTYPE_CAP: usize = 4096;
 /// Most dimensions of a tensor.
 const DIMENSIONS_CAP: usize = 64;
 
-/// What a tensor is, besides its bytes.
+/// Description of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Meta {
     /// The library of the sender's tensor: 0 none (`None`), 1 torch, 2 numpy.
@@ -24,7 +24,7 @@ pub struct Meta {
 /// A tensor that was received.
 #[derive(Debug)]
 pub struct Received {
-    /// What it is.
+    /// Its description.
     pub meta: Meta,
     /// Its bytes; `None` if the caller provided the memory.
     pub buffer: Option<Buffer>,
@@ -51,7 +51,7 @@ impl Meta {
         (self.dtype.len() + size_of_val(self.shape.as_slice())) as u64
     }
 
-    /// Refuses what no receiver would accept.
+    /// Refuses a description that no receiver would accept.
     pub(crate) fn check(&self) -> Result<()> {
         if self.dtype.len() > DTYPE_CAP || self.shape.len() > DIMENSIONS_CAP {
             return Err(Error::Config(format!(

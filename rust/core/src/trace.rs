@@ -75,7 +75,7 @@ impl Trace {
         Ok(trace)
     }
 
-    /// Whether anything is traced.
+    /// True if anything is traced.
     pub fn is_on(&self) -> bool {
         self.0.is_some()
     }

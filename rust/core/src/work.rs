@@ -25,7 +25,7 @@ struct WorkState<T> {
     watchers: Vec<Watcher>,
 }
 
-/// What a [`Work`] and its [`Completer`] share.
+/// State that a [`Work`] and its [`Completer`] share.
 #[derive(Debug)]
 struct SharedWork<T> {
     state: Mutex<WorkState<T>>,
@@ -52,7 +52,7 @@ pub(crate) trait Drive: Send + Sync + fmt::Debug {
     fn check_reads_ended(&self) -> Result<()>;
 }
 
-/// How [`Drive::drive`] ended.
+/// Outcome of [`Drive::drive`].
 #[derive(Debug)]
 pub(crate) enum Driven {
     /// `is_done` holds.
@@ -84,7 +84,7 @@ impl<T> Clone for Work<T> {
     }
 }
 
-/// How a wait ended.
+/// Outcome of a wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Waited {
     /// The operation is completed.
@@ -95,7 +95,7 @@ pub enum Waited {
     Interrupted,
 }
 
-/// What a caller does next with a new work.
+/// The caller's next step with a new work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Then {
     /// Waits for it at once, and so runs the reactor itself: the reactor's thread need not be woken.
@@ -126,7 +126,7 @@ pub fn work<T>() -> (Work<T>, Completer<T>) {
 }
 
 impl<T> SharedWork<T> {
-    /// How far it is: [`PENDING`], [`COMPLETED`] or [`SETTLED`].
+    /// Progress: [`PENDING`], [`COMPLETED`] or [`SETTLED`].
     fn progress(&self) -> u32 {
         self.progress.load(Ordering::Acquire) & !WAITED_FOR
     }
@@ -153,7 +153,7 @@ impl<T> SharedWork<T> {
         let seen = self.progress.load(Ordering::Acquire);
         let marked = seen | WAITED_FOR;
         let (relaxed, acquire) = (Ordering::Relaxed, Ordering::Acquire);
-        // Where it has progressed meanwhile, the sleep ends at once: the value differs.
+        // If it has progressed meanwhile, the sleep ends at once: the value differs.
         let _ = self
             .progress
             .compare_exchange(seen, marked, relaxed, acquire);
@@ -175,7 +175,7 @@ impl<T> SharedWork<T> {
 }
 
 impl<T> Completer<T> {
-    /// Whether this completes that work.
+    /// True if this completes that work.
     pub fn completes(&self, work: &Work<T>) -> bool {
         let shared = self.0.as_ref();
         shared.is_some_and(|shared| Arc::ptr_eq(shared, &work.shared))
@@ -193,7 +193,7 @@ impl<T> Completer<T> {
         }
     }
 
-    /// Whether the work has its result.
+    /// True if the work has its result.
     pub(crate) fn is_completed(&self) -> bool {
         let shared = self.0.as_ref();
         shared.is_some_and(|shared| shared.progress() >= COMPLETED)
@@ -215,12 +215,12 @@ impl<T> Drop for Completer<T> {
 }
 
 impl<T> Work<T> {
-    /// Whether the operation is completed, with a value or an error.
+    /// True if the operation is completed, with a value or an error.
     pub fn is_completed(&self) -> bool {
         self.shared.progress() >= COMPLETED
     }
 
-    /// Whether nothing of the operation is under way. A late read may be completed before, see
+    /// True if nothing of the operation is under way. A late read may be completed before, see
     /// [`wait_settled`](Self::wait_settled).
     pub fn is_settled(&self) -> bool {
         self.shared.progress() == SETTLED

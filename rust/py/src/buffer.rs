@@ -210,7 +210,7 @@ pub(crate) fn cuda_device_of(address: usize) -> PyResult<u32> {
     kvpipe_ucx::device_of(address).map_err(no_cuda)
 }
 
-/// Whether other processes can open this CUDA memory by the handles of every UCX version.
+/// True if other processes can open this CUDA memory by the handles of every UCX version.
 #[pyfunction]
 pub(crate) fn cuda_is_exportable(address: usize) -> bool {
     kvpipe_ucx::is_exportable(address)

@@ -68,7 +68,7 @@ impl CacheLayers {
     }
 }
 
-/// Where a block of one layer is.
+/// Positions of a block of one layer.
 struct Block {
     in_cache: usize,
     in_chunk: usize,

@@ -31,7 +31,7 @@ use std::path::PathBuf;
 use kvpipe_ucx::Search;
 use pyo3::prelude::*;
 
-/// Where to search for UCX: `KVPIPE_UCX_LIB`, then the wheel that Python has found.
+/// Locations to search for UCX: `KVPIPE_UCX_LIB`, then the wheel that Python has found.
 fn search(wheel_dir: Option<PathBuf>) -> Search {
     let explicit = std::env::var_os("KVPIPE_UCX_LIB")
         .filter(|path| !path.is_empty())

@@ -27,7 +27,7 @@ const ERROR: u8 = 40;
 /// The level of the logger `kvpipe`, as it was last seen. Warnings and errors pass in any case.
 static LEVEL: AtomicU8 = AtomicU8::new(WARNING);
 
-/// The queue of this process. A forked child has another one: nobody there may unlock its parent's.
+/// The queue of this process. A forked child has another one: it has no thread that would unlock its parent's.
 static QUEUE: AtomicPtr<Queue> = AtomicPtr::new(null_mut());
 
 #[derive(Default)]

@@ -127,7 +127,7 @@ impl PipeEnd {
         self.0.address().map(|address| address.to_string())
     }
 
-    /// Why large tensors take a slower data path than this machine allows; empty if they do not.
+    /// Reason for which large tensors take a slower data path than this machine allows; empty if they do not.
     #[getter]
     fn advice(&self) -> &'static str {
         self.0.info().advice

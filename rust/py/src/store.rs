@@ -17,7 +17,7 @@ use crate::token::ListenerTokens;
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration, then};
 
-/// What stands for a lease of any length.
+/// Stands for a lease of any length.
 const LONGEST: Duration = Duration::from_secs(10 * 365 * 86400);
 
 #[pyclass(frozen)]

@@ -89,7 +89,7 @@ pub(crate) fn duration(timeout: Option<f64>) -> PyResult<Option<Duration>> {
         .transpose()
 }
 
-/// Whether Python waits for the new work at once.
+/// The [`Then`] of a new work; `is_waited` is true if Python waits for it at once.
 pub(crate) fn then(is_waited: bool) -> Then {
     if is_waited { Then::Wait } else { Then::GoOn }
 }

@@ -111,17 +111,17 @@ impl Connection {
         }
     }
 
-    /// What ends this connection from another thread.
+    /// Handle that ends this connection from another thread.
     pub fn closer(&self) -> Closer {
         Closer(Arc::clone(self.reader.stream().stream()))
     }
 
-    /// Whether an error has ended it.
+    /// True if an error has ended it.
     pub fn is_broken(&self) -> bool {
         self.is_broken
     }
 
-    /// Whether a command may be sent: the server has neither closed the connection nor sent anything unasked.
+    /// True if a command may be sent: the server has neither closed the connection nor sent anything unasked.
     pub fn is_idle(&self) -> bool {
         !self.is_broken && !self.reader.has_bytes() && self.reader.stream().stream().is_quiet()
     }
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_at_the_port_is_a_connect_error() {
+    fn a_port_without_a_listener_is_a_connect_error() {
         let port = {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             listener.local_addr().unwrap().port()

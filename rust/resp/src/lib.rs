@@ -3,8 +3,8 @@
 //!
 //! A [`Connection`] is used by one thread at a time and blocks; each of its waits is bounded. Several connections carry
 //! the parts of one value side by side: [`write_parts`] and [`read_parts`]. A [`Subscription`] is shared by any number of
-//! threads. After an [`Error`] a connection is broken, because nobody knows which replies are still to come. An error
-//! *reply* of the server is no `Error`, except to a subscription, which it ends: [`Error::Refused`].
+//! threads. An [`Error`] breaks the connection, because its outstanding replies are unknown. An error *reply* of the
+//! server is no `Error`, except to a subscription, which it ends: [`Error::Refused`].
 #![forbid(unsafe_code)]
 
 mod connection;
@@ -19,7 +19,7 @@ pub use reply::Reply;
 pub use stream::Tls;
 pub use subscription::{Subscription, Waited, Waiter};
 
-/// Why a connection cannot be used, or not any more.
+/// Reason for which a connection cannot be used, or not any more.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
     /// A file of certificates cannot be used.

@@ -13,7 +13,7 @@ use crate::{Error, Result};
 /// the memory of a reply.
 const WINDOW: usize = 2;
 
-/// What became of a part.
+/// Outcome of a part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PartOutcome {
     /// It was stored, or read.

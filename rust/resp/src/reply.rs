@@ -68,7 +68,7 @@ impl<R: Read> ReplyReader<R> {
         &mut self.stream
     }
 
-    /// Whether bytes were read that belong to the next reply.
+    /// True if bytes were read that belong to the next reply.
     pub(crate) fn has_bytes(&self) -> bool {
         self.start < self.end
     }
@@ -125,7 +125,7 @@ impl<R: Read> ReplyReader<R> {
         self.read_end()
     }
 
-    /// Reads the bytes of a value that nobody wants.
+    /// Reads and drops the bytes of a value.
     pub(crate) fn skip(&mut self, num_bytes: u64) -> Result<()> {
         if num_bytes > MAX_SKIPPED_BYTES {
             return Err(protocol(&format!("a value of {num_bytes} bytes")));

@@ -17,7 +17,7 @@ use crate::reply::{Reply, ReplyReader, lost};
 use crate::stream::{Stream, readable};
 use crate::{Error, Result};
 
-/// How a wait has ended.
+/// Outcome of a wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Waited {
     /// Something has changed: a message has arrived, or messages arrive from now on.
@@ -56,7 +56,7 @@ struct State {
     num_subscribed: u64,
     /// Commands of any kind without an answer.
     num_unanswered: u64,
-    /// When the server last sent something, or was asked for something after that.
+    /// Time of the server's last message, or of the first request after that.
     quiet_since: Instant,
     has_received: bool,
     ended: Option<Error>,
@@ -66,7 +66,7 @@ struct State {
 struct Channel {
     /// The number of its SUBSCRIBE.
     number: u64,
-    /// Whether each waiter has been notified.
+    /// The waiters by id; true for those that have been notified.
     waiters: BTreeMap<u64, bool>,
 }
 
@@ -136,12 +136,12 @@ impl Subscription {
         })
     }
 
-    /// Whether the server has answered at all, other than by an error.
+    /// True if the server has answered at all, other than by an error.
     pub fn has_received(&self) -> bool {
         self.0.state().has_received
     }
 
-    /// Whether an error has ended it.
+    /// True if an error has ended it.
     pub fn has_ended(&self) -> bool {
         self.0.state().ended.is_some()
     }
@@ -193,7 +193,7 @@ impl Waiter {
                 let result = readable(&*self.event, deadline);
                 state = self.shared.state();
                 state.sleeping.remove(&self.id);
-                // It is at zero where nobody has woken this one.
+                // The counter is zero if this waiter has not been woken.
                 let _ = rustix::io::read(&*self.event, &mut [0; 8]);
                 result.map(drop)
             };
@@ -350,7 +350,7 @@ impl State {
         }
     }
 
-    /// Wakes a waiter that sleeps, because nobody drives.
+    /// Wakes a sleeping waiter, because no thread drives the connection.
     fn wake_a_driver(&self) {
         if let Some(event) = self.sleeping.values().next() {
             wake(event);

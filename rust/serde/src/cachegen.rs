@@ -34,7 +34,7 @@ fn num_anchors(layout: &Layout) -> usize {
     layout.block_size.div_ceil(GROUP) * layout.head_size
 }
 
-/// What a section has for each block beside the words.
+/// Bytes of a section for each block, beside the words.
 fn side_bytes(layout: &Layout) -> usize {
     SCALE_BYTES + num_anchors(layout) + layout.head_size * STEP_BYTES
 }

@@ -1,5 +1,5 @@
-//! Conversions between `f32` and narrower floats, without branches, so that loops over them are vectorised. They take finite
-//! values and round to nearest, ties to even. What is too large becomes the largest finite value.
+//! Conversions between `f32` and narrower floats, without branches, so that loops over them are vectorised. They take
+//! finite values and round to nearest, ties to even. Larger values become the largest finite one.
 #![allow(
     clippy::inline_always,
     reason = "has to be compiled for the caller's level of vector instructions"

@@ -27,8 +27,8 @@ pub(crate) fn level() -> Level {
     }
 }
 
-/// Defines functions that are compiled for each [`Level`]. What they call has to be `#[inline(always)]`, or it is compiled
-/// for the baseline.
+/// Defines functions that are compiled for each [`Level`]. Their callees have to be `#[inline(always)]`, or they are
+/// compiled for the baseline.
 macro_rules! kernels {
     ($($(#[$attribute:meta])* $visible:vis fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)? $body:block)*) => {$(
         $(#[$attribute])*

@@ -1,4 +1,4 @@
-//! What a chunk looks like in memory: [`Layout`].
+//! Memory layout of a chunk: [`Layout`].
 
 use crc_fast::{CrcAlgorithm, checksum};
 
@@ -21,7 +21,7 @@ impl Dtype {
     }
 }
 
-/// How the keys and values of one head of one block lie in memory.
+/// Memory layout of the keys and values of one head of one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packing {
     /// Both `[block_size, head_size]`.
@@ -108,7 +108,7 @@ impl Layout {
         (0..self.num_slabs()).map(|number| (number, [Kind::Keys, Kind::Values][number % 2]))
     }
 
-    /// Whether the slab's channels are its rows in memory.
+    /// True if the slab's channels are its rows in memory.
     pub(crate) fn is_by_channel(&self, kind: Kind) -> bool {
         kind == Kind::Keys && self.packing == Packing::KeysByChannel
     }

@@ -1,4 +1,4 @@
-//! How the KV of a chunk becomes the bytes of a stored value, and back.
+//! Codecs between the KV of a chunk and the bytes of a stored value.
 //!
 //! A chunk is `num_layers * num_blocks` blocks of `num_kv_heads` heads, and each head has the keys and then the values of
 //! `block_size` tokens: these are the *slabs* that the codecs work on. [`encode`] reads a slab from a [`Source`], converts

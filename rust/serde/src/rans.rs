@@ -20,7 +20,7 @@ const LEAST_STATE: u32 = 1 << 16;
 /// Frequencies of symbols, which sum to 2^12.
 pub(crate) type Frequencies = [u16; NUM_SYMBOLS];
 
-/// How often each symbol occurs, scaled. Each symbol that occurs has a frequency.
+/// Frequency of each symbol, scaled. Each symbol that occurs has one above zero.
 pub(crate) fn frequencies(symbols: &[u8]) -> Frequencies {
     // Four counters a symbol: increments of the same one would wait for each other.
     let mut counts = [[0u64; 32]; 4];
@@ -180,7 +180,7 @@ impl<'a> Decoder<'a> {
         Ok(())
     }
 
-    /// Whether the symbols decoded so far are all that were encoded.
+    /// Checks that the symbols decoded so far are all that were encoded.
     pub(crate) fn finish(self) -> Result<()> {
         if self.states == [LEAST_STATE; LANES] && self.words.len() == LANES {
             return Ok(());

@@ -11,7 +11,7 @@ use crate::{Result, Sink, Source};
 
 const SCALE_BYTES: usize = 4;
 
-/// What differs between the two codecs.
+/// Differences between the two codecs.
 pub(crate) struct Scaled {
     /// Largest number that it has.
     largest: f32,

@@ -25,7 +25,7 @@ pub trait Source {
     /// Its size in bytes.
     fn len(&self) -> usize;
 
-    /// Whether it has no bytes.
+    /// True if it has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -39,7 +39,7 @@ pub trait Sink {
     /// Its size in bytes.
     fn len(&self) -> usize;
 
-    /// Whether it has no bytes.
+    /// True if it has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -79,7 +79,7 @@ impl Sink for &mut [u8] {
     }
 }
 
-/// What stands in the header before the checksum.
+/// The header up to the checksum.
 fn header(codec: Codec, layout: &Layout, payload_bytes: usize) -> [u8; CHECKED_BYTES] {
     let mut header = [0; CHECKED_BYTES];
     header[..4].copy_from_slice(&MAGIC);
@@ -192,7 +192,7 @@ impl<'a, S: Source> Reader<'a, S> {
         Ok(())
     }
 
-    /// Whether what was read is all that had been written, and the same.
+    /// Checks that the bytes read are all that had been written, and the same.
     pub(crate) fn finish(mut self) -> Result<()> {
         self.digest.update(&self.header);
         if self.digest.finalize().to_le_bytes() == self.expected {

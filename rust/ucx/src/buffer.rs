@@ -56,9 +56,8 @@ impl Buffer {
     /// Describes memory that `owner` keeps allocated.
     ///
     /// # Safety
-    /// `address .. address + len` must not wrap around, and must be valid for reads and writes from
-    /// any thread until `owner` is dropped with the last clone; nobody may hold a Rust reference
-    /// into it meanwhile.
+    /// `address .. address + len` must not wrap around, and must be valid for reads and writes from any thread until
+    /// `owner` is dropped with the last clone; no Rust reference into it may exist meanwhile.
     /// Memory of kind CUDA must be of the device that the kind names, and valid
     /// so for that device.
     pub unsafe fn from_raw_parts(
@@ -160,7 +159,7 @@ impl Buffer {
         }
     }
 
-    /// Where the range begins.
+    /// Address of the range's first byte.
     pub fn address(&self) -> usize {
         self.address
     }
@@ -170,7 +169,7 @@ impl Buffer {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// True if it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -112,7 +112,7 @@ impl Config {
         self
     }
 
-    /// What is to be set in UCX `version` when the environment has the variables `has_env` says.
+    /// Settings for UCX `version`, without those that `has_env` finds in the environment, unless they are pinned.
     fn effective(
         &self,
         version: Version,

@@ -58,7 +58,7 @@ impl Context {
         &self.library
     }
 
-    /// Whether UCX can handle CUDA memory here: built with it, and a driver present.
+    /// True if UCX can handle CUDA memory here: built with it, and a driver present.
     pub fn has_cuda(&self) -> bool {
         self.has_cuda
     }

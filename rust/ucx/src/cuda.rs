@@ -269,7 +269,7 @@ impl Driver {
         ended.map(|()| bytes)
     }
 
-    /// Whether a stream has done all that it was given.
+    /// True if a stream has done all that it was given.
     ///
     /// # Safety
     /// The stream is of the current context.
@@ -389,7 +389,7 @@ pub(crate) unsafe fn read(
     unsafe { driver()?.read(ordinal, from, len) }
 }
 
-/// Whether another process can open this memory by the IPC handles that every version of UCX and CUDA has: memory of
+/// True if another process can open this memory by the IPC handles that every version of UCX and CUDA has: memory of
 /// cudaMalloc, unlike the mappings that torch makes with `expandable_segments`.
 pub fn is_exportable(address: usize) -> bool {
     let attribute = CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE;
@@ -411,7 +411,7 @@ pub fn device_of(address: usize) -> Result<u32, CudaError> {
     u32::try_from(ordinal).map_err(|_| CudaError(format!("{address:#x} is on no GPU")))
 }
 
-/// Whether `len` bytes at this address are of one allocation, or of one mapping of another process's.
+/// True if `len` bytes at this address are of one allocation, or of one mapping of another process's.
 ///
 /// # Errors
 /// There is no driver, or the address is not CUDA's.
@@ -431,7 +431,7 @@ const CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX: c_int = 0;
 const CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER: c_int = 100;
 
 entry_points! {
-    /// What the driver has for writes of network cards, from CUDA 11.3 on.
+    /// The driver's functions for writes of network cards, from CUDA 11.3 on.
     RdmaCalls {
         fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: CUdevice) -> CUresult;
         fn cuFlushGPUDirectRDMAWrites(target: c_int, scope: c_int) -> CUresult;

@@ -43,7 +43,7 @@ impl DeviceCopy<'_> {
     /// No copy has more pieces.
     pub const PIECES_CAP: usize = cuda::CHUNKS_CAP;
 
-    /// How many of these lengths, from the first one on, one copy can have.
+    /// Number of these lengths, from the first one on, that one copy can have.
     pub fn num_pieces(lens: impl Iterator<Item = usize>) -> usize {
         cuda::num_pieces_of_launch(lens)
     }
@@ -190,7 +190,7 @@ impl EndedCopies {
 }
 
 impl Inner {
-    /// Where copies of this worker end.
+    /// Queue of this worker's copies that have ended.
     fn ended_copies(&self) -> &Arc<EndedCopies> {
         self.copies.get_or_init(|| Arc::new(EndedCopies::new(self)))
     }

@@ -55,8 +55,9 @@ pub(crate) struct Endpoint {
     pub(crate) id: EndpointId,
     handle: NonNull<sys::ucp_ep>,
     phase: Cell<Phase>,
-    /// Whether an operation has ended well, or the error handler ran: closing by force before that can crash UCX (1.22,
-    /// seen over TCP, in a third of 40 tries): `ucp_ep_discard_lanes` finds an endpoint of the transport that is freed already.
+    /// True if an operation has ended well, or the error handler ran: closing by force before that can crash UCX (1.22,
+    /// seen over TCP, in a third of 40 tries): `ucp_ep_discard_lanes` finds an endpoint of the transport that is freed
+    /// already.
     is_settled: Cell<bool>,
     ops: Cell<usize>,
     /// Those that have ended, since it was made.
@@ -78,7 +79,7 @@ impl Endpoint {
         }
     }
 
-    /// Whether it can be closed by force.
+    /// True if it can be closed by force.
     fn can_leave(&self) -> bool {
         self.is_settled.get() && self.copies.get() == 0
     }
@@ -197,8 +198,8 @@ const MAX_ADDRESS_BYTES: usize = 64 * 1024;
 /// address", so a truncated one ends here instead of running off the allocation.
 const ADDRESS_TAIL: [u8; 1024] = [0xff; 1024];
 
-/// Whether the bytes can be a worker address: a length in bounds, and in the low half of the first
-/// byte one of the two format versions, as UCX 1.22 aborts the process at any other.
+/// True if the bytes can be a worker address: a length in bounds, and in the low half of the first byte one of the two
+/// format versions, as UCX 1.22 aborts the process at any other.
 fn is_plausible(address: &[u8]) -> bool {
     let length_fits = (MIN_ADDRESS_BYTES..=MAX_ADDRESS_BYTES).contains(&address.len());
     length_fits && address.first().is_some_and(|head| head & 0x0f <= 1)

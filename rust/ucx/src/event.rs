@@ -1,4 +1,4 @@
-//! What a worker reports, and the queue between UCX's callbacks and `Worker::next_event`.
+//! Events of a worker, and the queue between UCX's callbacks and `Worker::next_event`.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -17,7 +17,7 @@ pub enum Event {
     Done {
         /// The poster's token.
         token: Token,
-        /// How it ended.
+        /// Its outcome.
         result: Result<(), Status>,
     },
     /// The connection is lost. At most one follows per endpoint, and none after `close`, which

@@ -22,7 +22,7 @@ static THREAD_LEFT: Condvar = Condvar::new();
 thread_local! {
     /// Nested calls of this thread in UCX: callbacks call UCX again.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
-    /// Whether this thread runs the exit.
+    /// True in the thread that runs the exit.
     static IS_EXITING_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -107,8 +107,8 @@ impl Drop for InUse {
     }
 }
 
-/// Whether UCX was in use when this process was forked. The child has none of UCX's threads and shares the descriptors that
-/// they poll; UCX does not know.
+/// True if UCX was in use when this process was forked. The child has none of UCX's threads and shares the descriptors
+/// that they poll; UCX does not know.
 pub(crate) fn is_forked() -> bool {
     IS_FORKED.load(Ordering::SeqCst)
 }

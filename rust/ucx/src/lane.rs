@@ -21,7 +21,7 @@ pub struct Lane {
     pub transport: String,
     /// The device, such as `eth0`, `mlx5_0:1`, `memory`.
     pub device: String,
-    /// Whether remote memory access goes over it.
+    /// True if remote memory access goes over it.
     pub is_rma: bool,
     /// Its memory domain here, by the number that it has in the keys of this process.
     pub domain: Option<u32>,
@@ -29,7 +29,7 @@ pub struct Lane {
     pub remote_domain: Option<u32>,
 }
 
-/// Why the lanes of an endpoint are not known.
+/// Reason for which the lanes of an endpoint are not known.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LanesError {
     /// The endpoint has failed or is closed.
@@ -140,7 +140,7 @@ fn parse(text: &str) -> Result<Vec<Lane>, String> {
     Ok(lanes)
 }
 
-/// Whether the lanes that were read are those that UCX reports by name, if it reports any.
+/// Checks that the lanes that were read are those that UCX reports by name, if it reports any.
 fn check(lanes: &[Lane], transports: &[String]) -> Result<(), String> {
     let read = lanes.iter().map(|lane| &lane.transport);
     if transports.is_empty() || read.clone().eq(transports) {

@@ -3,7 +3,7 @@
 //! [`Buffer::from_raw_parts`], [`Buffer::read_only`], [`Worker::connect`], [`CudaEvent::record`] and
 //! [`AssertSend::new`].
 //!
-//! What of its use of CUDA memory has run on a GPU says docs/gpu.md.
+//! docs/gpu.md lists the uses of CUDA memory that have run on a GPU.
 //!
 //! # Ownership
 //! ```text

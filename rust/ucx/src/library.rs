@@ -15,7 +15,7 @@ use crate::sys::EntryPoints;
 const SONAME: &str = "libucp.so.0";
 const FLOOR: (u32, u32) = (1, 13);
 
-/// Where to look for UCX, besides the system's search path.
+/// Locations to search for UCX, besides the system's search path.
 #[derive(Clone, Debug, Default)]
 pub struct Search {
     /// The user's choice (`KVPIPE_UCX_LIB`): a file, or a directory. Nothing else is tried then.
@@ -24,7 +24,7 @@ pub struct Search {
     pub wheel_dir: Option<PathBuf>,
 }
 
-/// Why UCX cannot be used.
+/// Reason for which UCX cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// UCX was in use when this process was forked.
@@ -168,7 +168,7 @@ impl std::fmt::Debug for Library {
     }
 }
 
-/// Whether the kernel knows RDMA devices (`/sys/class/infiniband` is not empty).
+/// True if the kernel knows RDMA devices (`/sys/class/infiniband` is not empty).
 pub fn has_rdma_devices() -> bool {
     std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut entries| entries.next().is_some())
 }

@@ -66,7 +66,7 @@ impl Process {
     }
 }
 
-/// Why a process was not read.
+/// Reason for which a process was not read.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessVmError {
     /// This process may not read it. The text names the cause and the remedy; what reads without the kernel's permission
@@ -78,8 +78,8 @@ pub enum ProcessVmError {
     Lost(Error),
 }
 
-/// What a refused call of `process_vm_readv` shows of the other process. `ESRCH` and `EFAULT` are about that process:
-/// it has ended, or has no such memory. Any other errno is about this one: `EPERM` without the permission, `EPERM`,
+/// Classifies the error of a refused call of `process_vm_readv`. `ESRCH` and `EFAULT` are about the other process: it
+/// has ended, or has no such memory. Any other errno is about this one: `EPERM` without the permission, `EPERM`,
 /// `EACCES` or `ENOSYS` from a seccomp filter or a security module, `ENOMEM` from a kernel without memory for the call.
 fn classify(pid: libc::pid_t, error: Error) -> ProcessVmError {
     match error.raw_os_error() {
@@ -99,7 +99,7 @@ impl ProcessVmReader {
     /// The process that claims this pid and `len` bytes at `address` of its memory, which `is_proof` knows.
     ///
     /// # Errors
-    /// Why it cannot be read.
+    /// The process cannot be read; the error has the reason.
     pub fn find(
         pid: u32,
         address: u64,
@@ -224,10 +224,10 @@ const SAME_PID_NAMESPACE: &str =
     "run both sides in one pid namespace (shareProcessNamespace, hostPID, --pid=host)";
 const PTRACE: &str = "give this process CAP_SYS_PTRACE";
 
-/// What the kernel says about a read of another process that it has refused.
+/// The kernel's settings that may explain a refused read of another process.
 #[derive(Debug, Default)]
 struct Circumstances {
-    /// How a read of this process itself fails, which is always permitted.
+    /// Error of a read of this process itself, which is always permitted.
     self_refused: Option<Error>,
     /// The seccomp mode of this process.
     seccomp: Option<String>,
@@ -248,8 +248,8 @@ impl Circumstances {
         }
     }
 
-    /// Why this process may not read another one, and the remedy. Where even a read of itself is refused, the call is what
-    /// is refused, else the permission for the other process.
+    /// Reason for the refusal, and the remedy. If even a read of this process itself is refused, the call is refused,
+    /// else the permission for the other process.
     fn explain(&self, pid: libc::pid_t, error: &Error) -> String {
         if let Some(refused) = &self.self_refused {
             let cause = if self.seccomp.as_ref().is_some_and(|mode| mode != "0") {
@@ -359,7 +359,7 @@ mod tests {
         }
     }
 
-    /// Why process 7 may not be read.
+    /// Explanation of a refused read of process 7.
     fn reason(circumstances: &Circumstances) -> String {
         circumstances.explain(7, &Error::from_raw_os_error(libc::EPERM))
     }

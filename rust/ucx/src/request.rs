@@ -25,7 +25,7 @@ pub(crate) struct Op {
     _keep: Keep,
 }
 
-/// What UCX reads or writes during an operation.
+/// Memory and key that UCX uses during an operation.
 pub(crate) enum Keep {
     Nothing,
     Get {

@@ -47,7 +47,7 @@ impl Domains {
     }
 }
 
-/// Whether a lane moves bytes from CUDA memory into CUDA memory by itself. Without such a lane, UCX serves a get in
+/// True if a lane moves bytes from CUDA memory into CUDA memory by itself. Without such a lane, UCX serves a get in
 /// software, over TCP too.
 fn is_direct(lane: &Lane, here: Domains, there: Domains, is_mapped: bool) -> bool {
     let is_rdma = ["rc_", "dc_"]
@@ -80,7 +80,7 @@ pub(crate) struct Key {
 }
 
 impl Key {
-    /// Whether it is live, and the key of this endpoint.
+    /// True if it is live, and the key of this endpoint.
     pub(crate) fn is_of(&self, endpoint: EndpointId) -> bool {
         self.endpoint == endpoint && self.handle.get().is_some()
     }
@@ -161,9 +161,9 @@ impl Drop for Write {
 pub struct Get<'a> {
     /// The destination.
     pub local: &'a Arc<Memory>,
-    /// Where in `local` the bytes go.
+    /// Offset in `local` of the first byte.
     pub offset: usize,
-    /// How many bytes are read.
+    /// Number of bytes to read.
     pub len: usize,
     /// Their address in the peer's process.
     pub remote: u64,
@@ -310,8 +310,8 @@ impl Worker {
 /// A key may hold one entry of at most 255 bytes for each of 64 memory domains.
 const KEY_TAIL: [u8; 64 * 256] = [0; 64 * 256];
 
-/// Whether the head of a packed key can be one: a map of memory domains (8 bytes), the memory type
-/// (1 byte, which UCX uses as an index), then per domain a length and that many bytes.
+/// True if the head of a packed key can be one: a map of memory domains (8 bytes), the memory type (1 byte, which UCX
+/// uses as an index), then per domain a length and that many bytes.
 fn is_plausible(packed: &[u8]) -> bool {
     let Some((domains, rest)) = packed.split_first_chunk::<8>() else {
         return false;

@@ -16,9 +16,9 @@ const PREFETCHED: usize = 8 * CACHE_LINE;
 
 /// Bytes that a peer, a device, a user's thread or another process may write at any time.
 ///
-/// A `&[u8]` promises the compiler that its bytes do not change; nobody can promise that of memory that is open to remote
-/// access. This view is a raw pointer. It copies bytes out, or hashes them, and each read is one of raw memory. What
-/// is written meanwhile gives some old and some new bytes: checksums and grants decide whether they count.
+/// A `&[u8]` promises the compiler that its bytes do not change, which does not hold for memory that is open to remote
+/// access. This view is a raw pointer. It copies bytes out, or hashes them, and each read is one of raw memory. A read
+/// during a write gives some old and some new bytes: checksums and grants decide whether they count.
 ///
 /// The memory model is that of the Linux kernel's `READ_ONCE`, and of the crates crossbeam (`AtomicCell`) and vm-memory
 /// (`VolatileSlice`): Rust has no atomic copy of bytes yet, and a copy through a raw pointer is one read of memory
@@ -42,12 +42,12 @@ impl SharedBytes<'_> {
         }
     }
 
-    /// How many bytes these are.
+    /// Number of bytes.
     pub fn len(self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// True if there are none.
     pub fn is_empty(self) -> bool {
         self.len == 0
     }
@@ -72,7 +72,7 @@ impl SharedBytes<'_> {
         unsafe { Self::new(self.start.wrapping_add(num_bytes), self.len - num_bytes) }
     }
 
-    /// Has the processor fetch their beginning, which is read soon. What follows it fetches by itself, within a page.
+    /// Prefetches their beginning, which is read soon. The processor fetches the rest by itself, within a page.
     pub fn prefetch(self) {
         #[cfg(target_arch = "x86_64")]
         for at in (0..self.len.min(PREFETCHED)).step_by(CACHE_LINE) {

@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_has_ended_gives_no_bytes_and_one_that_nobody_reads_no_signal() {
+    fn a_stream_that_has_ended_gives_no_bytes_and_one_without_a_reader_no_signal() {
         let (near, far) = UnixStream::pair().unwrap();
         drop(far);
         let buffer = Buffer::zeroed(4);

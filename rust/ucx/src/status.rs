@@ -24,7 +24,7 @@ impl Status {
         }
     }
 
-    /// Whether the peer is gone, as opposed to a wrong call.
+    /// True if the peer is lost, as opposed to a wrong call.
     pub fn is_disconnect(&self) -> bool {
         let disconnects = [
             sys::UCS_ERR_IO_ERROR,

@@ -24,9 +24,9 @@ use crate::request::Attributes;
 use crate::status::{Status, check};
 use crate::sys;
 
-/// How long a dropped worker waits for its operations before a reaper gets it.
+/// Time that a dropped worker waits for its operations before a reaper gets it.
 const DROP_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long it waits for endpoints that cannot be closed yet: the network may take minutes to give up.
+/// Time that it waits for endpoints that cannot be closed yet: the network may take minutes to give up.
 const LEAVE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// A UCX worker. It is neither `Send` nor `Sync`: one thread at a time uses it, and it moves to another only with all that
@@ -46,7 +46,7 @@ pub(crate) struct Inner {
     context: Arc<Context>,
     /// The GPU whose memory was used last, if any was.
     gpu: Cell<Option<u32>>,
-    /// Where copies end, once there was one.
+    /// Queue of the copies that have ended, once there was one.
     pub(crate) copies: OnceCell<Arc<EndedCopies>>,
     /// The argument of callbacks. It outlives the handle: fields are dropped after `Drop::drop`,
     /// which destroys the worker.
@@ -171,7 +171,7 @@ impl Worker {
         unsafe { worker.finish(num_reads) }
     }
 
-    /// Whether UCX has ended all operations and closes.
+    /// True if UCX has ended all operations and closes.
     pub(crate) fn is_settled(&self) -> bool {
         self.outstanding() == 0 && self.inner.state.leaving.get() == 0
     }
@@ -292,12 +292,12 @@ impl Inner {
         }
     }
 
-    /// Whether it has met memory of a GPU, its own or a peer's.
+    /// True if it has met memory of a GPU, its own or a peer's.
     pub(crate) fn uses_gpu(&self) -> bool {
         self.gpu.get().is_some()
     }
 
-    /// Whether this memory is registered with the worker's context.
+    /// True if this memory is registered with the worker's context.
     pub(crate) fn is_of_context(&self, memory: &Memory) -> bool {
         Arc::ptr_eq(memory.context(), &self.context)
     }

@@ -1,4 +1,4 @@
-//! An agent: its reactor, and what other threads see of it.
+//! An agent: its reactor, and its state that other threads see.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 
 use super::agent_core::{AgentCore, BlocksCommand};
 use super::handoff::{EventWaiter, HandoffCommand, HandoffService, HandoffShared};
-use super::shared::SharedState;
+use super::shared::SharedAgentState;
 use crate::error::Result;
 use crate::ids::Incarnation;
 use crate::integrity::Integrity;
@@ -67,7 +67,7 @@ pub struct Agent {
     pub(super) next_gate: AtomicU64,
     pub(super) reactor: Reactor<AgentCommand>,
     pub(super) incarnation: Incarnation,
-    pub(super) shared: Arc<SharedState>,
+    pub(super) shared: Arc<SharedAgentState>,
     pub(super) handoffs: Arc<HandoffShared>,
     /// True if the blocks that it reads and writes have checksums.
     pub(super) is_checksummed: bool,
@@ -86,7 +86,7 @@ impl Agent {
             ReactorConfig::listening(config.listen, config.token, identity, config.transport)?;
         let config = ReactorConfig { timeouts, ..config };
         let incarnation = config.identity.incarnation;
-        let shared = Arc::new(SharedState::new()?);
+        let shared = Arc::new(SharedAgentState::new()?);
         let handoffs = Arc::new(HandoffShared::default());
         let in_thread = (Arc::clone(&shared), Arc::clone(&handoffs));
         let reactor = spawn(config, move || {

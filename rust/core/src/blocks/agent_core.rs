@@ -14,7 +14,7 @@ use super::peers::PeerState;
 use super::plan::Region;
 use super::reads::{ActiveRead, BlockTransfer, Caller, ReadOwner};
 use super::regions::{Closing, LocalRegion};
-use super::shared::SharedState;
+use super::shared::SharedAgentState;
 use crate::error::{Error, Result};
 use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::codec::Reader;
@@ -56,7 +56,7 @@ pub(crate) enum BlocksCommand {
 
 /// All of it.
 pub(crate) struct AgentCore {
-    pub(super) shared: Arc<SharedState>,
+    pub(super) shared: Arc<SharedAgentState>,
     pub(crate) regions: BTreeMap<RegionId, LocalRegion>,
     pub(super) next_region: RegionId,
     pub(super) closing: Vec<Closing>,
@@ -68,7 +68,7 @@ pub(crate) struct AgentCore {
     pub(super) reads: HashMap<u64, ActiveRead>,
     /// Deadlines of writes, by peer and id.
     pub(super) write_deadlines: Timers<(SessionKey, u64)>,
-    /// When peers have to have described their regions.
+    /// Deadlines by which peers have to describe their regions.
     pub(super) described_by: Timers<SessionKey>,
     /// Peers whose notifications may have to be acknowledged.
     pub(super) to_note: BTreeSet<SessionKey>,
@@ -79,7 +79,7 @@ pub(crate) struct AgentCore {
 }
 
 impl AgentCore {
-    pub(super) fn new(shared: Arc<SharedState>) -> Self {
+    pub(super) fn new(shared: Arc<SharedAgentState>) -> Self {
         Self {
             shared,
             regions: BTreeMap::new(),

@@ -140,7 +140,7 @@ impl Agent {
         .to_bytes()
     }
 
-    /// The peers that are connected, whoever began.
+    /// All connected peers; either side may have started the connection.
     pub fn peers(&self) -> Vec<Peer> {
         let peers = self.shared.peers();
         let is_there = |peer: &&Peer| peer.lost().is_none();
@@ -227,7 +227,7 @@ impl Agent {
     pub fn notifications(&self) -> Result<Vec<Notification>> {
         let (notifications, drained) = self.shared.inbox.drain()?;
         if !drained.is_empty() {
-            // A closed agent has nobody to tell, and what had come is still the user's.
+            // A closed agent sends no acknowledgement; the caller still gets the notifications that had arrived.
             let _ = self.send(BlocksCommand::Drained(drained));
         }
         Ok(notifications)

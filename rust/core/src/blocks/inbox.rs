@@ -39,13 +39,13 @@ struct InboxState {
 }
 
 #[derive(Debug)]
-pub(super) struct Inbox {
+pub(super) struct NotificationInbox {
     state: Mutex<InboxState>,
     /// Readable while something waits, and from the end of the agent on.
     ready: OwnedFd,
 }
 
-impl Inbox {
+impl NotificationInbox {
     pub(super) fn new() -> Result<Self> {
         Ok(Self {
             state: Mutex::default(),

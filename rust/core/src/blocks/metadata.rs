@@ -1,5 +1,5 @@
-//! What an agent says of itself to those who bring their own exchange. No key and no UCX address is in it: those are
-//! for peers that have verified the token.
+//! Description of an agent for callers with their own exchange. It contains no key and no UCX address: peers get those
+//! after they have verified the token.
 
 use crate::error::{Error, Result};
 use crate::ids::Incarnation;

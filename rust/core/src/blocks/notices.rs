@@ -54,7 +54,7 @@ struct Numbered {
 
 /// The sender's side.
 #[derive(Debug, Default)]
-pub(super) struct Outbox {
+pub(super) struct NoticeOutbox {
     /// The work of a tag of its own completes when the peer has it.
     waiting: VecDeque<(Notice, Option<Completer<()>>)>,
     /// The numbers from `drained` on.
@@ -67,7 +67,7 @@ pub(super) struct Outbox {
     drained: u64,
 }
 
-impl Outbox {
+impl NoticeOutbox {
     /// Notifications that wait, or that the peer has not drained.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
@@ -255,7 +255,7 @@ mod tests {
 
     #[test]
     fn a_sender_that_keeps_its_window_is_never_refused() {
-        let (mut outbox, mut arrivals) = (Outbox::default(), Arrivals::default());
+        let (mut outbox, mut arrivals) = (NoticeOutbox::default(), Arrivals::default());
         for _ in 0..4 * WINDOW {
             outbox.push(Notice::Transfer(0, TAG_CAP / 3), None);
         }
@@ -276,7 +276,7 @@ mod tests {
 
     #[test]
     fn a_tag_is_done_when_the_peer_has_it_and_fails_when_the_peer_is_gone() {
-        let mut outbox = Outbox::default();
+        let mut outbox = NoticeOutbox::default();
         let works = [0, 1, 2].map(|_| {
             let (tag, completer) = work();
             outbox.push(Notice::Tag(b"tag".to_vec()), Some(completer));
@@ -296,7 +296,7 @@ mod tests {
     #[test]
     fn acknowledgements_that_cannot_be_true_are_errors() {
         for (received, drained) in [(3, 0), (2, 3), (u64::MAX, 0), (0, 0), (1, 0)] {
-            let mut outbox = Outbox::default();
+            let mut outbox = NoticeOutbox::default();
             for _ in 0..2 {
                 outbox.push(Notice::Transfer(0, 1), None);
                 outbox.pop().unwrap();

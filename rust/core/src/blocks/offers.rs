@@ -1,4 +1,4 @@
-//! Writes. Whoever owns the destination decides what is written into it: a write is an offer of blocks, which the target
+//! Writes. The owner of the destination decides about its content: a write is an offer of blocks, which the target
 //! checks, reads by its own data path, and answers.
 
 use std::sync::Arc;

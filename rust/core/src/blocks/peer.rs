@@ -1,4 +1,4 @@
-//! A connected peer as other threads see it: what it has, what was moved, whether it is lost.
+//! A connected peer as other threads see it: its regions, its counters, and its loss.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -11,7 +11,7 @@ use crate::transfer::region::RemoteRegion;
 /// The regions of a peer, by ascending ids.
 pub type Regions = Arc<[Arc<RemoteRegion>]>;
 
-/// Counters of what this side asked for; what peers ask for is not in them.
+/// Counters of the requests of this side; those of peers are not included.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Bytes read from peers.
@@ -142,7 +142,7 @@ impl Peer {
         Arc::clone(&self.state().regions)
     }
 
-    /// Why it is lost, if it is.
+    /// Reason for the loss of the peer, if it is lost.
     pub fn lost(&self) -> Option<String> {
         let state = self.state();
         state.lost.as_ref().map(|error| match error {

@@ -1,11 +1,11 @@
-//! The sessions of an agent: who is connected, and what waits for whom.
+//! The sessions of an agent: its connected peers, and the waits for them.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use super::agent_core::AgentCore;
 use super::messages::Offer;
-use super::notices::{Arrivals, Outbox};
+use super::notices::{Arrivals, NoticeOutbox};
 use super::offers::Write;
 use super::peer::{Counters, Peer, Regions};
 use crate::error::Error;
@@ -35,7 +35,7 @@ pub(crate) struct PeerState {
     pub(super) offers_here: HashMap<u64, Option<u64>>,
     /// Of them, those from regions that it has not described yet.
     pub(super) offers_early: Vec<Offer<'static>>,
-    pub(super) outbox: Outbox,
+    pub(super) outbox: NoticeOutbox,
     pub(super) arrivals: Arrivals,
 }
 
@@ -51,7 +51,7 @@ impl PeerState {
             offers_sent: Vec::new(),
             offers_here: HashMap::new(),
             offers_early: Vec::new(),
-            outbox: Outbox::default(),
+            outbox: NoticeOutbox::default(),
             arrivals: Arrivals::default(),
         }
     }

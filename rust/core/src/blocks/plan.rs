@@ -43,7 +43,7 @@ impl Region {
         &self.0.name
     }
 
-    /// How it is cut.
+    /// Its layout.
     pub fn layout(&self) -> &Layout {
         &self.0.layout
     }
@@ -165,7 +165,7 @@ impl Plan {
         })
     }
 
-    /// Whose blocks they are.
+    /// The peer that exposes the blocks.
     pub fn peer(&self) -> &Peer {
         &self.peer
     }

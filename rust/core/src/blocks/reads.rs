@@ -1,4 +1,4 @@
-//! Blocks on their way into this agent's regions: which transfer is whose, and what its end means to them.
+//! Reads of blocks into this agent's regions: the owner of each transfer, and the consequences of its end.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -52,7 +52,7 @@ impl Notify {
     }
 }
 
-/// Our user, who waits for a transfer.
+/// The caller of this process that waits for a transfer.
 #[derive(Debug)]
 pub(crate) struct Caller {
     pub(super) completer: Completer<u64>,
@@ -70,7 +70,7 @@ impl Caller {
     }
 }
 
-/// Whose read it is.
+/// The initiator of a read.
 #[derive(Debug)]
 pub(super) enum ReadOwner {
     Caller(Caller),

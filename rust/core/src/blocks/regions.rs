@@ -138,7 +138,7 @@ impl LocalRegion {
     }
 }
 
-/// A region that was closed and that somebody may still be reading.
+/// A closed region that peers may still be reading.
 pub(super) struct Closing {
     id: RegionId,
     /// Keeps the memory registered.
@@ -281,13 +281,13 @@ impl AgentCore {
         }
     }
 
-    /// When the first caller has waited long enough for the end of a region.
+    /// The earliest deadline of the callers that wait for the end of a region.
     pub(super) fn closing_deadline(&self) -> Option<Instant> {
         let waiting = self.closing.iter().flat_map(|closing| &closing.waiting);
         waiting.filter_map(|(until, _)| *until).min()
     }
 
-    /// Answers all who wait: the agent has ended, and with it all uses of its regions but those reads.
+    /// Completes the works of all callers: the agent has ended, and with it all uses of its regions but those reads.
     pub(super) fn end_all_closing(&mut self, pending: &PendingReads) {
         for closing in std::mem::take(&mut self.closing) {
             for (_, completer) in closing.waiting {
@@ -296,7 +296,7 @@ impl AgentCore {
         }
     }
 
-    /// Answers those who have waited long enough.
+    /// Ends the waits of the callers whose deadline has passed.
     fn give_up(&self, closing: &mut Closing, now: Instant) {
         let is_late = |(until, _): &mut (Option<Instant>, _)| until.is_some_and(|at| at <= now);
         let late: Vec<_> = closing.waiting.extract_if(.., is_late).collect();

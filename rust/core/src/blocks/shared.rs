@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Mutex, MutexGuard};
 
-use super::inbox::Inbox;
+use super::inbox::NotificationInbox;
 use super::peer::{Counters, Peer};
 use crate::error::Result;
 use crate::ids::SessionKey;
@@ -12,21 +12,21 @@ use crate::sync::lock;
 
 /// State that the reactor's thread shows to others.
 #[derive(Debug)]
-pub(super) struct SharedState {
+pub(super) struct SharedAgentState {
     pub(super) peers: Mutex<BTreeMap<SessionKey, Peer>>,
     pub(super) counters: Counters,
-    pub(super) inbox: Inbox,
+    pub(super) inbox: NotificationInbox,
     pub(super) num_regions: AtomicUsize,
 }
 
-impl SharedState {
+impl SharedAgentState {
     /// # Errors
     /// The system has no descriptor left.
     pub(super) fn new() -> Result<Self> {
         Ok(Self {
             peers: Mutex::default(),
             counters: Counters::default(),
-            inbox: Inbox::new()?,
+            inbox: NotificationInbox::new()?,
             num_regions: AtomicUsize::new(0),
         })
     }

@@ -74,7 +74,7 @@ pub(super) struct Checks {
     /// By the session to the producer.
     waiting: HashMap<SessionKey, Vec<Check>>,
     num_waiting: usize,
-    /// Why a producer was of no use when it was last checked. That is logged when it changes.
+    /// The reason for which each producer was unusable at its last check. The log gets changes only.
     reasons: HashMap<String, String>,
 }
 

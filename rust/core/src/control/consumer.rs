@@ -12,7 +12,7 @@ use crate::ids::{HandoffId, SessionKey};
 use crate::multimap::Multimap;
 use crate::reactor::Timers;
 
-/// How far a watch is.
+/// Stage of a watch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WatchStage {
     /// The session is not up.

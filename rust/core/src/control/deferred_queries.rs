@@ -14,7 +14,7 @@ use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 /// Queries that may wait: bounds what peers make this engine remember.
 pub(super) const DEFERRED_CAP: usize = 1024;
 
-/// What a deferred query waits for.
+/// Condition for the reply to a deferred query.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReplyCondition {
     /// The predicted end of prefill is at most `lead` away.
@@ -29,7 +29,7 @@ pub(super) struct DeferredQuery {
     pub(super) id: u64,
     pub(super) handoff: HandoffId,
     pub(super) condition: ReplyCondition,
-    /// When the query ends if its handoff is still unknown.
+    /// Time at which the query ends if its handoff is still unknown.
     pub(super) deadline: Instant,
 }
 
@@ -74,7 +74,7 @@ impl DeferredQuery {
         }
     }
 
-    /// When there is a reply if nothing else happens until then.
+    /// Time of the reply if nothing else happens until then.
     fn next_look(&self, producer: &ProducerRole) -> Option<Instant> {
         match (producer.status(&self.handoff), self.condition) {
             (HandoffStatus::Open(open), ReplyCondition::PrefillEnd { lead }) => {

@@ -39,7 +39,7 @@ pub struct Rank {
     pub incarnation: Incarnation,
 }
 
-/// What a consumer needs to load a handoff.
+/// A consumer's input for loading a handoff.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Opening {
     /// Hash of the prompt's token ids, which the consumer compares with its own.
@@ -52,12 +52,12 @@ pub struct Opening {
     pub ranks: Vec<Rank>,
 }
 
-/// What decode needs besides the KV, once prefill has finished.
+/// State that decode needs besides the KV, once prefill has finished.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SequenceState {
     /// Token ids that prefill sampled.
     pub output_ids: Vec<u32>,
-    /// Why prefill finished: `length` or `stop`.
+    /// Reason for the end of prefill: `length` or `stop`.
     pub finish_reason: String,
     /// Prompt tokens that prefill found in its prefix cache.
     pub num_cached_tokens: u32,
@@ -65,7 +65,7 @@ pub struct SequenceState {
     pub sampling_hash: [u8; 32],
 }
 
-/// What a producer tells the consumers that watch a handoff.
+/// Update of a producer to the consumers that watch a handoff.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum HandoffUpdate {
     /// The request is scheduled: what to compare and where to read.
@@ -94,7 +94,7 @@ pub enum ControlEvent {
     Released {
         /// The handoff.
         handoff: HandoffId,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// Consumer: the producer reports on a watched handoff.
@@ -108,7 +108,7 @@ pub enum ControlEvent {
     Lost {
         /// The handoff.
         handoff: HandoffId,
-        /// Why.
+        /// The reason.
         reason: String,
         /// The kind of it.
         cause: FailureCause,
@@ -128,7 +128,7 @@ pub enum ControlReply {
     Known(bool),
     /// The event that ends a subscription, or a wait for a consumer.
     Moment(Moment),
-    /// Why the engine cannot use the producer; empty if it can.
+    /// Reason for which the engine cannot use the producer; empty if it can.
     Checked(String),
 }
 
@@ -159,7 +159,7 @@ pub enum ControlQuery {
     Subscribe {
         /// The handoff.
         handoff: HandoffId,
-        /// How long before the end the reply is wanted, in whole microseconds.
+        /// Time between the reply and the end, in whole microseconds.
         lead: Duration,
     },
     /// Reports when a prefill ends: a producer's worker knows that by its layers.
@@ -193,11 +193,11 @@ impl ControlQuery {
 pub struct ControlTimeouts {
     /// Those of sessions.
     pub session: SessionTimeouts,
-    /// How long finished blocks wait for a first consumer.
+    /// Lease of finished blocks without a consumer.
     pub lease: Duration,
-    /// How long a watch or a deferred query waits for an unknown handoff.
+    /// Timeout of a watch or a deferred query for an unknown handoff.
     pub open: Duration,
-    /// How long a consumer waits for its handoff while the producer lives.
+    /// Timeout of a consumer for its handoff while the producer lives.
     pub handoff: Duration,
 }
 
@@ -305,8 +305,8 @@ impl Control {
         })
     }
 
-    /// Consumer: ends the watch. If the blocks were acknowledged, the producer ends the handoff at once, whoever else watches;
-    /// else when nobody watches and its prefill has finished.
+    /// Consumer: ends the watch. If the blocks were acknowledged, the producer ends the handoff at once, although
+    /// others may watch. Else it ends the handoff when the last watch has ended and its prefill has finished.
     pub fn unwatch(&self, handoff: HandoffId, is_acknowledged: bool) -> Result<()> {
         self.reactor.send(ControlCommand::Unwatch {
             handoff,

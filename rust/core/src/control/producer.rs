@@ -19,11 +19,11 @@ pub(super) const UNKNOWN_HANDOFF: &str = "the handoff is not known to its produc
 const CONSUMER_LOST: &str = "its consumer is gone";
 const CONSUMER_GAVE_UP: &str = "its consumer gave up";
 
-/// What decode needs besides the blocks, and how long the blocks are kept.
+/// State that decode needs besides the blocks, and the lease of the blocks.
 #[derive(Debug)]
 pub(super) struct FinishedPrefill {
     state: SequenceState,
-    /// When the lease ends, unless a consumer watches.
+    /// End of the lease, unless a consumer watches.
     lease_ends: Instant,
 }
 
@@ -40,7 +40,7 @@ pub(super) struct OpenHandoff {
 }
 
 impl OpenHandoff {
-    /// When the lease ends; `None` before prefill has finished, and while a consumer watches.
+    /// End of the lease; `None` before prefill has finished, and while a consumer watches.
     fn lease_ends(&self) -> Option<Instant> {
         let finished = self.finished.as_ref()?;
         self.watchers.is_empty().then_some(finished.lease_ends)
@@ -70,7 +70,7 @@ impl Waiter for PendingWatch {
     }
 }
 
-/// What a producer knows about a handoff.
+/// Status of a handoff at its producer.
 pub(super) enum HandoffStatus<'p> {
     Open(&'p OpenHandoff),
     Ended(&'p str),
@@ -83,11 +83,11 @@ pub(super) struct ProducerRole {
     lease: Duration,
     open_timeout: Duration,
     open: HashMap<HandoffId, OpenHandoff>,
-    /// When the leases of those end that have one.
+    /// Ends of leases, for the handoffs that have one.
     leases: Timers<HandoffId>,
     /// The open handoffs that each session watches.
     watched: Multimap<SessionKey, HandoffId>,
-    /// Why handoffs ended.
+    /// Reasons for the ends of handoffs.
     ended: RecentHandoffs<String>,
     /// Handoffs whose watches and queries wait without a deadline.
     expected: HashSet<HandoffId>,
@@ -303,7 +303,7 @@ impl ProducerRole {
         }
     }
 
-    /// Releases a handoff that nobody watches any more, unless prefill is under way.
+    /// Releases a handoff without watchers, unless prefill is under way.
     fn release_unwatched(&mut self, out: &mut ControlOutbox, handoff: HandoffId, reason: &str) {
         let open = self.open.get(&handoff);
         if open.and_then(OpenHandoff::lease_ends).is_some() {

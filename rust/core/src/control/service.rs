@@ -51,7 +51,7 @@ pub(super) enum ControlCommand {
     Trace(Trace),
 }
 
-/// What the halves of the control plane emit: messages to peers, events for the scheduler, and trace marks.
+/// Output of the halves of the control plane: messages to peers, events for the scheduler, and trace marks.
 #[derive(Default)]
 pub(super) struct ControlOutbox {
     pub(super) messages: Vec<(SessionKey, ControlMessage)>,

@@ -31,7 +31,7 @@ pub(super) struct Part {
     pub(super) memory: Option<Arc<Memory>>,
 }
 
-/// What describes the parts.
+/// Description of the parts.
 #[derive(Debug)]
 pub(super) enum Description {
     /// The record of a value, which has one part.

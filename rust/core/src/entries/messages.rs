@@ -171,7 +171,7 @@ pub(crate) enum EntryMessage<'a> {
     Acknowledge { take: u64 },
     /// Client: the value of a select or take differs from its checksum. `Refused` answers, with the reason for the caller.
     Corrupt { select: u64 },
-    /// Client: delete values that nobody holds. `Deleted` answers.
+    /// Client: delete values without holders. `Deleted` answers.
     Delete { keys: Vec<Cow<'a, [u8]>> },
     /// Client: list values. `Page` answers.
     List { prefix: Cow<'a, [u8]>, after: u64 },

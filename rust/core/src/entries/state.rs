@@ -452,7 +452,7 @@ impl<C: Clone> Entries<C> {
         self.release(holder, now);
     }
 
-    /// When to call [`expire`](Self::expire).
+    /// Time of the next call of [`expire`](Self::expire).
     pub(super) fn next_deadline(&mut self) -> Option<Instant> {
         self.deadlines.next()
     }

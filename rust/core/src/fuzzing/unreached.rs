@@ -17,7 +17,7 @@ use crate::transport::Transport;
 struct UnreachedService;
 
 impl Service for UnreachedService {
-    /// Where to connect, and the recipient of the UCX address.
+    /// The address to connect to, and the recipient of the UCX address.
     type Command = (Option<String>, Sender<Vec<u8>>);
 
     fn command(&mut self, links: &mut Links, (address, recipient): Self::Command) {
@@ -51,7 +51,7 @@ impl Service for UnreachedService {
     }
 }
 
-/// A reactor without a thread whose token nobody else holds. It panics when a peer gets further than the handshake.
+/// A reactor without a thread, with a token that no peer holds. It panics when a peer gets further than the handshake.
 #[derive(Debug)]
 pub struct Unreached(Reactor<<UnreachedService as Service>::Command>);
 

@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use crate::error::{Error, Result};
 use crate::net::secret::{MIN_TOKEN_BYTES, Tokens};
 
-/// Where a socket is bound: an address, and the ports to try in this order. Port 0 alone is any free one.
+/// Address of a listening socket, and the ports to try in this order. Port 0 alone is any free one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ListenAddress {
     pub(crate) ip: IpAddr,
@@ -81,7 +81,7 @@ pub(crate) fn listen_address<'a>(
     Ok(listen)
 }
 
-/// Why a short token, or none, is refused.
+/// Error text for a short token, or none.
 pub(crate) fn short_token(what: impl fmt::Display) -> String {
     format!(
         "{what} needs a token of {MIN_TOKEN_BYTES} bytes or more, because a shorter one can be guessed from a recorded handshake: set KVPIPE_TOKEN to the output of `openssl rand -hex 16`, on all sides"

@@ -66,7 +66,7 @@ impl fmt::Display for Encryption {
 
 /// The wish of a side, and what `Auto` depends on. The handshake authenticates it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Offer {
+pub struct EncryptionOffer {
     /// The setting of this side.
     pub encryption: Encryption,
     /// Both ends of the connection have loopback addresses, as this side sees them.
@@ -75,7 +75,7 @@ pub struct Offer {
     pub host: String,
 }
 
-impl Offer {
+impl EncryptionOffer {
     pub(crate) fn write(&self, writer: Writer) -> Writer {
         let writer = writer.u8(self.encryption as u8).u8(self.is_loopback.into());
         writer.str(&self.host)
@@ -112,9 +112,9 @@ mod tests {
     use super::*;
     use Encryption::{Auto, Off, On};
 
-    fn offer(encryption: Encryption, is_loopback: bool, host: &str) -> Offer {
+    fn offer(encryption: Encryption, is_loopback: bool, host: &str) -> EncryptionOffer {
         let host = host.to_owned();
-        Offer {
+        EncryptionOffer {
             encryption,
             is_loopback,
             host,
@@ -179,8 +179,8 @@ mod tests {
         for encryption in [Auto, On, Off] {
             let sent = offer(encryption, true, "boot id");
             let bytes = sent.write(Writer::default()).finish();
-            assert_eq!(Offer::read(&mut Reader::new(&bytes)), Ok(sent));
+            assert_eq!(EncryptionOffer::read(&mut Reader::new(&bytes)), Ok(sent));
         }
-        assert!(Offer::read(&mut Reader::new(&[3, 0, 0, 0, 0, 0])).is_err());
+        assert!(EncryptionOffer::read(&mut Reader::new(&[3, 0, 0, 0, 0, 0])).is_err());
     }
 }

@@ -6,8 +6,8 @@ use crate::net::record::{Sealer, TAG_LEN};
 
 /// Largest frame of an authenticated peer. An offer of 4 Mi blocks has 32 MiB.
 pub(crate) const FRAME_CAP: usize = 33 << 20;
-/// Most bytes of messages that wait for a peer that does not read. What peers may have asked for and offered at once has
-/// 448 MiB: 4 reads and 8 writes of 4 Mi blocks, and the checksums of 4 more.
+/// Most bytes of messages that wait for a peer that does not read. The requests and offers that a peer may have under
+/// way take 448 MiB: 4 reads and 8 writes of 4 Mi blocks, and the checksums of 4 more.
 const UNSENT_CAP: usize = 512 << 20;
 /// Longest reason in a goodbye.
 const REASON_CAP: usize = 4096;
@@ -41,7 +41,7 @@ pub(crate) enum SessionFrame<'a> {
     Goodbye(String),
     /// The receiver is to send a heartbeat now.
     Ping,
-    /// How the sender gets bytes of the receiver: by reading its memory, or as a stream, over this transport.
+    /// The sender's data path for bytes of the receiver: it reads its memory, or gets a stream, over this transport.
     DataPath { is_read: bool, transport: String },
     /// The sender has closed the further connection of this number. Parts of streams on it may not have come.
     StreamLost(u32),
@@ -145,7 +145,7 @@ pub(crate) struct FrameReader {
 }
 
 impl FrameReader {
-    /// Where to append received bytes.
+    /// Buffer to which received bytes are appended.
     pub(crate) fn buffer(&mut self) -> &mut Vec<u8> {
         self.bytes.drain(..std::mem::take(&mut self.start));
         if self.bytes.is_empty() {
@@ -298,7 +298,7 @@ mod tests {
 
     use super::*;
 
-    /// What has been written so far, in pieces of `len` bytes.
+    /// Moves at most `len` bytes of those that are unsent to the reader, and returns their number.
     fn receive(sent: &mut SendBuffer, reader: &mut FrameReader, len: usize) -> usize {
         let len = len.min(sent.unsent().len());
         reader.buffer().extend(&sent.unsent()[..len]);

@@ -25,7 +25,7 @@ mod noise;
 
 use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
-use crate::net::encryption::{Encryption, Offer};
+use crate::net::encryption::{Encryption, EncryptionOffer};
 use crate::net::identity::Identity;
 use crate::net::record::Records;
 use crate::net::secret::{JoinSecret, Secrets, SessionId};
@@ -36,16 +36,16 @@ use noise::Noise;
 /// Largest frame before authentication.
 pub const HANDSHAKE_FRAME_CAP: usize = 64 << 10;
 
-/// What a frame leads to.
+/// The next step of a handshake after a frame.
 #[derive(Debug)]
 pub enum Step {
     /// Send this frame and wait for more.
     Continue(Vec<u8>),
     /// Send this frame; the peer is known. The accepting side waits for [`Step::Ready`] before it uses the session.
     Admitted {
-        /// What is still to be sent.
+        /// The frame to send.
         frame: Vec<u8>,
-        /// Who the peer is, where this side may send at once.
+        /// The peer's identity, if this side may send at once.
         peer: Option<Box<Identity>>,
     },
     /// This peer knows the session too.
@@ -66,9 +66,9 @@ pub struct JoinRequest {
     message: Vec<u8>,
 }
 
-/// How far a peer that has connected is.
+/// Progress of a peer that has connected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Progress {
+pub(crate) enum HandshakeProgress {
     /// Its HELLO has not come.
     Silent,
     /// Its HELLO has come: with the token, or played again.
@@ -97,7 +97,7 @@ pub struct Handshake {
     /// The keys, once both messages of Noise have been written and read.
     records: Option<Records>,
     join_secret: Option<JoinSecret>,
-    ours: Offer,
+    ours: EncryptionOffer,
     /// The setting of the peer, once it has proved the token.
     theirs: Option<Encryption>,
     /// True if frames stay sealed after the handshake; `None` where the two sides do not agree.
@@ -106,7 +106,7 @@ pub struct Handshake {
 }
 
 impl Handshake {
-    fn new(state: HandshakeState, ours: Offer, peer: &str) -> Self {
+    fn new(state: HandshakeState, ours: EncryptionOffer, peer: &str) -> Self {
         Self {
             state,
             records: None,
@@ -119,7 +119,7 @@ impl Handshake {
     }
 
     /// The accepting side.
-    pub fn server(secrets: &Secrets, ours: Offer, peer: &str) -> Self {
+    pub fn server(secrets: &Secrets, ours: EncryptionOffer, peer: &str) -> Self {
         Self::new(HandshakeState::ServerHello(secrets.clone()), ours, peer)
     }
 
@@ -127,25 +127,25 @@ impl Handshake {
     ///
     /// # Errors
     /// `Exhausted`: the system gives no random bytes.
-    pub fn client(secrets: &Secrets, ours: Offer, peer: &str) -> Result<(Self, Vec<u8>)> {
+    pub fn client(secrets: &Secrets, ours: EncryptionOffer, peer: &str) -> Result<(Self, Vec<u8>)> {
         Self::greet(Noise::initiator(secrets.current())?, ours, peer)
     }
 
-    fn greet(mut noise: Noise, ours: Offer, peer: &str) -> Result<(Self, Vec<u8>)> {
+    fn greet(mut noise: Noise, ours: EncryptionOffer, peer: &str) -> Result<(Self, Vec<u8>)> {
         let message = noise.write(&ours.write(Writer::default()).finish())?;
         let hello = HandshakeFrame::Hello(Greeting::new(&message)).encode();
         let state = HandshakeState::ClientReply(Box::new(noise));
         Ok((Self::new(state, ours, peer), hello))
     }
 
-    /// How far a peer that has connected is.
-    pub(crate) fn progress(&self) -> Progress {
+    /// Progress of a peer that has connected.
+    pub(crate) fn progress(&self) -> HandshakeProgress {
         match self.state {
-            HandshakeState::ServerHello(_) => Progress::Silent,
+            HandshakeState::ServerHello(_) => HandshakeProgress::Silent,
             HandshakeState::ServerIdentity
             | HandshakeState::ServerJoin
-            | HandshakeState::ServerJoinReady => Progress::Greeted,
-            _ => Progress::Proved,
+            | HandshakeState::ServerJoinReady => HandshakeProgress::Greeted,
+            _ => HandshakeProgress::Proved,
         }
     }
 
@@ -165,7 +165,7 @@ impl Handshake {
         let (session, greeting) = (secret.session_id(), Greeting::new(&message));
         let join = HandshakeFrame::Join(session, number, greeting).encode();
         let state = HandshakeState::ClientJoinReply(Box::new(noise));
-        let mut handshake = Self::new(state, Offer::default(), peer);
+        let mut handshake = Self::new(state, EncryptionOffer::default(), peer);
         handshake.is_sealed = Some(is_sealed);
         Ok((handshake, join))
     }
@@ -349,7 +349,7 @@ impl Handshake {
 
     fn read_offer(&mut self, offer: &[u8]) -> Result<()> {
         let mut reader = Reader::new(offer);
-        let theirs = Offer::read(&mut reader)?;
+        let theirs = EncryptionOffer::read(&mut reader)?;
         reader.end()?;
         self.is_sealed = self.ours.agree(&theirs);
         self.theirs = Some(theirs.encryption);

@@ -12,7 +12,7 @@ const ADDRESS_CAP: usize = 32 << 10;
 /// Most fields of a fingerprint.
 const FIELDS_CAP: usize = 256;
 
-/// What a session is for; a peer that wants something else is refused.
+/// Purpose of a session; a peer with another one is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum SessionKind {
@@ -52,7 +52,7 @@ const RKEY_CAP: usize = 4096;
 pub struct Canary {
     /// This process, for peers on the same host.
     pub pid: u32,
-    /// Where it lies in this process.
+    /// Its address in this process.
     pub address: u64,
     /// Packed by UCX.
     pub rkey: Vec<u8>,
@@ -82,10 +82,10 @@ impl Canary {
     }
 }
 
-/// What a peer learns about this side.
+/// Description of this side for a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
-    /// What the session is for.
+    /// Purpose of the session.
     pub kind: SessionKind,
     /// This life of the engine.
     pub incarnation: Incarnation,
@@ -95,7 +95,7 @@ pub struct Identity {
     pub fingerprint: Vec<(String, String)>,
     /// The UCX worker's address; empty where there is no data plane.
     pub ucx_address: Vec<u8>,
-    /// What peers read first; none where there is no data plane.
+    /// Memory that peers read first; none without a data plane.
     pub canary: Option<Canary>,
     /// The boot id of the machine: both sides know whether they share a host.
     pub host: String,

@@ -28,10 +28,10 @@ pub(super) struct PendingReceive {
 pub(super) struct IncomingTensor {
     pub(super) sequence: u64,
     pub(super) meta: Meta,
-    pub(super) content: Content,
+    pub(super) content: IncomingContent,
 }
 
-pub(super) enum Content {
+pub(super) enum IncomingContent {
     /// The message, which ends with the tensor's bytes: they are not copied out of it.
     Eager {
         message: Vec<u8>,
@@ -46,13 +46,13 @@ pub(super) enum Content {
 }
 
 impl IncomingTensor {
-    /// Why it does not fit the memory that a caller receives into.
+    /// The error if it does not fit the memory that a caller receives into.
     fn mismatch(&self, out: Option<&(Meta, Buffer)>) -> Option<Error> {
         let (meta, buffer) = out?;
         let len = match &self.content {
-            Content::Eager { len, .. } => *len,
-            Content::Offer(buffer) => buffer.len,
-            Content::Corrupt { .. } => return None,
+            IncomingContent::Eager { len, .. } => *len,
+            IncomingContent::Offer(buffer) => buffer.len,
+            IncomingContent::Corrupt { .. } => return None,
         };
         if *meta == self.meta && buffer.len() == len {
             return None;
@@ -84,10 +84,10 @@ impl Receiver {
             Ok(SenderMessage::Eager { meta, bytes }) => {
                 let (meta, len) = (meta.into_owned(), bytes.len());
                 let message = data.into_bytes();
-                (meta, Content::Eager { message, len })
+                (meta, IncomingContent::Eager { message, len })
             }
             Ok(SenderMessage::Offer { meta, buffer }) => {
-                (meta.into_owned(), Content::Offer(buffer))
+                (meta.into_owned(), IncomingContent::Offer(buffer))
             }
             Ok(SenderMessage::Withdraw) => {
                 self.withdraw(cx, session, sequence);
@@ -97,7 +97,7 @@ impl Receiver {
             Ok(SenderMessage::Invalid) => return self.validated(sequence, false),
             Err(Error::Corrupt(_)) => {
                 let was_offered = kind == OFFER;
-                (Meta::default(), Content::Corrupt { was_offered })
+                (Meta::default(), IncomingContent::Corrupt { was_offered })
             }
             Err(error) => return Err(error),
         };
@@ -108,7 +108,7 @@ impl Receiver {
             )));
         }
         self.next_sequence += 1;
-        if let Content::Offer(buffer) = &content {
+        if let IncomingContent::Offer(buffer) = &content {
             cx.transfers.add_source(session, sequence, buffer.source());
         }
         self.incoming.push_back(IncomingTensor {
@@ -135,14 +135,16 @@ impl Receiver {
             };
             let (sequence, meta) = (tensor.sequence, tensor.meta);
             match tensor.content {
-                Content::Eager { message, len } => {
+                IncomingContent::Eager { message, len } => {
                     self.record_received(cx.links, sequence, len);
                     let placed = place(message, len, receive.out);
                     let received = placed.map(|buffer| Arc::new(Received { meta, buffer }));
                     receive.completer.complete(received);
                 }
-                Content::Offer(buffer) => self.begin_large(cx, sequence, meta, buffer, receive),
-                Content::Corrupt { was_offered } => {
+                IncomingContent::Offer(buffer) => {
+                    self.begin_large(cx, sequence, meta, buffer, receive);
+                }
+                IncomingContent::Corrupt { was_offered } => {
                     if was_offered {
                         self.reply(cx.links, sequence, &ReceiverMessage::Corrupt);
                     } else {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::TRANSFERS_IN_FLIGHT;
-use super::incoming::{Content, IncomingTensor, PendingReceive};
+use super::incoming::{IncomingContent, IncomingTensor, PendingReceive};
 use super::messages::ReceiverMessage;
 use super::receiver::Receiver;
 use crate::error::{Error, Result};
@@ -20,9 +20,9 @@ use crate::work::Completer;
 /// Another transfer begins when fewer bytes than this are left of those that have begun.
 const BYTES_AHEAD: u64 = 4 << 20;
 
-/// How far a large tensor is.
+/// State of a large tensor.
 #[derive(Debug)]
-pub(super) enum Progress {
+pub(super) enum ReceiveStage {
     Transferring,
     /// Its last read has ended, and its sender has been asked whether it still offers it.
     Validating(Arc<Memory>),
@@ -45,7 +45,7 @@ pub(super) struct LargeReceive {
     pub(super) completer: Completer<Arc<Received>>,
     /// By its sender, or because its receive is late.
     is_withdrawn: bool,
-    pub(super) progress: Progress,
+    pub(super) stage: ReceiveStage,
 }
 
 impl LargeReceive {
@@ -57,8 +57,8 @@ impl LargeReceive {
     /// Fails a tensor that no caller has yet, also one that waits for its sender's answer, and one that is complete and
     /// waits for those before it: its sender may have reported it as lost.
     pub(super) fn fail(&mut self, error: &Error) {
-        if let Progress::Validating(_) | Progress::Ended(Ok(_)) = self.progress {
-            self.progress = Progress::Ended(Err(error.clone()));
+        if let ReceiveStage::Validating(_) | ReceiveStage::Ended(Ok(_)) = self.stage {
+            self.stage = ReceiveStage::Ended(Err(error.clone()));
         }
     }
 }
@@ -77,7 +77,7 @@ impl LargeReceive {
             grace: None,
             completer,
             is_withdrawn: false,
-            progress: Progress::Transferring,
+            stage: ReceiveStage::Transferring,
         }
     }
 }
@@ -89,7 +89,7 @@ impl Receiver {
     pub(super) fn can_begin(&self, transfers: &TransferEngine, next: &IncomingTensor) -> bool {
         let left = self.large_receives.iter();
         let left: u64 = left.map(|each| transfers.bytes_left(each.transfer)).sum();
-        let is_large = matches!(next.content, Content::Offer(_));
+        let is_large = matches!(next.content, IncomingContent::Offer(_));
         self.large_receives.is_empty()
             || (is_large
                 && left < BYTES_AHEAD
@@ -126,7 +126,7 @@ impl Receiver {
                 self.incoming.push_front(IncomingTensor {
                     sequence,
                     meta,
-                    content: Content::Offer(buffer),
+                    content: IncomingContent::Offer(buffer),
                 });
                 return receive.completer.complete(Err(not_consumed(error)));
             }
@@ -142,7 +142,7 @@ impl Receiver {
             grace: (receive.deadline.done_by).map(|at| GracePeriod::new(cx.links.now(), at)),
             completer: receive.completer,
             is_withdrawn: false,
-            progress: Progress::Transferring,
+            stage: ReceiveStage::Transferring,
         });
         cx.transfers.enqueue(cx.links, transfer);
     }
@@ -183,10 +183,10 @@ impl Receiver {
             cx.links.fail(session, error.clone());
         }
         if outcome.is_ok() && large.is_validated {
-            large.progress = Progress::Validating(completion.memory);
+            large.stage = ReceiveStage::Validating(completion.memory);
             self.reply(cx.links, sequence, &ReceiverMessage::Validate);
         } else {
-            large.progress = Progress::Ended(outcome.map(|()| completion.memory));
+            large.stage = ReceiveStage::Ended(outcome.map(|()| completion.memory));
         }
     }
 
@@ -205,12 +205,12 @@ impl Receiver {
         let receives = &self.large_receives;
         receives.iter().enumerate().position(|(at, large)| {
             let is_first = receives.iter().take(at).all(LargeReceive::is_unsettled);
-            (is_first || large.is_withdrawn) && matches!(large.progress, Progress::Ended(_))
+            (is_first || large.is_withdrawn) && matches!(large.stage, ReceiveStage::Ended(_))
         })
     }
 
     fn complete_large(&mut self, cx: &mut Cx<'_>, large: LargeReceive) {
-        let Progress::Ended(outcome) = large.progress else {
+        let ReceiveStage::Ended(outcome) = large.stage else {
             return;
         };
         self.count_waiting();
@@ -229,7 +229,7 @@ impl Receiver {
         });
         match &received {
             Err(Error::Corrupt(_)) => self.reply(cx.links, sequence, &ReceiverMessage::Corrupt),
-            // What the source cannot send, it would wait for.
+            // Without a reply, the sender would wait although the transfer has failed.
             Err(Error::Config(reason)) if !large.is_withdrawn => {
                 let reason = reason.clone().into();
                 self.reply(cx.links, sequence, &ReceiverMessage::Refused { reason });
@@ -283,7 +283,7 @@ impl Receiver {
         }
     }
 
-    /// When to look again at large tensors that may be late.
+    /// Time of the next check for late large tensors.
     pub(super) fn next_expiry(&self, links: &Links) -> Option<Instant> {
         let session = self.session?;
         let graces = self.large_receives.iter();
@@ -302,17 +302,17 @@ impl Receiver {
             let text = format_args!("whether tensor {sequence} is valid, which was not offered");
             return is_offered.then_some(()).ok_or(Error::protocol(text));
         };
-        match &large.progress {
-            Progress::Validating(memory) if is_valid => {
-                large.progress = Progress::Ended(Ok(Arc::clone(memory)));
+        match &large.stage {
+            ReceiveStage::Validating(memory) if is_valid => {
+                large.stage = ReceiveStage::Ended(Ok(Arc::clone(memory)));
             }
-            Progress::Validating(_) => {
+            ReceiveStage::Validating(_) => {
                 // Also answers a WITHDRAW.
                 large.is_withdrawn = true;
                 large.fail(&withdrawn_by_sender());
             }
-            Progress::Ended(Err(_)) => {}
-            Progress::Transferring | Progress::Ended(Ok(_)) => {
+            ReceiveStage::Ended(Err(_)) => {}
+            ReceiveStage::Transferring | ReceiveStage::Ended(Ok(_)) => {
                 let text = format_args!("whether tensor {sequence} is valid, which was not asked");
                 return Err(Error::protocol(text));
             }

@@ -42,7 +42,7 @@ const MESSAGES_IN_FLIGHT: usize = 64;
 /// Most large tensors that are transferred at once.
 const TRANSFERS_IN_FLIGHT: usize = 8;
 
-/// When an operation gives up.
+/// Time limits of an operation.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Deadline {
     /// The send and its receive must have met by then. Otherwise the operation is withdrawn and the pipe stays usable.
@@ -71,7 +71,7 @@ pub struct PipeInfo {
     pub peer: String,
     /// The transport that carries large tensors, once known.
     pub transport: String,
-    /// Why the data path is slower than possible, and the remedy; empty otherwise.
+    /// Reason for a slower data path than possible, and the remedy; empty otherwise.
     pub advice: &'static str,
     /// Tensors sent or received, completed.
     pub num_tensors: u64,
@@ -102,7 +102,7 @@ impl SharedInfo {
         info.advice = links.advice(session).unwrap_or_default();
     }
 
-    /// How the receiver gets large tensors, once that is known.
+    /// Sets the transport of large tensors, once it is known.
     fn set_transport(&self, transport: Option<String>) {
         if let Some(transport) = transport {
             self.get().transport = transport;

@@ -25,7 +25,7 @@ pub(super) struct QueuedSend {
 }
 
 impl Sender {
-    /// Withdraws what has not been posted in time.
+    /// Withdraws tensors that have not been posted in time.
     pub(super) fn expire_queued(&mut self, now: Instant) {
         if !self.deadlines.take_if_past(now) {
             return;

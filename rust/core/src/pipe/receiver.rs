@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::incoming::{Content, IncomingTensor, PendingReceive};
+use super::incoming::{IncomingContent, IncomingTensor, PendingReceive};
 use super::large_receive::LargeReceive;
 use super::messages::{END, ReceiverMessage};
 use super::{EAGER_CAP, MESSAGES_IN_FLIGHT, SharedInfo, TRANSFERS_IN_FLIGHT};
@@ -176,7 +176,7 @@ impl TransferService for Receiver {
         self.failure.get_or_insert(error.clone());
         // Eager tensors can still be received. Offers cannot: their memory is gone with the sender.
         self.incoming
-            .retain(|tensor| !matches!(tensor.content, Content::Offer(_)));
+            .retain(|tensor| !matches!(tensor.content, IncomingContent::Offer(_)));
         for large in &mut self.large_receives {
             large.fail(&error);
             large.grace = None;

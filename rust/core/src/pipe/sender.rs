@@ -337,7 +337,7 @@ impl TransferService for Sender {
         self.expire_queued(now);
         for posted in &mut self.posted {
             if posted.expire(cx.links, session) {
-                // What is sent after WITHDRAW would be dropped, and its caller may change the memory.
+                // The receiver drops anything after WITHDRAW, and the caller may change the memory.
                 cx.transfers
                     .withdraw_source(cx.links, session, posted.sequence);
             }

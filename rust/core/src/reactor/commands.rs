@@ -86,7 +86,7 @@ impl<C> CommandReceiver<C> {
 
 #[cfg(test)]
 impl<C> CommandReceiver<C> {
-    /// How many wait; nobody sends meanwhile.
+    /// Number of waiting commands. Other threads must not send meanwhile.
     pub(crate) fn len(&self) -> usize {
         let waiting: Vec<_> = self.receiver.try_iter().collect();
         let len = waiting.len();

@@ -25,10 +25,11 @@ pub(crate) struct Connected {
     pub(crate) stream: std::result::Result<TcpStream, ConnectFailure>,
 }
 
-/// Why an attempt to connect has failed.
+/// Cause of a failed attempt to connect.
 #[derive(Debug)]
 pub(crate) enum ConnectFailure {
-    /// Nobody listens there, or a firewall refuses. A full backlog refuses nobody: the system repeats the attempt.
+    /// No listener at the address, or a firewall refuses. A full backlog refuses no connection: the system repeats the
+    /// attempt.
     Refused(String),
     /// The peer accepted the connection and ended it without a reason.
     Cut(String),

@@ -1,24 +1,24 @@
-//! Which thread runs a reactor: its own, or a caller that waits for a work of the reactor. Such a caller saves two hops
-//! between threads, 20 to 30 us each. One thread at a time holds the core, and puts it back for the others.
+//! Drives a reactor by its own thread, or by a caller that waits for a work of the reactor. Such a caller saves two
+//! hops between threads, 20 to 30 us each. One thread at a time holds the core, and puts it back for the others.
 //!
 //! ```text
-//!                  take_for_caller                 take_for_thread
+//!                acquire_for_caller              acquire_for_thread
 //! HeldByCaller ◄──────────────────────── Free ────────────────────────► HeldByThread
 //!      │                                 ▲  ▲                                 │
 //!      ├──────────── put_back ───────────┘  └─── sleep, yield_to_caller ──────┤
 //!      │                                                                      │
 //!      └──────────── panic ────────────► Ended ◄──────── stopped, panic ──────┘
 //!
-//! take_for_caller  a caller waits, the core is free, and `thread_must_run` is not set
-//! put_back         its work is completed, its deadline has passed, a signal arrived, or the reactor is to stop
-//! take_for_thread  no caller has held the core for HANDBACK_DELAY, or `thread_must_run` is set
-//! sleep            nothing is to be done before a deadline
-//! yield_to_caller  nothing is to be done, and `caller_waits` is set
+//! acquire_for_caller  a caller waits, the core is free, and `thread_must_run` is not set
+//! put_back            its work is completed, its deadline has passed, a signal arrived, or the reactor is to stop
+//! acquire_for_thread  no caller has held the core for HANDBACK_DELAY, or `thread_must_run` is set
+//! sleep               nothing is to be done before a deadline
+//! yield_to_caller     nothing is to be done, and `caller_waits` is set
 //! ```
 //! The reactor's thread is Running; or Polling, while it holds the core without anything to do; or Sleeping, while the core
 //! is free; or Parked, while a caller holds the core.
 //!
-//! Who wakes whom:
+//! Wake-ups:
 //! - [`notify`](DriverHandle::notify), after a command or by a waker, signals the poller's eventfd, which wakes the thread
 //!   that waits in epoll, and `for_thread`, which wakes a parked thread. It sets `thread_must_run`, unless the thread holds
 //!   the core already.
@@ -46,7 +46,7 @@ use crate::process::Process;
 use crate::sync::{clear, eventfd, lock, signal};
 use crate::work::{Drive, Driven};
 
-/// How long the thread leaves the core to the next caller after the last one, up to twice that.
+/// Time for which the thread leaves the core to the next caller after the last one, up to twice that.
 const HANDBACK_DELAY: Duration = Duration::from_millis(1);
 
 /// A [`Driver`] without the type of its core.
@@ -58,7 +58,7 @@ pub(crate) trait DriverHandle: Drive {
     /// One round of a reactor that has no thread.
     #[cfg(any(test, feature = "fuzzing"))]
     fn run_once(&self) -> super::manual::Round;
-    /// What the handler of a reactor without a thread holds.
+    /// Sizes of the maps and queues of the handler of a reactor without a thread.
     #[cfg(test)]
     fn sizes(&self) -> super::manual::Sizes;
     /// Drops the core of a reactor that has no thread: it and the holder of a [`Waker`](super::Waker) would keep each
@@ -69,7 +69,7 @@ pub(crate) trait DriverHandle: Drive {
 
 type BoxedCore<H> = Box<AssertSend<ReactorCore<H>>>;
 
-/// What the reactor's thread does.
+/// State of the reactor's thread.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ThreadState {
     /// It runs the reactor, or is about to see whether it may.
@@ -82,7 +82,7 @@ enum ThreadState {
     Parked,
 }
 
-/// Where the core is.
+/// Holder of the core.
 enum Holder<H: EventHandler> {
     Free(BoxedCore<H>),
     HeldByThread(ThreadId),
@@ -92,7 +92,7 @@ enum Holder<H: EventHandler> {
 
 struct DriverState<H: EventHandler> {
     holder: Holder<H>,
-    /// How often callers have taken the core.
+    /// Number of times that callers have acquired the core.
     num_caller_runs: u64,
     thread: ThreadState,
     /// A caller waits for the thread to put the core back.
@@ -102,8 +102,8 @@ struct DriverState<H: EventHandler> {
 }
 
 impl<H: EventHandler> DriverState<H> {
-    /// Takes the core for `holder`, if it is free.
-    fn take_core(&mut self, holder: Holder<H>) -> Option<BoxedCore<H>> {
+    /// Acquires the core for `holder`, if it is free.
+    fn acquire_core(&mut self, holder: Holder<H>) -> Option<BoxedCore<H>> {
         match std::mem::replace(&mut self.holder, holder) {
             Holder::Free(core) => Some(core),
             held => {
@@ -156,7 +156,7 @@ impl<H: EventHandler> Driver<H> {
     /// The reactor's thread.
     pub(super) fn run_thread(&self) {
         let mut num_seen = 0;
-        while let Some(core) = self.take_for_thread(&mut num_seen) {
+        while let Some(core) = self.acquire_for_thread(&mut num_seen) {
             // A panic drops the core, and everything that is under way ends as closed.
             if catch_unwind(AssertUnwindSafe(|| self.run_core(core))).is_err() {
                 self.set_ended();
@@ -165,12 +165,12 @@ impl<H: EventHandler> Driver<H> {
     }
 
     /// Waits until no caller holds the core, nor did for [`HANDBACK_DELAY`]. `None`: the reactor has ended.
-    fn take_for_thread(&self, num_seen: &mut u64) -> Option<BoxedCore<H>> {
+    fn acquire_for_thread(&self, num_seen: &mut u64) -> Option<BoxedCore<H>> {
         let mut state = self.lock();
         while !matches!(state.holder, Holder::Ended) {
             let is_quiet = state.num_caller_runs == *num_seen;
             if (is_quiet || state.thread_must_run)
-                && let Some(core) = state.take_core(Holder::HeldByThread(thread::current().id()))
+                && let Some(core) = state.acquire_core(Holder::HeldByThread(thread::current().id()))
             {
                 *num_seen = state.num_caller_runs;
                 state.thread_must_run = false;
@@ -240,7 +240,7 @@ impl<H: EventHandler> Driver<H> {
     }
 
     /// The core for a caller, unless another thread holds it or is about to.
-    fn take_for_caller(&self) -> Option<BoxedCore<H>> {
+    fn acquire_for_caller(&self) -> Option<BoxedCore<H>> {
         let mut state = self.lock();
         if matches!(state.holder, Holder::HeldByCaller(_)) || state.thread_must_run {
             state.thread_must_run = true; // the other caller stops when its own work is done, the thread does not
@@ -252,7 +252,7 @@ impl<H: EventHandler> Driver<H> {
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
             state.caller_waits = false;
         }
-        let core = state.take_core(Holder::HeldByCaller(thread::current().id()))?;
+        let core = state.acquire_core(Holder::HeldByCaller(thread::current().id()))?;
         state.num_caller_runs += 1;
         if state.thread == ThreadState::Sleeping {
             signal(&self.thread_wake);
@@ -280,7 +280,7 @@ impl<H: EventHandler> Drive for Driver<H> {
         if let Err(error) = self.process.check() {
             return Driven::Forked(error);
         }
-        let Some(core) = self.take_for_caller() else {
+        let Some(core) = self.acquire_for_caller() else {
             self.poller.wake(); // for what was queued
             return Driven::Busy;
         };
@@ -321,7 +321,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
     fn run_once(&self) -> super::manual::Round {
         use super::manual::Round;
         let holder = Holder::HeldByCaller(thread::current().id());
-        let Some(mut core) = self.lock().take_core(holder) else {
+        let Some(mut core) = self.lock().acquire_core(holder) else {
             return Round::Over;
         };
         core.get_mut().poll_sockets(clock::now());
@@ -343,7 +343,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
     #[cfg(test)]
     fn sizes(&self) -> super::manual::Sizes {
         let holder = Holder::HeldByCaller(thread::current().id());
-        let Some(mut core) = self.lock().take_core(holder) else {
+        let Some(mut core) = self.lock().acquire_core(holder) else {
             return Vec::new();
         };
         let sizes = core.get_mut().handler.sizes();
@@ -353,7 +353,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
 
     #[cfg(any(test, feature = "fuzzing"))]
     fn drop_core(&self) {
-        let core = self.lock().take_core(Holder::Ended);
+        let core = self.lock().acquire_core(Holder::Ended);
         drop(core);
     }
 }

@@ -9,7 +9,7 @@ thread_local! {
     static IS_ON: Cell<bool> = const { Cell::new(false) };
 }
 
-/// How much each map and queue of an owner holds, by its name in `docs/internals/reactor.md`.
+/// Size of each map and queue of an owner, by its name in `docs/internals/reactor.md`.
 #[cfg(test)]
 pub(crate) type Sizes = Vec<(&'static str, usize)>;
 
@@ -26,7 +26,7 @@ pub fn without_threads<T>(what: impl FnOnce() -> T) -> T {
     made
 }
 
-/// How a round ended.
+/// Outcome of a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Round {
     /// There is more to do now.
@@ -46,7 +46,7 @@ impl<C> Reactor<C> {
         without_threads(|| self.driver.run_once())
     }
 
-    /// What its handler holds between two rounds; nothing once it has ended.
+    /// Sizes of the handler's maps and queues between two rounds; empty once it has ended.
     #[cfg(test)]
     pub(crate) fn sizes(&self) -> Sizes {
         self.driver.sizes()

@@ -41,12 +41,12 @@ pub(crate) fn ended() -> Error {
     Error::Closed("already closed".to_owned())
 }
 
-/// What a reactor drives. All calls come from the thread that runs the reactor, one at a time; it is not always the same
-/// thread, so that a handler uses no thread-locals and shares nothing with other threads without atomics.
+/// The service side of a reactor. All calls come from the thread that runs the reactor, one at a time; it is not always
+/// the same thread, so that a handler uses no thread-locals and shares nothing with other threads without atomics.
 pub(crate) trait EventHandler {
     /// The UCX worker, while there is a data plane.
     fn worker(&self) -> Option<&Worker>;
-    /// Sets the time of what is called next.
+    /// Sets the time of the calls that follow.
     fn set_now(&mut self, now: Instant);
     /// Handles what other threads have queued, until a command to stop. The handler calls this itself between receiving
     /// bytes and acting on them: what a thread asked for before it made a peer speak comes first.
@@ -176,14 +176,14 @@ impl<C: Send + 'static> Reactor<C> {
     }
 }
 
-/// Queues commands of a thread that does not keep the reactor running.
+/// Sends commands to a reactor without keeping it running.
 #[derive(Debug)]
-pub(crate) struct CommandQueue<C> {
+pub(crate) struct CommandHandle<C> {
     commands: CommandSender<C>,
     waker: Waker,
 }
 
-impl<C> CommandQueue<C> {
+impl<C> CommandHandle<C> {
     /// As [`Reactor::send`].
     pub(crate) fn send(&self, command: C) -> Result<()> {
         self.commands.send(ReactorCommand::Command(command))?;
@@ -203,8 +203,8 @@ impl Waker {
 }
 
 impl<C> Reactor<C> {
-    pub(crate) fn command_queue(&self) -> CommandQueue<C> {
-        CommandQueue {
+    pub(crate) fn command_handle(&self) -> CommandHandle<C> {
+        CommandHandle {
             commands: self.commands.clone(),
             waker: self.waker(),
         }

@@ -1,4 +1,4 @@
-//! What a reactor does in a round, and in which order.
+//! The steps of a reactor's round, and their order.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ const EVENTS_PER_ROUND: usize = 32;
 /// Wakes by UCX's descriptor in a row that may lead to nothing.
 const FRUITLESS_WAKES: u32 = 16;
 
-/// What follows a round.
+/// Action after a round.
 pub(crate) enum Next {
     /// Another round.
     Again,
@@ -36,7 +36,7 @@ pub(crate) enum Next {
     End,
 }
 
-/// What the thread of a reactor or a waiting caller runs.
+/// The state that the thread of a reactor or a waiting caller runs.
 pub(crate) struct ReactorCore<H: EventHandler> {
     pub(crate) handler: H,
     poller: Arc<Poller>,
@@ -231,7 +231,7 @@ impl<H: EventHandler> ReactorCore<H> {
         if !self.handler.has_failures() {
             return false;
         }
-        // What has come over UCX counts, although the end of the connection, on another way, was seen first.
+        // Bytes that came over UCX count, although the end of the connection was seen first, on another way.
         for _ in 0..EVENTS_PER_ROUND {
             if !self.progress() {
                 break;

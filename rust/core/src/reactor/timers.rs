@@ -1,4 +1,4 @@
-//! Deadlines of many things at once, each with the token of what it is for.
+//! Deadlines of many objects at once, by their keys.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -47,7 +47,7 @@ impl<K: Copy + Hash + Ord> Timers<K> {
         Some(key)
     }
 
-    /// How many entries it holds, those that were moved or cancelled included.
+    /// Number of entries in the heap, those that were moved or cancelled included.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.heap.len()

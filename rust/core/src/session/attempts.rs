@@ -14,7 +14,7 @@ const PAUSE_CAP: Duration = Duration::from_millis(250);
 pub(super) struct Attempts {
     backoff: ExponentialBackoff,
     num_failed: u32,
-    /// Why the last one failed.
+    /// Cause of the last failure.
     cause: String,
 }
 
@@ -41,7 +41,7 @@ impl Attempts {
         self.backoff.next().unwrap_or(PAUSE_CAP)
     }
 
-    /// Why the last attempt failed, and which one it was.
+    /// Cause of the last failure, and the number of the attempt.
     pub(super) fn failure(&self) -> String {
         match self.num_failed {
             0 | 1 => self.cause.clone(),
@@ -49,7 +49,7 @@ impl Attempts {
         }
     }
 
-    /// For the error of an attempt that is under way: what happened to those before.
+    /// History of earlier attempts, for the error of the one that is under way.
     pub(super) fn history(&self) -> String {
         match self.num_failed {
             0 => String::new(),

@@ -109,7 +109,7 @@ pub(super) struct Bulk {
     next_number: u32,
     /// The latest numbers of those that this side has ended: the peer may have lost them too.
     ended: BTreeSet<u32>,
-    /// When the next ones may be dialled.
+    /// Earliest time to dial the next ones.
     redial_at: Option<Instant>,
 }
 
@@ -125,14 +125,14 @@ impl Bulk {
         usable.min_by_key(|link| link.connection.num_unsent())
     }
 
-    /// Tells the peer on each that this side is alive. Whether the peer is, what it sends says.
+    /// Sends a heartbeat on each. The peer's liveness is judged by the bytes that it sends.
     pub(super) fn send_heartbeats(&mut self) {
         for link in self.links() {
             send_heartbeat(link);
         }
     }
 
-    /// When the first one is late: being made, or silent for so long.
+    /// Earliest time at which a further connection is late: it has not joined, or was silent for so long.
     pub(super) fn next_deadline(&self, silence: Duration) -> Option<Instant> {
         let joining = self.joining.values().map(|joining| joining.deadline);
         let joined = self.joined.values().map(|joined| joined.last_rx + silence);
@@ -270,10 +270,10 @@ fn send_heartbeat(link: &mut Link) {
 
 /// Events of a further connection.
 #[derive(Debug, Default)]
-pub(super) struct Received {
+pub(super) struct BulkEvents {
     pub(super) parts: Vec<ReceivedPart>,
     pub(super) num_bytes: usize,
-    /// Why nothing more comes.
+    /// The end of the connection, if it has ended.
     pub(super) end: Option<BulkEnd>,
 }
 
@@ -307,8 +307,8 @@ impl Bulk {
         sinks: (SessionKey, &StreamSinks),
         ours: &Identity,
         now: Instant,
-    ) -> Received {
-        let mut received = Received::default();
+    ) -> BulkEvents {
+        let mut received = BulkEvents::default();
         if let Some(link) = self.link(token) {
             link.flush();
         }

@@ -21,7 +21,7 @@ const UNSENT_LOW_WATER: u32 = 256 << 10;
 /// and moves half as many bytes there. This one is in each kernel, allowed to all users, and needs no timer.
 const ON_HOST_CONGESTION_CONTROL: &str = "reno";
 
-/// Why a connection can be used no more, without the peer's name.
+/// Reason for which a connection cannot be used any more, without the peer's name.
 type Reason = String;
 
 #[derive(Debug)]
@@ -33,7 +33,7 @@ pub(super) struct Connection {
     interest: EventFlags,
     /// Frames and parts that the socket has not accepted.
     outbox: Outbox,
-    /// A write failed. What the peer sent before can still be read; reading then reports the end.
+    /// A write failed. Bytes that the peer sent before can still be read; reading then reports the end.
     is_broken: bool,
 }
 
@@ -93,7 +93,8 @@ impl Connection {
         ends(&self.stream).is_some_and(|ends| ends.iter().all(IpAddr::is_loopback))
     }
 
-    /// Sends a frame, sealed where there is a sealer; what the socket does not take now is sent by [`flush`](Self::flush).
+    /// Sends a frame, sealed where there is a sealer. Bytes that the socket does not take now are sent by
+    /// [`flush`](Self::flush).
     ///
     /// # Errors
     /// The peer does not read, or the sealer seals no more.
@@ -125,7 +126,7 @@ impl Connection {
         self.outbox.abort(is_over);
     }
 
-    /// Sends what waits, as far as the socket takes it. The poller reports when it takes more.
+    /// Sends the unsent bytes, as far as the socket takes them. The poller reports when it takes more.
     pub(super) fn flush(&mut self, sealer: Option<&mut Sealer>) {
         if !self.outbox.is_empty() && self.outbox.send(self.stream.as_fd(), sealer).is_err() {
             self.outbox.clear();
@@ -221,8 +222,7 @@ mod tests {
     fn a_peer_that_has_shut_down_is_noticed_even_before_its_bytes_are_read() {
         let (near, mut far) = pair();
         assert!(near.is_open_at_peer());
-        far.send(b"something that nobody has read yet", None)
-            .unwrap();
+        far.send(b"bytes that are not read yet", None).unwrap();
         assert!(near.is_open_at_peer());
         far.shut_down();
         assert!(!near.is_open_at_peer());

@@ -25,7 +25,7 @@ const LEAST_STANDSTILL: Duration = Duration::from_secs(10);
 pub(super) struct SessionEndpoint {
     /// Once the peer knows the session, if both sides have a worker and their devices have a way to each other.
     pub(super) id: Option<EndpointId>,
-    /// How this side gets the peer's bytes, and the peer ours.
+    /// Data paths of both directions.
     pub(super) paths: DataPaths,
     /// Lanes that may reach CUDA memory.
     pub(super) lanes: Vec<Lane>,

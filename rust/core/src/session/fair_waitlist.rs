@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn in_the_end_all_shares_are_equal_whoever_came_first_or_asks_most() {
+    fn in_the_end_all_shares_are_equal_in_any_order_and_number_of_requests() {
         let mut waitlist = filled_by(1);
         for n in 0..CAP {
             for session in [1, 2, 3, 1, 1] {

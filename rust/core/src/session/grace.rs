@@ -6,27 +6,28 @@ use std::time::{Duration, Instant};
 use crate::ids::SessionKey;
 use crate::session::Links;
 
-/// How long before the deadline the peer is sent the first PING.
+/// Time between the first PING and the deadline.
 const PING_LEAD: Duration = Duration::from_millis(500);
 /// An operation that ends within this sends no PING.
 const PING_DELAY: Duration = Duration::from_millis(20);
-/// How late the answer of a responsive peer may be: a caller knows within a second.
+/// Grace period for a responsive peer: a caller knows within a second.
 const RESPONSIVE_GRACE: Duration = Duration::from_millis(900);
-/// How late an operation with a responsive peer is cancelled that its deadline does not end. The rest is for the answer.
+/// Time from the deadline until an operation with a responsive peer is cancelled, unless its deadline ends it. The rest
+/// is for the answer.
 const CANCEL_AFTER: Duration = Duration::from_millis(450);
-/// How late the answer of a silent peer may be: a caller knows within 100 ms. A late peer is sent PINGs this far apart.
+/// Grace period for a silent peer: a caller knows within 100 ms. A late peer is sent PINGs this far apart.
 const SILENT_GRACE: Duration = Duration::from_millis(50);
-/// How long the answer to a PING may take: a far peer, or one that was kept from its CPU, is not silent.
+/// Timeout of the answer to a PING: a far peer, or one that was kept from its CPU, is not silent.
 const PING_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// How far the wait for an answer is.
+/// Stage of the wait for an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AnswerStage {
     /// The deadline has not passed.
     InTime,
     /// The deadline has passed; the answer may still come.
     Late,
-    /// The grace period has ended. Whether a peer that does not answer PINGs is lost, its session decides.
+    /// The grace period has ended. The session decides whether a peer that does not answer PINGs is lost.
     Overdue,
 }
 
@@ -81,7 +82,7 @@ impl GracePeriod {
         now >= self.deadline.max(first) + CANCEL_AFTER
     }
 
-    /// When to look again.
+    /// Time of the next check.
     pub(crate) fn next(&self, links: &Links, sessions: &[SessionKey]) -> Instant {
         let over = self.over(last_rx(links, sessions));
         let next = over.map_or(self.ping_at, |at| at.min(self.ping_at));
@@ -116,7 +117,7 @@ impl GracePeriod {
         }
     }
 
-    /// When the grace period ends. It never ends before the peer has had time to answer a PING, because this side may be
+    /// End of the grace period. It never ends before the peer has had time to answer a PING, because this side may be
     /// late too.
     fn over(&self, last_rx: Option<Instant>) -> Option<Instant> {
         let Probe { first, unanswered } = self.probe?;
@@ -144,7 +145,7 @@ impl GracePeriod {
     }
 }
 
-/// When bytes of the peer came last that has been silent longest.
+/// Time of the last bytes of the peer that has been silent longest.
 fn last_rx(links: &Links, sessions: &[SessionKey]) -> Option<Instant> {
     sessions
         .iter()
@@ -163,7 +164,8 @@ mod tests {
         Duration::from_millis(count)
     }
 
-    /// How late an operation is over whose peer answers each PING after so long, as far as it answers.
+    /// Delay after its deadline until an operation is overdue. `answer` returns the delay of the peer's answer to the
+    /// PING of a time, or none.
     fn over(timeout: Duration, answer: impl Fn(Duration) -> Option<Duration>) -> Duration {
         let begun = Instant::now();
         let mut grace = GracePeriod::new(begun, begun + timeout);

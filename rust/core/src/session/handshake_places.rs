@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::ids::SessionKey;
-use crate::net::handshake::Progress;
+use crate::net::handshake::HandshakeProgress;
 
 /// Most handshakes at once of peers that have not proved the token. Further connections wait in the listener's backlog.
 pub(super) const HANDSHAKES_CAP: usize = 256;
@@ -39,15 +39,15 @@ impl HandshakePlaces {
     }
 
     /// A peer may have come further.
-    pub(super) fn update(&mut self, key: SessionKey, progress: Progress) {
+    pub(super) fn update(&mut self, key: SessionKey, progress: HandshakeProgress) {
         match progress {
-            Progress::Silent => {}
-            Progress::Greeted => {
+            HandshakeProgress::Silent => {}
+            HandshakeProgress::Greeted => {
                 let accepted = self.silent.remove(&key);
                 self.greeted
                     .extend(accepted.map(|accepted| (key, accepted)));
             }
-            Progress::Proved => self.remove(key),
+            HandshakeProgress::Proved => self.remove(key),
         }
     }
 
@@ -103,7 +103,7 @@ mod tests {
         let (mut places, start) = (HandshakePlaces::default(), Instant::now());
         for key in [1, 2] {
             places.add(key, start + key as u32 * MOMENT);
-            places.update(key, Progress::Greeted);
+            places.update(key, HandshakeProgress::Greeted);
         }
         let early = start + EVICTION_AGE;
         let due = early + MOMENT;
@@ -117,9 +117,9 @@ mod tests {
     fn a_peer_that_has_sent_no_hello_gives_way_after_a_tenth_of_that_and_before_one_that_has() {
         let (mut places, start) = (HandshakePlaces::default(), Instant::now());
         places.add(1, start);
-        places.update(1, Progress::Greeted);
+        places.update(1, HandshakeProgress::Greeted);
         places.add(2, start + EVICTION_AGE);
-        places.update(2, Progress::Silent);
+        places.update(2, HandshakeProgress::Silent);
         let due = start + EVICTION_AGE + SILENT_EVICTION_AGE;
         assert_eq!(places.evictable(start + EVICTION_AGE), Ok(1));
         assert_eq!(places.evictable(due), Ok(2));
@@ -129,7 +129,7 @@ mod tests {
     fn a_peer_that_has_proved_the_token_holds_no_place_and_never_gives_way() {
         let start = Instant::now();
         let mut places = full(start);
-        places.update(7, Progress::Proved);
+        places.update(7, HandshakeProgress::Proved);
         assert!(!places.is_full());
         for _ in 1..HANDSHAKES_CAP {
             let evicted = places.evictable(start + EVICTION_AGE).expect("all are old");

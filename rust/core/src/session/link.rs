@@ -1,4 +1,4 @@
-//! A connection with its frames: what it has received, and the keys of what comes and goes on it.
+//! A connection with its frames: its received bytes, and the keys of both directions.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! What a service may do: connect, send, close. Its part of the data plane is in `data_plane.rs`.
+//! The interface of services to sessions: connect, send, close. Its part of the data plane is in `data_plane.rs`.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt::Display;
@@ -219,7 +219,7 @@ impl Links {
         self.sessions.get(&session).is_some_and(Session::is_sealed)
     }
 
-    /// When bytes of the peer came last over its connection.
+    /// Time of the last bytes of the peer over its connection.
     pub(crate) fn last_rx(&self, session: SessionKey) -> Option<Instant> {
         let session = self.sessions.get(&session)?;
         session.link.is_some().then_some(session.last_rx)

@@ -22,7 +22,7 @@ const REFUSED_PAUSE: Duration = Duration::from_secs(1);
 /// The socket that peers connect to.
 pub(super) struct Listener {
     socket: TcpListener,
-    /// Why the poller does not report connections that wait.
+    /// Reason for which the poller does not report waiting connections.
     paused: Option<Paused>,
 }
 
@@ -126,7 +126,7 @@ impl<S: Service> Sessions<S> {
                     return false;
                 }
             };
-            // What has come counts: it may be this side that is slow.
+            // Received bytes count: this side may be the slow one.
             self.receive(oldest);
             self.report_failure(oldest);
             if self.links.places.evictable(now) == Ok(oldest) {

@@ -1,4 +1,4 @@
-//! Sessions: the authenticated connection to a peer, its UCX endpoint, and what a caller may expect of a peer that is late.
+//! Sessions: the authenticated connection to a peer, its UCX endpoint, and the grace period for late peers.
 //!
 //! Each protocol on top (pipe, lookup, control, blocks) is a [`Service`]: events in, calls on [`Links`] out, on one
 //! thread at a time, without locks.

@@ -95,7 +95,7 @@ impl SendingPart {
         self.head.len() + payload.sum::<usize>() + self.end.len()
     }
 
-    /// Sends what the socket takes in one call; returns the number of bytes, and true if that was the end.
+    /// Sends as much as the socket takes in one call; returns the number of bytes, and true if that was the end.
     fn send(&mut self, socket: BorrowedFd<'_>) -> IoResult<(usize, bool)> {
         let ranges: Vec<_> = self
             .ranges
@@ -181,7 +181,7 @@ impl Outbox {
         }
     }
 
-    /// Forgets what has not been sent.
+    /// Drops the unsent bytes.
     pub(super) fn clear(&mut self) {
         *self = Self::default();
     }
@@ -208,7 +208,7 @@ impl Outbox {
         Ok(())
     }
 
-    /// Sends with one call what comes next; the number of bytes, 0 if there is nothing.
+    /// Sends the next bytes with one call; returns their number, 0 if there are none.
     fn send_next(
         &mut self,
         socket: BorrowedFd<'_>,

@@ -35,7 +35,7 @@ pub(super) fn canary_of(token: u64) -> Option<SessionKey> {
     (token & CANARY_TOKEN != 0).then_some(token ^ CANARY_TOKEN)
 }
 
-/// How the two sides of a session get each other's bytes.
+/// Data paths of both directions of a session.
 #[derive(Debug, Default)]
 pub(super) struct DataPaths {
     /// This side's; none until it is probed.
@@ -91,7 +91,7 @@ fn find_process(canary: &Canary) -> std::result::Result<ProcessVmReader, Process
     })
 }
 
-/// How a path that is not probed yet is to be probed.
+/// The probe of a path that is not known yet.
 enum Probe {
     /// There is nothing to be read.
     Stream,
@@ -339,12 +339,12 @@ impl Links {
 
 /// Data paths, for services.
 impl Links {
-    /// How this side gets the peer's bytes.
+    /// This side's data path for the peer's bytes.
     pub(crate) fn data_path(&self, session: SessionKey) -> Option<DataPath> {
         self.endpoint(session)?.paths.ours.clone()
     }
 
-    /// How the peer gets our bytes.
+    /// The peer's data path for our bytes.
     pub(crate) fn peer_data_path(&self, session: SessionKey) -> Option<DataPath> {
         self.endpoint(session)?.paths.theirs.clone()
     }
@@ -374,7 +374,7 @@ impl Links {
         self.endpoint(session)?.paths.process.clone()
     }
 
-    /// Why this side's data path is slower than it could be, and what to do; none where the log has a reason.
+    /// Reason for a slower data path than possible on this side, and the remedy; none if the log has a reason.
     pub(crate) fn advice(&self, session: SessionKey) -> Option<&'static str> {
         let paths = &self.endpoint(session)?.paths;
         let data_path = paths.ours.as_ref().filter(|_| !paths.has_reason)?;

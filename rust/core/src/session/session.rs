@@ -5,8 +5,8 @@
 //!     ▲                    │ cut
 //!     └───── BackingOff ◄──┘
 //! ```
-//! A connection that is cut in its handshake is made again, because a peer with many handshakes ends the oldest. A connection
-//! that nobody accepts fails at once, unless the caller waits for the peer to listen.
+//! A connection that is cut in its handshake is made again, because a peer with many handshakes ends the oldest. A
+//! connection without a listener fails at once, unless the caller waits for the peer to listen.
 //! Without a data plane, Establishing ends at once. A failure is noted beside the state, because frames that came before
 //! it still count; once it is reported, the session is removed.
 
@@ -24,9 +24,9 @@ use super::timeouts::SessionTimeouts;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::address::short_token;
-use crate::net::encryption::{Encryption, Offer};
+use crate::net::encryption::{Encryption, EncryptionOffer};
 use crate::net::framing::SessionFrame;
-use crate::net::handshake::{Handshake, Progress};
+use crate::net::handshake::{Handshake, HandshakeProgress};
 use crate::net::identity::Identity;
 use crate::net::secret::Secrets;
 use crate::reactor::ConnectFailure;
@@ -73,7 +73,7 @@ pub(super) struct Session {
     timeouts: SessionTimeouts,
     /// Since when the handshake's time counts.
     pub(super) begun: Instant,
-    /// When bytes of the peer came last.
+    /// Time of the last bytes of the peer.
     pub(super) last_rx: Instant,
     next_heartbeat: Instant,
     /// Until when it waits for devices to connect; none if it does not, or not any more.
@@ -123,7 +123,7 @@ impl Session {
         encryption: Encryption,
         host: &str,
     ) -> Result<()> {
-        let ours = Offer {
+        let ours = EncryptionOffer {
             encryption,
             is_loopback: connection.is_loopback(),
             host: host.to_owned(),
@@ -191,11 +191,11 @@ impl Session {
         self.devices_by.take_if(|at| *at <= now).is_some()
     }
 
-    /// How far the handshake of an accepted peer is.
-    pub(super) fn handshake_progress(&self) -> Progress {
+    /// Progress of the handshake of an accepted peer.
+    pub(super) fn handshake_progress(&self) -> HandshakeProgress {
         match &self.state {
             SessionState::Handshaking(handshake) => handshake.progress(),
-            _ => Progress::Proved,
+            _ => HandshakeProgress::Proved,
         }
     }
 
@@ -295,7 +295,7 @@ impl Session {
         link.is_some_and(|link| link.connection.is_open_at_peer())
     }
 
-    /// When to [`expire`](Self::expire) next; earlier than needed where bytes have come since.
+    /// Time of the next call of [`expire`](Self::expire); earlier than needed if bytes have come since.
     pub(super) fn next_deadline(&self) -> Instant {
         let established_by = self.established_by();
         let alive_by = self.last_rx + self.timeouts.silence;

@@ -1,4 +1,4 @@
-//! The sessions of a reactor and the service that they belong to: what sockets, UCX, commands and deadlines lead to.
+//! The sessions of a reactor and their service: dispatches the events of sockets, UCX, commands and deadlines.
 
 use std::time::{Duration, Instant};
 

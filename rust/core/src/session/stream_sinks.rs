@@ -1,5 +1,5 @@
-//! Where the parts of streams go: straight from the socket into the memory of their destinations. Services above register
-//! sinks; a session finds them by how the header of a part begins.
+//! Destinations of the parts of streams, which go straight from the socket into memory. Services above register sinks;
+//! a session finds them by the first bytes of a part's header.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -66,7 +66,7 @@ impl PartSink {
 pub(super) struct StreamSinks(Rc<RefCell<HashMap<StreamName, SharedSink>>>);
 
 impl StreamSinks {
-    /// How many are registered.
+    /// Number of registered sinks.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.0.borrow().len()

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// How long things may take on a session.
+/// Time limits of a session.
 #[derive(Debug, Clone, Copy)]
 pub struct SessionTimeouts {
     /// From connect or accept to an established session, and from there to the first message of the peer's service.

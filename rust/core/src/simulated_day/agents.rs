@@ -188,7 +188,7 @@ impl Agents {
             // Its producer knows nothing of it.
             5 => self.load(handoff, there, 4, true),
             6 => self.load(handoff, "127.0.0.1:1".to_owned(), 4, true),
-            // Nobody loads it.
+            // No consumer loads it.
             7 => {
                 prefill.mark_ready(handoff, 0, 4);
                 self.open.push(handoff);

@@ -39,7 +39,7 @@ fn opening() -> Opening {
 pub(super) struct Ports {
     pub(super) prefill: Control,
     pub(super) decode: Control,
-    /// Connections to it are made, and nobody answers.
+    /// It accepts connections, and never answers.
     silent: TcpListener,
     /// Handoffs that the prefill's scheduler has to end.
     open: Vec<HandoffId>,
@@ -86,7 +86,7 @@ impl Ports {
     }
 
     fn query(&self, query: ControlQuery) {
-        // Nobody waits for the reply.
+        // The reply is dropped.
         let asked = self.decode.query(&self.address(), query, 60 * SECOND);
         drop(asked.expect("it runs"));
     }
@@ -101,7 +101,7 @@ impl Ports {
                 .and_then(|()| prefill.expect(handoff))
                 .and_then(|()| prefill.open(handoff, opening()))
                 .and_then(|()| prefill.finish(handoff, SequenceState::default())),
-            // Nobody watches: its lease ends.
+            // It has no watcher: its lease ends.
             2 => prefill
                 .open(handoff, opening())
                 .and_then(|()| prefill.finish(handoff, SequenceState::default())),

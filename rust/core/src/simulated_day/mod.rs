@@ -41,7 +41,8 @@ const LATE: Duration = Duration::from_secs(2);
 /// More rounds than anything takes.
 const ROUNDS: usize = 100_000;
 
-/// What may be left when nothing is under way: of sessions that stay, and what is kept up to a bound. Of all else nothing is.
+/// Largest sizes of maps and queues at rest: those of sessions that stay, and of bounded histories. All others are
+/// empty.
 const LEFT: [(&str, usize); 21] = [
     ("sessions", 1),
     ("timers", 66),
@@ -66,7 +67,7 @@ const LEFT: [(&str, usize); 21] = [
     ("clients that may hold", 1),
 ];
 
-/// What no count between two rounds has found anything in: a round empties it, or more bytes are needed to fill it.
+/// Maps and queues that are empty between any two rounds: a round empties them, or more bytes are needed to fill them.
 const EMPTY_BETWEEN_ROUNDS: [&str; 21] = [
     "actions of the store's state",
     "agent logs",
@@ -124,7 +125,7 @@ struct Day {
     pipes: Pipes,
     stores: Stores,
     visitors: Visitors,
-    /// What has held nothing so far.
+    /// Names of the maps and queues that have been empty so far.
     unused: BTreeSet<&'static str>,
 }
 
@@ -148,7 +149,7 @@ impl Day {
         day
     }
 
-    /// Runs all reactors until none has anything to do. What one has sent, another may see a moment later.
+    /// Runs all reactors until they are idle in three rounds in a row: a message may arrive a moment after it was sent.
     fn settle(&mut self) {
         let mut num_quiet = 0;
         for _ in 0..ROUNDS {

@@ -1,5 +1,5 @@
-//! The two ends of a pipe, which stay: tensors that meet in time, tensors that nobody receives, and receives without one.
-//! The sender of another pipe closes it, and the next one follows.
+//! The two ends of a pipe, which stay: tensors that meet in time, tensors that are never received, and receives without
+//! one. The sender of another pipe closes it, and the next one follows.
 
 use std::time::Duration;
 
@@ -42,21 +42,21 @@ impl Ends {
             .contains(&true)
     }
 
-    /// Nobody waits for the send.
+    /// Drops the work of the send.
     fn send(&self, len: usize, timeout: Duration) {
         let (content, deadline) = (Buffer::zeroed(len), Deadline::after(Some(timeout)));
         let sent = self.sender.send(meta(len), content, deadline, Then::GoOn);
         drop(sent.expect("it runs"));
     }
 
-    /// Nobody waits for the receive.
+    /// Drops the work of the receive.
     fn receive(&self, timeout: Duration) {
         let deadline = Deadline::after(Some(timeout));
         let received = self.receiver.receive(None, deadline, Then::GoOn);
         drop(received.expect("it runs"));
     }
 
-    /// Nobody waits for the end, which comes when the tensor is received, or is late.
+    /// Drops the work of the close, which ends when the tensor is received, or is late.
     fn close(&self, timeout: Duration) {
         self.send(SIZES[1], TIMEOUT);
         let closed = self.sender.close(Deadline::after(Some(timeout)));

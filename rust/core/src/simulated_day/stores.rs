@@ -1,5 +1,5 @@
 //! A store and a client of it, which stay, and clients that come and leave: values that are put, selected, taken and
-//! abandoned, reservations that nobody commits, and calls that wait for values that never come.
+//! abandoned, reservations that are never committed, and calls that wait for values that never come.
 
 use std::sync::Arc;
 use std::time::Duration;

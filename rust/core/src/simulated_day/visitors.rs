@@ -65,7 +65,7 @@ impl Visitor {
         while self.round() {}
     }
 
-    /// Goes on with what it does; nobody waits for most of it.
+    /// Starts the visitor's next operation; most works are dropped.
     fn go_on(&mut self, rng: &mut Rng) {
         match self {
             Self::Agent(node) => {
@@ -81,7 +81,7 @@ impl Visitor {
     }
 }
 
-/// A client decides about its entries, and goes on; nobody waits for its inserts.
+/// A client decides about its entries, and goes on; the works of its inserts are dropped.
 fn use_buffer(client: &LookupBuffer, selects: &mut Vec<Operation<Selected>>, rng: &mut Rng) {
     selects.retain(|selected| {
         if let Some(Ok(Some(delivery))) = selected.result()
@@ -264,7 +264,7 @@ impl Visitors {
         use_buffer(&self.client, &mut self.selects, rng);
         self.leaving_goes_on(rng);
         match rng.one_of(20) {
-            // Nobody inserts such an entry.
+            // Such an entry is never inserted.
             0 => {
                 let query = LookupQuery::Tokens(vec![-1]);
                 let selected = self.client.select(query, Some(TIMEOUT), Then::GoOn);

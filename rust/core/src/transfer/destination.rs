@@ -1,4 +1,4 @@
-//! The destination's side of transfers: in which order they begin, what they read, and when they are over.
+//! The destination's side of transfers: the order of their starts, their reads, and their ends.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -14,7 +14,7 @@ use super::posted_reads::split_token;
 use super::region::Cursor;
 use super::remote_source::Verification;
 use super::transfer::{
-    CHECKSUMMED_BYTES, Reading, State, Transfer, TransferError, TransferRequest,
+    CHECKSUMMED_BYTES, ReadingState, State, Transfer, TransferError, TransferRequest,
 };
 use super::verifier::{Checksums, Verifier};
 use crate::error::{Error, Result};
@@ -114,7 +114,7 @@ impl PeerTransfers {
         if has_asked {
             send_read(links, id, request, Wanted::Checksums);
         }
-        Ok(State::Reading(Reading {
+        Ok(State::Reading(ReadingState {
             path,
             base: source.base,
             can_checksum: !source.is_cuda,

@@ -18,7 +18,7 @@ use crate::reactor::Timers;
 use crate::session::{Links, Payload};
 use crate::transport::Memory;
 
-/// How a transfer ended.
+/// The end of a transfer.
 #[derive(Debug)]
 pub(crate) struct Completion {
     /// As the request named it.
@@ -70,7 +70,7 @@ pub(super) struct PeerTransfers {
     pub(super) reads_in_flight: usize,
     /// Streams that it has asked for, by its ids.
     pub(super) streams: HashMap<u64, OutgoingStream>,
-    /// Whose checksums it gets, one after the other.
+    /// Sources or transfers for which the peer gets checksums, one after the other.
     pub(super) checksum_jobs: VecDeque<ChecksumJob>,
 }
 
@@ -355,7 +355,7 @@ impl TransferEngine {
         is_any_late
     }
 
-    /// When the next transfer is late.
+    /// Time at which the next transfer is late.
     pub(crate) fn next_deadline(&mut self) -> Option<Instant> {
         self.deadlines.next()
     }

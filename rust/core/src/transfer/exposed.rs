@@ -45,8 +45,8 @@ pub(crate) struct ExposedBuffer {
 }
 
 impl ExposedBuffer {
-    /// Registers a buffer for a peer to read. What is on a GPU has no checksums: nobody computes any there.
-    /// With integrity `Validate` its owner answers whether it is still exposed.
+    /// Registers a buffer for a peer to read. Memory on a GPU has no checksums, because they are computed on the CPU
+    /// only. With integrity `Validate` its owner answers whether it is still exposed.
     pub(crate) fn new(
         links: &Links,
         session: SessionKey,
@@ -235,7 +235,7 @@ impl BufferDescription {
             let text = format_args!("a buffer of {len} bytes at {address:#x}");
             return Err(Error::protocol(text));
         }
-        // Nobody checksums what is on a GPU.
+        // Memory on a GPU has no checksums.
         let has_checksums = matches!(
             verification,
             Verification::Pushed | Verification::StreamOnly

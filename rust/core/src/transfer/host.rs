@@ -1,5 +1,5 @@
-//! Hosts a service that moves bytes on a reactor: owns its transfers and the memory that arrives, feeds them what happens
-//! on the reactor, and hands the service what has ended.
+//! Hosts a service that moves bytes on a reactor: owns its transfers and the memory that arrives, feeds them the events
+//! of the reactor, and hands the service the completions.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -27,7 +27,7 @@ pub(crate) struct Cx<'a> {
     pub(crate) links: &'a mut Links,
     /// The transfers, in both directions.
     pub(crate) transfers: &'a mut TransferEngine,
-    /// Memory for what arrives.
+    /// Memory for arriving bytes.
     pub(crate) pool: &'a Pool,
 }
 

@@ -51,8 +51,8 @@ impl Wanted {
 /// has chosen, but of [`SourceChecksums`](Self::SourceChecksums) that of the source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Message<'a> {
-    /// Destination: send me the bytes of the blocks with these ids, as a stream, or their checksums. What the destination
-    /// reads itself is not asked for.
+    /// Destination: send me the bytes of the blocks with these ids, as a stream, or their checksums. Blocks that the
+    /// destination reads itself are not asked for.
     Read {
         source: u64,
         wanted: Wanted,

@@ -1,4 +1,4 @@
-//! How bytes move. [`TransferEngine`] owns everything that is under way between registered memories, in both directions:
+//! Moves bytes. [`TransferEngine`] owns everything that is under way between registered memories, in both directions:
 //! reads of a peer's memory over UCX or by `process_vm_readv`, streams with credits, and checksums of either. It knows
 //! neither regions nor handoffs nor users. A [service](TransferService) above (agent, pipe, lookup, store) hands it
 //! [requests](TransferRequest) that carry an owner of its choice, and answers which memory a peer's read is of; its

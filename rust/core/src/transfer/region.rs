@@ -12,7 +12,7 @@ pub(crate) const NAME_CAP: usize = 256;
 /// Longest name of a device.
 const DEVICE_CAP: usize = 64;
 
-/// How memory is cut into blocks.
+/// Division of memory into blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
     /// Number of blocks.
@@ -80,7 +80,7 @@ pub struct RemoteRegion {
     pub id: RegionId,
     /// Its name.
     pub name: String,
-    /// How it is cut.
+    /// Its layout.
     pub layout: Layout,
     /// Device of its memory: `cpu`, or `cuda:0` and so on.
     pub device: String,

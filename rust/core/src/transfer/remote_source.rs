@@ -13,7 +13,7 @@ use crate::transport::{DataPath, Memory, RemoteKey};
 
 /// Most units of a source whose checksums come unasked: a TiB of a buffer.
 const UNITS_CAP: u64 = 1 << 20;
-/// How what is read from a source is verified.
+/// Verification of bytes that are read from a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Verification {
@@ -29,7 +29,7 @@ pub(super) enum Verification {
     Validated = 3,
 }
 
-/// How a destination reads a source itself.
+/// Path of a destination that reads a source itself.
 #[derive(Debug)]
 pub(super) enum ReadPath {
     /// UCX reads.
@@ -49,7 +49,7 @@ pub(crate) struct RemoteSource {
     pub(super) rkey: Vec<u8>,
     pub(super) is_cuda: bool,
     pub(super) verification: Verification,
-    /// How many checksums come unasked, and what has come.
+    /// Number of checksums that come unasked, and those that have come.
     pub(super) num_units: u64,
     pub(super) known: Vec<u64>,
     /// By the kind of memory that they read into.

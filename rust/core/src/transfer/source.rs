@@ -142,7 +142,7 @@ impl TransferEngine {
             self.add_job(request.session, job);
             return Ok(());
         }
-        // Whoever has it streamed needs no checksums of its units.
+        // A destination that gets a stream needs no checksums of its units.
         peer.checksum_jobs.retain(|job| match job.transfer {
             Some(other) => other != transfer,
             None => job.source != source,
@@ -220,7 +220,7 @@ impl TransferEngine {
         }
     }
 
-    /// Hashes a slice of what the peer whose turn it is gets checksums of; whether there was any.
+    /// Hashes a slice of the checksums for the next peer in the queue; false if the queue is empty.
     pub(super) fn run_checksum_slice(&mut self, links: &mut Links) -> bool {
         let Some(session) = self.checksum_queue.pop_front() else {
             return false;

@@ -74,7 +74,7 @@ pub(crate) struct Corruption {
     pub(crate) is_exact: bool,
 }
 
-/// Why a transfer has not brought its bytes.
+/// Cause of the failure of a transfer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum TransferError {
     /// They differ from their checksums.
@@ -95,7 +95,7 @@ impl TransferError {
 
 /// A transfer that reads.
 #[derive(Debug)]
-pub(super) struct Reading {
+pub(super) struct ReadingState {
     pub(super) path: ReadPath,
     /// Address of the source.
     pub(super) base: u64,
@@ -117,7 +117,7 @@ pub(super) enum State {
     /// Not among those that wait for their turn yet.
     Held,
     Queued,
-    Reading(Reading),
+    Reading(ReadingState),
     Streaming(IncomingStream),
     Failed(Error),
 }

@@ -1,8 +1,8 @@
-//! How bytes get from one session's side to the other.
+//! Ways of bytes from one side of a session to the other.
 
 use kvpipe_ucx::{Lane, has_rdma_devices};
 
-/// How bytes move on a session. The side of the destination writes the destination in both cases.
+/// Data path of a session. The side of the destination writes the destination in both cases.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DataPath {
     /// The destination reads the source's memory over this transport (`cma`, `rc_mlx5`, …).
@@ -19,7 +19,7 @@ impl DataPath {
         }
     }
 
-    /// Why it is slow, and what to do; none when it is as fast as this machine allows.
+    /// Reason for a slow data path, and the remedy; none when it is as fast as this machine allows.
     pub(crate) fn advice(&self) -> Option<&'static str> {
         let is_stream = matches!(self, Self::Stream(_));
         (is_stream && has_rdma_devices()).then_some(

@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_nobody_knows_is_left_to_ucx_to_complain_of() {
+    fn an_unknown_device_is_left_to_ucx_to_report() {
         assert_eq!(of(Some("mlx5_9:1")), ["mlx5_9:1"]);
     }
 

@@ -30,7 +30,7 @@ pub(crate) use pool::{Pool, check_len};
 /// The outcome of a call of UCX.
 pub(crate) type UcxResult<T> = std::result::Result<T, Status>;
 
-/// Which transport a reactor uses. Peers need the same.
+/// Transport of a reactor. Peers need the same.
 #[derive(Debug, Clone)]
 pub enum Transport {
     /// Between hosts and processes. For RDMA and CUDA devices it needs UCX, from the library that the search finds.
@@ -39,7 +39,7 @@ pub enum Transport {
     Memory(MemoryPath),
 }
 
-/// How bytes move between two reactors of one process. With UCX, the transport decides that.
+/// Data path between two reactors of one process. With UCX, the transport decides that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryPath {
     /// The destination reads the source's memory, as over CMA or RDMA.
@@ -64,7 +64,7 @@ impl Transport {
     }
 }
 
-/// Where memory is registered and workers are made.
+/// Makes workers, and registers memory.
 #[derive(Debug)]
 pub(crate) enum Context {
     /// Without UCX.
@@ -188,15 +188,15 @@ pub(crate) enum RemoteKey {
 /// A read of remote memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Get<'a> {
-    /// Where the bytes go.
+    /// Memory that gets the bytes.
     pub local: &'a Memory,
     /// The first byte there.
     pub offset: usize,
-    /// How many bytes.
+    /// Number of bytes.
     pub len: usize,
     /// The peer's address of the first one.
     pub remote: u64,
-    /// What gives access to it.
+    /// Key of the peer's memory.
     pub key: &'a RemoteKey,
     /// Names the read in its `done`.
     pub token: u64,
@@ -205,11 +205,11 @@ pub(crate) struct Get<'a> {
 /// Pieces to be copied from a peer's GPU memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DeviceCopy<'a> {
-    /// Where the bytes go.
+    /// Memory that gets the bytes.
     pub local: &'a Memory,
     /// The pieces, from addresses of the peer's.
     pub pieces: &'a [Piece],
-    /// What gives access to them.
+    /// Key of the peer's memory.
     pub key: &'a RemoteKey,
     /// Names the copy in its `done`.
     pub token: u64,
@@ -362,8 +362,8 @@ impl Worker {
         }
     }
 
-    /// Ends the worker. From now on `num_reads` counts the reads that have not ended even so: their memory is kept, and may
-    /// still be written to. Once nobody has keys any more, the reaper is dropped, which progresses these reads.
+    /// Ends the worker. From now on `num_reads` counts the reads that have not ended even so: their memory is kept, and
+    /// may still be written to. Once all keys are dropped, the reaper is dropped, which progresses these reads.
     pub(crate) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Reaper> {
         match self {
             Self::Ucx(worker) => Some(worker.end(num_reads)),

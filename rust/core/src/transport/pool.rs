@@ -16,13 +16,13 @@ use crate::sync::lock;
 
 /// Most free bytes that a pool keeps; the system gets back the rest at once.
 const BYTES_CAP: usize = 1 << 30;
-/// How long a pool keeps memory that nobody uses.
+/// Time for which a pool keeps unused memory.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sizes are rounded up to a multiple of it: the size of a huge page.
 const GRAIN: usize = 2 << 20;
 
-/// Refuses what this machine could never hold. A peer names the sizes of its tensors, and a system that overcommits would
-/// hand out any.
+/// Refuses a size that this machine could never hold. A peer names the sizes of its tensors, and a system that
+/// overcommits would hand out any.
 ///
 /// # Errors
 /// `Exhausted`: `len` is more than the machine's memory.
@@ -44,7 +44,7 @@ pub(crate) fn check_len(len: usize) -> Result<()> {
 #[derive(Debug)]
 pub(crate) struct Pool<M: Borrow<Buffer> = Memory>(Arc<FreeList<M>>);
 
-/// Memory that nobody uses, with the time at which it came back, the oldest first.
+/// Unused memory, with the time at which it came back, the oldest first.
 type FreeList<M> = Mutex<Vec<(Arc<M>, Instant)>>;
 
 impl<M: Borrow<Buffer>> Clone for Pool<M> {
@@ -60,7 +60,7 @@ impl<M: Borrow<Buffer>> Default for Pool<M> {
 }
 
 impl<M: Borrow<Buffer> + Send + Sync + 'static> Pool<M> {
-    /// How many pieces nobody uses.
+    /// Number of unused pieces of memory.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         lock(&self.0).len()
@@ -118,7 +118,7 @@ impl<M: Borrow<Buffer> + Send + Sync + 'static> Pool<M> {
         buffer.first(len, Box::new(lease))
     }
 
-    /// Frees what has been idle for too long, and returns the next deadline.
+    /// Frees memory that has been idle for too long, and returns the next deadline.
     pub(crate) fn expire(&self, now: Instant) -> Option<Instant> {
         let mut free = lock(&self.0);
         let num_expired = free.partition_point(|(_, since)| *since + IDLE_TIMEOUT <= now);
@@ -130,7 +130,7 @@ impl<M: Borrow<Buffer> + Send + Sync + 'static> Pool<M> {
     }
 }
 
-/// What is allocated for `len` bytes.
+/// Size of the allocation for `len` bytes.
 fn fresh_size(len: usize) -> usize {
     len.checked_next_multiple_of(GRAIN).unwrap_or(len)
 }

@@ -1,4 +1,4 @@
-//! UCX as what reads memory of devices, and by them: makes its context, and converts operands.
+//! UCX for reads of device memory, and reads by devices: makes its context, and converts operands.
 
 use std::sync::Arc;
 

@@ -7,7 +7,7 @@ use kvpipe_core::transport::Transport;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::Buffer;
 
-use crate::common::{PATIENCE, TOKEN, bytes, eventually, local, pattern};
+use crate::common::{TIMEOUT, TOKEN, bytes, eventually, local, pattern};
 
 pub const BLOCK: usize = 4096;
 pub const COUNT: usize = 64;
@@ -21,7 +21,7 @@ pub fn register(agent: &Agent, name: &str, buffer: &Buffer, block: usize, stride
     agent
         .register(name, buffer.clone(), block as u64, stride as u64)
         .expect("register")
-        .wait_for(PATIENCE)
+        .wait_for(TIMEOUT)
         .expect("registered")
 }
 
@@ -30,14 +30,14 @@ pub fn register_writable(agent: &Agent, name: &str, buffer: &Buffer) -> Region {
     agent
         .register_writable(name, buffer.clone(), BLOCK as u64, BLOCK as u64)
         .expect("register")
-        .wait_for(PATIENCE)
+        .wait_for(TIMEOUT)
         .expect("registered")
 }
 
 pub fn connect(agent: &Agent, peer: &Agent) -> Peer {
     let address = peer.address().expect("address").to_string();
     let connected = agent.connect(&address).expect("connect");
-    connected.wait_for(PATIENCE).expect("connected")
+    connected.wait_for(TIMEOUT).expect("connected")
 }
 
 pub fn tagged(tag: &[u8]) -> Options {
@@ -92,7 +92,7 @@ pub fn pair_of(
     let source_region = source
         .register_writable("kv", from.clone(), block_bytes as u64, from_stride as u64)
         .expect("register")
-        .wait_for(PATIENCE)
+        .wait_for(TIMEOUT)
         .expect("registered");
     let region = register(&destination, "kv", &to, block_bytes, to_stride);
     let peer = connect(&destination, &source);
@@ -116,7 +116,7 @@ impl Pair {
 
     pub fn read(&self, to: &[u32], from: &[u32]) -> Result<u64> {
         self.begin_read(to, from, Options::default())?
-            .wait_for(PATIENCE)
+            .wait_for(TIMEOUT)
     }
 
     /// Writes blocks of the destination's region into the source's.
@@ -133,7 +133,7 @@ impl Pair {
 
     pub fn write(&self, local: &[u32], remote: &[u32]) -> Result<u64> {
         self.begin_write(local, remote, Options::default())?
-            .wait_for(PATIENCE)
+            .wait_for(TIMEOUT)
     }
 
     /// Reads, and checks each byte of the destination: what was read, and that nothing else was written.

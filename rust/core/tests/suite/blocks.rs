@@ -12,7 +12,7 @@ use kvpipe_core::session::SessionTimeouts;
 use kvpipe_ucx::{Buffer, Search};
 
 use crate::agents::{BLOCK, COUNT, agent, connect, pair, pair_of, register};
-use crate::common::{self, PATIENCE, Raw, TOKEN, bytes, eventually, on_every_path, pattern};
+use crate::common::{self, Raw, TIMEOUT, TOKEN, bytes, eventually, on_every_path, pattern};
 
 const READ: u8 = 32;
 const REFUSED: u8 = 35;
@@ -60,7 +60,7 @@ fn a_region_larger_than_every_window_arrives() {
         };
         let works: Vec<_> = (0..count as u32).map(begin).collect();
         for work in works {
-            assert_eq!(work.wait_for(PATIENCE), Ok(block as u64));
+            assert_eq!(work.wait_for(TIMEOUT), Ok(block as u64));
         }
         assert!(bytes(&from) == bytes(&to));
     });
@@ -120,7 +120,7 @@ fn a_region_registered_later_becomes_known_to_peers() {
         let (local, remote) = ((&pair.region, vec![0]), ("later", vec![0]));
         let plan = pair.destination.prepare(&pair.peer, local, remote).ok()?;
         let work = pair.destination.read(&plan, Options::default()).ok()?;
-        work.wait_for(PATIENCE).ok()
+        work.wait_for(TIMEOUT).ok()
     };
     eventually("the region", read);
     assert!(bytes(&pair.to)[..BLOCK] == pattern(BLOCK, 9));
@@ -142,8 +142,8 @@ fn a_peer_that_is_gone_ends_reads_as_lost_and_can_be_reached_again() {
             .destination
             .connect(&address)
             .expect("connect")
-            .wait_for(PATIENCE)
-            .expect_err("nobody listens");
+            .wait_for(TIMEOUT)
+            .expect_err("no listener");
         assert!(matches!(error, Error::Connect(_)), "{error}");
     });
 }
@@ -258,11 +258,11 @@ fn late_reads_end_alone_beside_healthy_ones() {
             };
             let late = pair.begin_read(&[1], &[1], options).expect("read");
             // Fast enough it may be; over it is in any case, and alone.
-            if let Err(error) = late.wait_for(PATIENCE) {
+            if let Err(error) = late.wait_for(TIMEOUT) {
                 assert!(matches!(error, Error::Timeout(_)), "{error}");
                 num_late += 1;
             }
-            let healthy = healthy.expect("read").wait_for(PATIENCE);
+            let healthy = healthy.expect("read").wait_for(TIMEOUT);
             assert_eq!(healthy, Ok(LARGE as u64));
             eventually("its end", || late.is_settled().then_some(()));
             assert_eq!(pair.read(&[1], &[1]), Ok(LARGE as u64));
@@ -282,7 +282,7 @@ fn a_read_that_takes_too_long_ends_at_its_deadline() {
         };
         let read = pair.begin_read(&ids, &ids, options).expect("read");
         // Fast enough it may be; over it is in any case.
-        match read.wait_for(PATIENCE) {
+        match read.wait_for(TIMEOUT) {
             Ok(len) => assert_eq!(len, (COUNT * BLOCK) as u64),
             Err(error) => assert!(matches!(error, Error::Timeout(_)), "{error}"),
         }

@@ -9,7 +9,7 @@ use kvpipe_core::net::identity::SessionKind;
 use kvpipe_ucx::Buffer;
 
 use crate::agents::{BLOCK, COUNT, agent, connect, pair, register};
-use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern};
+use crate::common::{self, Raw, TIMEOUT, bytes, eventually, on_every_path, pattern};
 
 const REGIONS: u8 = 1;
 const RELEASED: u8 = 2;
@@ -27,14 +27,14 @@ fn a_second_close_waits_for_the_same_peers_as_the_first() {
     eventually("the peer", || owner.peers().pop());
     let close = |timeout| owner.close_region(&region, timeout).expect("close");
     let first = close(Some(Duration::from_millis(50)));
-    assert!(matches!(first.wait_for(PATIENCE), Err(Error::Timeout(_))));
+    assert!(matches!(first.wait_for(TIMEOUT), Err(Error::Timeout(_))));
     let (second, third) = (close(None), close(Some(Duration::ZERO)));
-    assert!(matches!(third.wait_for(PATIENCE), Err(Error::Timeout(_))));
+    assert!(matches!(third.wait_for(TIMEOUT), Err(Error::Timeout(_))));
     assert!(!second.is_completed());
     let released = Writer::new(2).u32(0).finish();
     reader.send(&released, &[]);
-    assert_eq!(second.wait_for(PATIENCE), Ok(()));
-    assert_eq!(close(None).wait_for(PATIENCE), Ok(()));
+    assert_eq!(second.wait_for(TIMEOUT), Ok(()));
+    assert_eq!(close(None).wait_for(TIMEOUT), Ok(()));
 }
 
 #[test]
@@ -51,8 +51,8 @@ fn a_closed_region_is_refused_by_name_on_both_sides_and_its_name_is_free_again()
                 .close_region(&pair.source_region, None)
                 .expect("close")
         };
-        assert_eq!(close().wait_for(PATIENCE), Ok(()));
-        assert_eq!(close().wait_for(PATIENCE), Ok(()), "closing twice is fine");
+        assert_eq!(close().wait_for(TIMEOUT), Ok(()));
+        assert_eq!(close().wait_for(TIMEOUT), Ok(()), "closing twice is fine");
         assert!(pair.peer.regions().is_empty());
         let read = pair.destination.read(&plan, Options::default());
         let text = read.expect_err("closed").to_string();
@@ -71,7 +71,7 @@ fn a_closed_region_is_refused_by_name_on_both_sides_and_its_name_is_free_again()
             .destination
             .close_region(&pair.region, None)
             .expect("close");
-        assert_eq!(closing.wait_for(PATIENCE), Ok(()));
+        assert_eq!(closing.wait_for(TIMEOUT), Ok(()));
         let text = pair.read(&[0], &[0]).expect_err("closed").to_string();
         assert!(
             text.contains("region \"kv\" was closed; register"),
@@ -93,9 +93,9 @@ fn reads_under_way_when_a_region_is_closed_end_whole_or_with_the_reason() {
             } else {
                 pair.destination.close_region(&pair.region, None)
             };
-            assert_eq!(closing.expect("close").wait_for(PATIENCE), Ok(()));
+            assert_eq!(closing.expect("close").wait_for(TIMEOUT), Ok(()));
             for work in works {
-                match work.wait_for(PATIENCE) {
+                match work.wait_for(TIMEOUT) {
                     Ok(len) => assert_eq!(len, (COUNT * BLOCK) as u64),
                     Err(Error::Config(text)) => assert!(text.contains("closed"), "{text}"),
                     Err(other) => panic!("{other}"),
@@ -122,7 +122,7 @@ fn nothing_is_written_to_a_region_once_its_closing_is_done() {
         let read = |_| destination.read(&plan, Options::default()).expect("read");
         let works: Vec<_> = (0..8).map(read).collect();
         let closing = destination.close_region(&region, None).expect("close");
-        assert_eq!(closing.wait_for(PATIENCE), Ok(()));
+        assert_eq!(closing.wait_for(TIMEOUT), Ok(()));
         assert!(works.iter().all(kvpipe_core::work::Work::is_completed));
         let moved = works.iter().filter_map(|work| work.result()?.ok()).count();
         assert!(moved >= 1, "what had begun ends well");
@@ -140,7 +140,7 @@ fn a_peer_that_does_not_let_go_is_waited_for_until_the_deadline_and_no_longer() 
     eventually("the peer", || (owner.peers().len() == 1).then_some(()));
     let timeout = Some(Duration::from_millis(200));
     let closing = owner.close_region(&region, timeout).expect("close");
-    let error = closing.wait_for(PATIENCE).expect_err("nobody answers");
+    let error = closing.wait_for(TIMEOUT).expect_err("no answer");
     assert!(matches!(error, Error::Timeout(_)), "{error}");
     let peer = owner.peers()[0].address().to_owned();
     assert!(error.to_string().contains(&peer), "{error}");
@@ -162,7 +162,7 @@ fn who_waits_for_a_peer_to_let_go_is_answered_when_the_agent_is_closed() {
     let closing = owner.close_region(&region, None).expect("close");
     assert!(closing.wait_for(Duration::from_millis(100)).is_err());
     owner.close();
-    assert_eq!(closing.wait_for(PATIENCE), Ok(()));
+    assert_eq!(closing.wait_for(TIMEOUT), Ok(()));
 }
 
 #[test]
@@ -177,7 +177,7 @@ fn a_peer_that_is_lost_is_not_waited_for() {
     let closing = owner.close_region(&region, None).expect("close");
     assert!(closing.wait_for(Duration::from_millis(100)).is_err());
     drop(raw);
-    assert_eq!(closing.wait_for(PATIENCE), Ok(()));
+    assert_eq!(closing.wait_for(TIMEOUT), Ok(()));
 }
 
 #[test]

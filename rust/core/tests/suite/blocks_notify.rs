@@ -10,7 +10,7 @@ use kvpipe_core::net::identity::SessionKind;
 use kvpipe_ucx::{Buffer, Search};
 
 use crate::agents::{BLOCK, COUNT, agent, pair, register, tagged, tags};
-use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern};
+use crate::common::{self, Raw, TIMEOUT, bytes, eventually, on_every_path, pattern};
 
 const READ: u8 = 32;
 const REFUSED: u8 = 35;
@@ -26,7 +26,7 @@ fn numbered(numbers: std::ops::Range<u32>) -> Vec<Vec<u8>> {
 fn tags_arrive_in_the_order_of_the_calls_each_once() {
     on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
-        // What is written is not read at the same time: that would be found out.
+        // Written blocks are not read at the same time: such a read is detected.
         let read: Vec<u32> = (0..COUNT as u32 / 2).collect();
         let mut works = Vec::new();
         let mut notified = Vec::new();
@@ -43,10 +43,10 @@ fn tags_arrive_in_the_order_of_the_calls_each_once() {
         }
         assert_eq!(tags(&pair.source, 900), numbered(0..900));
         for work in works {
-            work.wait_for(PATIENCE).expect("moved");
+            work.wait_for(TIMEOUT).expect("moved");
         }
         for work in notified {
-            assert_eq!(work.wait_for(PATIENCE), Ok(()));
+            assert_eq!(work.wait_for(TIMEOUT), Ok(()));
         }
         assert!(pair.source.notifications().expect("open").is_empty());
     });
@@ -110,7 +110,7 @@ fn a_failed_transfer_sends_no_tag_and_holds_up_no_other() {
             .close_region(&pair.source_region, None)
             .expect("close");
         let is_moved = |work: &Option<kvpipe_core::work::Work<u64>>| {
-            let outcome = work.as_ref().map(|work| work.wait_for(PATIENCE));
+            let outcome = work.as_ref().map(|work| work.wait_for(TIMEOUT));
             // Both ways at once, the blocks of one may change under another.
             assert!(
                 matches!(
@@ -122,7 +122,7 @@ fn a_failed_transfer_sends_no_tag_and_holds_up_no_other() {
             matches!(outcome, Some(Ok(_)))
         };
         let moved: Vec<u32> = (0..100).filter(|n| is_moved(&works[*n as usize])).collect();
-        assert_eq!(closing.wait_for(PATIENCE), Ok(()));
+        assert_eq!(closing.wait_for(TIMEOUT), Ok(()));
         pair.destination
             .notify(&pair.peer, b"end".to_vec())
             .expect("notify");
@@ -133,12 +133,12 @@ fn a_failed_transfer_sends_no_tag_and_holds_up_no_other() {
 }
 
 #[test]
-fn a_sender_waits_while_nobody_takes_what_it_sends() {
+fn a_sender_waits_while_its_notifications_are_not_drained() {
     on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         let notify = |tag| pair.destination.notify(&pair.peer, tag).expect("notify");
         let works: Vec<_> = numbered(0..600).into_iter().map(notify).collect();
-        assert_eq!(works[255].wait_for(PATIENCE), Ok(()));
+        assert_eq!(works[255].wait_for(TIMEOUT), Ok(()));
         assert!(
             works[256]
                 .wait_for(std::time::Duration::from_millis(100))
@@ -153,8 +153,8 @@ fn a_sender_waits_while_nobody_takes_what_it_sends() {
         let mut expected = numbered(0..600);
         expected.push(b"later".to_vec());
         assert_eq!(tags(&pair.source, 601), expected);
-        assert_eq!(works[599].wait_for(PATIENCE), Ok(()));
-        assert_eq!(written.wait_for(PATIENCE), Ok(BLOCK as u64));
+        assert_eq!(works[599].wait_for(TIMEOUT), Ok(()));
+        assert_eq!(written.wait_for(TIMEOUT), Ok(BLOCK as u64));
     });
 }
 
@@ -223,12 +223,12 @@ fn a_lost_peer_fails_what_it_was_to_be_told() {
     let pair = pair(&search, BLOCK, BLOCK);
     let notify = || pair.destination.notify(&pair.peer, b"tag".to_vec());
     let works: Vec<_> = (0..400).map(|_| notify().expect("notify")).collect();
-    works[255].wait_for(PATIENCE).expect("in its queue");
+    works[255].wait_for(TIMEOUT).expect("in its queue");
     pair.source.close();
-    let error = works[399].wait_for(PATIENCE).expect_err("ended");
+    let error = works[399].wait_for(TIMEOUT).expect_err("ended");
     assert!(matches!(error, Error::PeerLost { .. }), "{error}");
     assert!(matches!(notify(), Err(Error::PeerLost { .. })));
-    // What had come is still there to be taken.
+    // Notifications that had arrived can still be drained.
     assert_eq!(pair.source.notifications().expect("the queue").len(), 256);
     assert!(matches!(pair.source.notifications(), Err(Error::Closed(_))));
 }

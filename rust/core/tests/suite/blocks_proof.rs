@@ -12,7 +12,7 @@ use kvpipe_ucx::{Buffer, Search};
 
 use crate::agents::{self, BLOCK, COUNT, agent, pair, register, register_writable};
 use crate::common::{
-    self, PATIENCE, Raw, TOKEN, bytes, eventually, on_both_paths, on_every_path, pattern,
+    self, Raw, TIMEOUT, TOKEN, bytes, eventually, on_both_paths, on_every_path, pattern,
 };
 
 const READ: u8 = 32;
@@ -108,7 +108,7 @@ fn blocks_that_differ_from_their_checksums_end_the_read_and_the_peer_stays_usabl
         ] {
             let work = reader.read(&plan, Options::default()).expect("read");
             source.answer(sums);
-            let error = work.wait_for(PATIENCE).expect_err("corrupt");
+            let error = work.wait_for(TIMEOUT).expect_err("corrupt");
             let is_named = |text: &str| text.contains(named);
             assert!(
                 matches!(&error, Error::Corrupt(text) if is_named(text)),
@@ -117,7 +117,7 @@ fn blocks_that_differ_from_their_checksums_end_the_read_and_the_peer_stays_usabl
         }
         let work = reader.read(&plan, Options::default()).expect("read");
         source.answer([first, second]);
-        assert_eq!(work.wait_for(PATIENCE), Ok(2 * BLOCK as u64));
+        assert_eq!(work.wait_for(TIMEOUT), Ok(2 * BLOCK as u64));
         assert!(bytes(&to)[7 * BLOCK..8 * BLOCK] == *source.block(3));
         assert!(bytes(&to)[9 * BLOCK..10 * BLOCK] == *source.block(4));
     });
@@ -136,7 +136,7 @@ fn blocks_of_a_gpu_come_to_the_host_as_messages_without_checksums_whatever_the_r
         assert_eq!(wanted, 0);
         let header = Writer::new(DATA).u64(transfer).u64(0).u64(0).finish();
         source.raw.send(&header, &source.block(3));
-        assert_eq!(work.wait_for(PATIENCE), Ok(BLOCK as u64));
+        assert_eq!(work.wait_for(TIMEOUT), Ok(BLOCK as u64));
         assert!(bytes(&to)[7 * BLOCK..8 * BLOCK] == *source.block(3));
     });
 }
@@ -170,7 +170,7 @@ fn a_writer_learns_that_its_blocks_came_corrupt() {
     target
         .raw
         .send(&Writer::new(CORRUPT).u64(offer).finish(), &reason);
-    let error = work.wait_for(PATIENCE).expect_err("corrupt");
+    let error = work.wait_for(TIMEOUT).expect_err("corrupt");
     assert_eq!(error, Error::Corrupt("block 0 differs".to_owned()));
 }
 
@@ -185,7 +185,7 @@ fn more_checksums_than_blocks_are_cut_off() {
     let work = reader.read(&plan, Options::default()).expect("read");
     source.answer(source.sums());
     assert!(source.raw.is_closed());
-    let error = work.wait_for(PATIENCE).expect_err("cut off");
+    let error = work.wait_for(TIMEOUT).expect_err("cut off");
     assert!(
         matches!(error, Error::Protocol(_) | Error::PeerLost { .. }),
         "{error}"
@@ -201,7 +201,7 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Whoever reads memory that its owner changes at the same time gets parts of two states.
+/// A read of memory that its owner changes at the same time gets parts of two states.
 #[test]
 fn blocks_that_change_while_they_are_read_are_not_delivered() {
     on_every_path(|transport| {
@@ -243,7 +243,7 @@ fn without_checksums_the_source_is_asked_for_none() {
             let header = [&[DATA], &header[..8], &[0; 16]].concat();
             source.raw.send(&header, &source.block(3));
         }
-        assert_eq!(work.wait_for(PATIENCE), Ok(BLOCK as u64));
+        assert_eq!(work.wait_for(TIMEOUT), Ok(BLOCK as u64));
         assert!(bytes(&to)[..BLOCK] == *source.block(3));
     });
 }
@@ -261,7 +261,7 @@ fn blocks_larger_than_a_slice_are_proved_too() {
         let local = (&region, vec![2, 0, 1]);
         let plan = destination.prepare(&peer, local, ("kv", vec![3, 1, 2]));
         let read = destination.read(&plan.expect("plan"), Options::default());
-        let len = read.expect("read").wait_for(PATIENCE);
+        let len = read.expect("read").wait_for(TIMEOUT);
         assert_eq!(len, Ok(3 * block as u64));
         assert!(bytes(&to)[..3 * block] == bytes(&from)[block..]);
     });
@@ -269,7 +269,7 @@ fn blocks_larger_than_a_slice_are_proved_too() {
 
 // --- a destination that keeps to no rules
 
-/// An agent with a region of `COUNT` blocks, and who asks it.
+/// An agent with a region of `COUNT` blocks, and a raw session to it.
 fn asked(search: &Search) -> (Raw, Agent, Region) {
     let source = agent(search);
     let from = Buffer::from_vec(pattern(COUNT * BLOCK, 1));
@@ -336,7 +336,7 @@ fn a_read_that_began_before_its_region_was_closed_gets_its_checksums() {
     assert!(!closed.is_completed());
     let released = Writer::new(2).u32(0).finish();
     raw.send(&released, &[]);
-    assert_eq!(closed.wait_for(PATIENCE), Ok(()));
+    assert_eq!(closed.wait_for(TIMEOUT), Ok(()));
     ask(&raw, 6, 2, &[3]);
     raw.message(REFUSED);
 }
@@ -353,6 +353,6 @@ fn a_source_that_never_tells_its_checksums_and_goes_is_lost() {
     source.raw.message(READ);
     assert!(!work.is_completed());
     drop(source);
-    let error = work.wait_for(PATIENCE).expect_err("lost");
+    let error = work.wait_for(TIMEOUT).expect_err("lost");
     assert!(matches!(error, Error::PeerLost { .. }), "{error}");
 }

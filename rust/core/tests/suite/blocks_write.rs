@@ -12,7 +12,7 @@ use kvpipe_ucx::{Buffer, Search};
 use crate::agents::{
     BLOCK, COUNT, agent, connect, pair, register, register_writable, tagged, tags,
 };
-use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern};
+use crate::common::{self, Raw, TIMEOUT, bytes, eventually, on_every_path, pattern};
 
 const OFFER: u8 = 36;
 const ACCEPTED: u8 = 37;
@@ -82,7 +82,7 @@ fn a_region_is_written_only_when_its_owner_says_so() {
     );
     assert!(error.to_string().contains("writable=True"), "{error}");
     let read = writer.read(&plan, Options::default()).expect("read");
-    assert_eq!(read.wait_for(PATIENCE), Ok(BLOCK as u64));
+    assert_eq!(read.wait_for(TIMEOUT), Ok(BLOCK as u64));
 }
 
 #[test]
@@ -102,7 +102,7 @@ fn both_sides_write_to_and_read_from_each_other_at_once() {
             agent
                 .register_writable("written", room[2 + i].clone(), block as u64, block as u64)
                 .expect("register")
-                .wait_for(PATIENCE)
+                .wait_for(TIMEOUT)
                 .expect("registered");
             regions.push((own, read));
         }
@@ -131,7 +131,7 @@ fn both_sides_write_to_and_read_from_each_other_at_once() {
             }
         }
         for work in works {
-            assert_eq!(work.wait_for(PATIENCE), Ok(block as u64));
+            assert_eq!(work.wait_for(TIMEOUT), Ok(block as u64));
         }
         for i in 0..2 {
             assert!(bytes(&room[i]) == bytes(&own[1 - i]), "read");
@@ -153,11 +153,11 @@ fn blocks_of_a_region_that_was_registered_just_now_are_taken() {
                 .expect("plan");
             let options = tagged(&i.to_le_bytes());
             let work = pair.destination.write(&plan, options).expect("write");
-            assert_eq!(work.wait_for(PATIENCE), Ok(BLOCK as u64));
+            assert_eq!(work.wait_for(TIMEOUT), Ok(BLOCK as u64));
             assert_eq!(tags(&pair.source, 1), [i.to_le_bytes()]);
             assert!(bytes(&pair.from)[7 * BLOCK..8 * BLOCK] == pattern(BLOCK, i));
             let closing = pair.destination.close_region(&region, None).expect("close");
-            assert_eq!(closing.wait_for(PATIENCE), Ok(()));
+            assert_eq!(closing.wait_for(TIMEOUT), Ok(()));
         }
     });
 }
@@ -179,14 +179,14 @@ fn a_plan_moves_the_blocks_of_the_day_both_ways() {
                 .destination
                 .read(&plan, Options::default())
                 .expect("read");
-            assert_eq!(read.wait_for(PATIENCE), Ok(2 * BLOCK as u64));
+            assert_eq!(read.wait_for(TIMEOUT), Ok(2 * BLOCK as u64));
             assert!(bytes(&pair.to)[5 * BLOCK..6 * BLOCK] == today);
             pair.to.write(3 * BLOCK, &today);
             let written = pair
                 .destination
                 .write(&plan, Options::default())
                 .expect("write");
-            assert_eq!(written.wait_for(PATIENCE), Ok(2 * BLOCK as u64));
+            assert_eq!(written.wait_for(TIMEOUT), Ok(2 * BLOCK as u64));
             assert!(bytes(&pair.from)[9 * BLOCK..10 * BLOCK] == today);
         }
         pair.source.close();
@@ -277,20 +277,20 @@ fn a_write_that_was_begun_and_times_out_is_withdrawn_and_settled_by_its_answer()
     };
     let work = writer.write(&plan(0), options).expect("write");
     let (offer, _) = raw.message(OFFER);
-    let error = work.wait_for(PATIENCE).expect_err("not taken");
+    let error = work.wait_for(TIMEOUT).expect_err("not taken");
     assert!(matches!(error, Error::Timeout(_)), "{error}");
     assert!(!work.is_settled());
     let (withdrawn, _) = raw.message(WITHDRAW);
     assert_eq!(withdrawn, offer[..8]);
     let busy = writer.write(&plan(0), Options::default()).expect("write");
-    let busy = busy.wait_for(PATIENCE).expect_err("the target may read it");
+    let busy = busy.wait_for(TIMEOUT).expect_err("the target may read it");
     assert!(matches!(busy, Error::Exhausted(_)), "{busy}");
     let other = writer.write(&plan(1), Options::default()).expect("write");
     let (next, _) = raw.message(OFFER);
     let reason = Writer::default().text("withdrawn", 100).finish();
     raw.send(&Writer::new(DECLINED).raw(&withdrawn).finish(), &reason);
     raw.send(&Writer::new(ACCEPTED).raw(&next[..8]).finish(), b"");
-    assert_eq!(other.wait_for(PATIENCE), Ok(BLOCK as u64));
+    assert_eq!(other.wait_for(TIMEOUT), Ok(BLOCK as u64));
     eventually("the end of the late one", || {
         work.is_settled().then_some(())
     });
@@ -339,7 +339,7 @@ fn an_offer_that_does_not_fit_is_refused_by_name_and_nothing_is_written() {
         )
         .expect("plan");
     let work = writer.write(&plan, Options::default()).expect("write");
-    assert_eq!(work.wait_for(PATIENCE), Ok(BLOCK as u64));
+    assert_eq!(work.wait_for(TIMEOUT), Ok(BLOCK as u64));
     assert!(bytes(&memory)[BLOCK..2 * BLOCK] == content);
 }
 

@@ -7,7 +7,7 @@ use kvpipe_core::Error;
 use kvpipe_core::control::{ControlEvent, ControlQuery, ControlReply, ControlTimeouts};
 
 use crate::common::relay::Relay;
-use crate::common::{self, PATIENCE, PROMPT, Process, eventually, say, undescribed};
+use crate::common::{self, PROMPT, Process, TIMEOUT, eventually, say, undescribed};
 use crate::engines::{ID, OTHER, engine, engine_with, finished, opened, patience};
 
 #[test]
@@ -124,8 +124,8 @@ fn an_unwatch_before_the_session_is_up_disturbs_nothing() {
     Relay::at(front, producer.control.address().expect("address"));
     let described = consumer
         .control
-        .query(&address, ControlQuery::Describe, PATIENCE);
-    let described = described.expect("query").wait_for(PATIENCE);
+        .query(&address, ControlQuery::Describe, TIMEOUT);
+    let described = described.expect("query").wait_for(TIMEOUT);
     assert_eq!(described, Ok(undescribed()));
     assert_eq!(consumer.events(), []);
     watch();
@@ -286,11 +286,11 @@ fn a_killed_producer_ends_its_handoffs_promptly() {
     // Queries to it end too.
     let asked = consumer
         .control
-        .query(&address, ControlQuery::Describe, PATIENCE);
+        .query(&address, ControlQuery::Describe, TIMEOUT);
     let error = asked
         .expect("ask")
         .wait_for(PROMPT)
-        .expect_err("nobody there");
+        .expect_err("no listener");
     assert!(matches!(error, Error::Connect(_)), "{error}");
 }
 
@@ -385,6 +385,6 @@ fn a_query_without_a_reply_ends_at_its_deadline() {
         .control
         .query(&address, ControlQuery::Describe, soon)
         .expect("ask");
-    let error = asked.wait_for(PATIENCE).expect_err("no answer");
+    let error = asked.wait_for(TIMEOUT).expect_err("no answer");
     assert!(matches!(error, Error::Timeout(_)), "{error}");
 }

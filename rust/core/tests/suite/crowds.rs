@@ -17,7 +17,7 @@ use kvpipe_core::transport::{MemoryPath, Transport};
 
 use crate::common::sockets::{descriptors, num_connections};
 use crate::common::{
-    self, PATIENCE, PROMPT, Process, TOKEN, alone, eventually, say, send_frame, undescribed,
+    self, PROMPT, Process, TIMEOUT, TOKEN, alone, eventually, say, send_frame, undescribed,
 };
 
 /// Engines or strangers of a crowd.
@@ -31,9 +31,9 @@ fn control_with(listen: Option<&str>, token: &[u8], handshake: Duration) -> Cont
     };
     let timeouts = ControlTimeouts {
         session,
-        lease: PATIENCE,
-        open: PATIENCE,
-        handoff: PATIENCE,
+        lease: TIMEOUT,
+        open: TIMEOUT,
+        handoff: TIMEOUT,
     };
     Control::new(listen, token, "engine", vec![], timeouts).expect("control")
 }
@@ -55,9 +55,9 @@ fn address(control: &Control) -> SocketAddr {
 }
 
 fn ask(from: &Control, address: SocketAddr) -> kvpipe_core::Result<ControlReply> {
-    from.query(&address.to_string(), ControlQuery::Describe, PATIENCE)
+    from.query(&address.to_string(), ControlQuery::Describe, TIMEOUT)
         .expect("ask")
-        .wait_for(PATIENCE)
+        .wait_for(TIMEOUT)
 }
 
 /// A control port in another process.
@@ -82,14 +82,14 @@ fn connect_all_at_once(num_strangers: usize) {
         .map(|nth| stranger(address, nth))
         .collect();
     let query =
-        |engine: &Control| engine.query(&address.to_string(), ControlQuery::Describe, PATIENCE);
+        |engine: &Control| engine.query(&address.to_string(), ControlQuery::Describe, TIMEOUT);
     let asked: Vec<_> = crowd.iter().map(query).collect();
     eventually("all connections", || {
         (num_connections(address) == CROWD + num_strangers).then_some(())
     });
     server.go_on();
     for asked in asked {
-        let answer = asked.expect("ask").wait_for(PATIENCE);
+        let answer = asked.expect("ask").wait_for(TIMEOUT);
         assert_eq!(answer, Ok(undescribed()));
     }
     drop(strangers);
@@ -121,7 +121,7 @@ fn stranger(address: SocketAddr, nth: usize) -> TcpStream {
 }
 
 #[test]
-fn a_silent_connection_keeps_its_place_while_nobody_else_waits() {
+fn a_silent_connection_keeps_its_place_while_no_other_waits() {
     let server = control();
     let connect = || TcpStream::connect(address(&server)).expect("connect");
     let silent: Vec<_> = (0..256).map(|_| connect()).collect();
@@ -136,7 +136,7 @@ fn a_silent_connection_keeps_its_place_while_nobody_else_waits() {
 }
 
 #[test]
-fn a_thousand_silent_connections_keep_nobody_out_and_cost_no_time() {
+fn a_thousand_silent_connections_keep_no_peer_out_and_cost_no_time() {
     alone(|_| {
         allow_descriptors(1200);
         let (server, friend) = (control(), control());
@@ -239,18 +239,18 @@ fn a_peer_that_refuses_with_a_reason_is_not_asked_again() {
 }
 
 #[test]
-fn a_control_port_that_nobody_listens_at_is_known_at_once() {
+fn a_control_port_without_a_listener_is_known_at_once() {
     let closed = control();
     let address = address(&closed);
     drop(closed);
     let begun = Instant::now();
-    let error = ask(&client(), address).expect_err("nobody is there");
+    let error = ask(&client(), address).expect_err("no listener");
     assert!(matches!(error, Error::Connect(_)), "{error}");
     assert!(begun.elapsed() < PROMPT);
 }
 
-/// A port where nobody listens, and a socket that keeps others from getting it.
-fn nobody() -> (OwnedFd, String) {
+/// A port without a listener, and a socket that keeps others from getting it.
+fn unused_port() -> (OwnedFd, String) {
     use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket, sockopt};
     let keeps = socket(AddressFamily::INET, SocketType::STREAM, None).expect("socket");
     sockopt::set_socket_reuseaddr(&keeps, true).expect("option");
@@ -266,29 +266,29 @@ fn connect_pipe(address: &str) -> (Pipe, kvpipe_core::work::Work<()>) {
         IN_MEMORY,
         kvpipe_core::Integrity::Auto,
         Duration::ZERO,
-        PATIENCE,
+        TIMEOUT,
     );
     connected.expect("connect")
 }
 
 #[test]
 fn a_pipe_waits_for_its_receiver_to_listen() {
-    let (_keeps, address) = nobody();
+    let (_keeps, address) = unused_port();
     let (_sender, connected) = connect_pipe(&address);
     std::thread::sleep(Duration::from_millis(200));
     assert!(!connected.is_completed());
     let _receiver = Pipe::listen(&address, TOKEN, IN_MEMORY, Duration::ZERO).expect("listen");
-    connected.wait_for(PATIENCE).expect("connected");
+    connected.wait_for(TIMEOUT).expect("connected");
 }
 
 #[test]
 fn a_pipe_that_waits_for_its_receiver_is_closed_at_once() {
-    let (_keeps, address) = nobody();
+    let (_keeps, address) = unused_port();
     let (sender, connected) = connect_pipe(&address);
     std::thread::sleep(Duration::from_millis(100));
     let begun = Instant::now();
     sender.stop();
     assert!(begun.elapsed() < PROMPT);
-    let error = connected.wait_for(PATIENCE).expect_err("closed");
+    let error = connected.wait_for(TIMEOUT).expect_err("closed");
     assert!(matches!(error, Error::Closed(_)), "{error}");
 }

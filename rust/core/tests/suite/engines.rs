@@ -10,7 +10,7 @@ use kvpipe_core::control::{
 use kvpipe_core::ids::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
 
-use crate::common::{PATIENCE, TOKEN, eventually};
+use crate::common::{TIMEOUT, TOKEN, eventually};
 
 pub const ID: HandoffId = [3; 16];
 pub const OTHER: HandoffId = [4; 16];
@@ -18,9 +18,9 @@ pub const OTHER: HandoffId = [4; 16];
 pub fn patience() -> ControlTimeouts {
     ControlTimeouts {
         session: SessionTimeouts::default(),
-        lease: PATIENCE,
-        open: PATIENCE,
-        handoff: PATIENCE,
+        lease: TIMEOUT,
+        open: TIMEOUT,
+        handoff: TIMEOUT,
     }
 }
 
@@ -157,8 +157,8 @@ impl Engine {
 
     pub fn query(&self, other: &Self, query: ControlQuery) -> kvpipe_core::Result<ControlReply> {
         self.control
-            .query(&other.address(), query, PATIENCE)
+            .query(&other.address(), query, TIMEOUT)
             .expect("query")
-            .wait_for(PATIENCE)
+            .wait_for(TIMEOUT)
     }
 }

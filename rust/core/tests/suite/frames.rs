@@ -15,7 +15,7 @@ use rustix::net::sockopt::set_socket_recv_buffer_size;
 use crate::agents::{BLOCK, COUNT, agent, connect, pair, register};
 use crate::blocks_proof::Source;
 use crate::common::{
-    self, PATIENCE, Raw, bytes, eventually, message_frame, on_both_paths, part_frame, pattern,
+    self, Raw, TIMEOUT, bytes, eventually, message_frame, on_both_paths, part_frame, pattern,
 };
 
 const NOTIFY: u8 = 40;
@@ -213,7 +213,7 @@ impl Reading {
         let peer = connect(&friend, &self.agent);
         let plan = friend.prepare(&peer, (&region, vec![0]), ("own", vec![1]));
         let read = friend.read(&plan.expect("plan"), Options::default());
-        assert_eq!(read.expect("read").wait_for(PATIENCE), Ok(BLOCK as u64));
+        assert_eq!(read.expect("read").wait_for(TIMEOUT), Ok(BLOCK as u64));
     }
 }
 
@@ -224,7 +224,7 @@ fn transfer(raw: &Raw) -> u64 {
 }
 
 #[test]
-fn a_part_that_comes_in_pieces_is_placed_and_delays_nobody_else() {
+fn a_part_that_comes_in_pieces_is_placed_and_delays_nothing_else() {
     let Some(search) = common::ucx() else { return };
     let reading = Reading::begin(&search, Options::default());
     let part = reading.part();
@@ -238,7 +238,7 @@ fn a_part_that_comes_in_pieces_is_placed_and_delays_nobody_else() {
             "{pair:?}"
         );
     }
-    assert_eq!(reading.work.wait_for(PATIENCE), Ok(BLOCK as u64));
+    assert_eq!(reading.work.wait_for(TIMEOUT), Ok(BLOCK as u64));
     let mut expected = vec![0; COUNT * BLOCK];
     expected[7 * BLOCK..8 * BLOCK].copy_from_slice(&reading.source.block(3));
     assert!(bytes(&reading.to) == expected);
@@ -254,7 +254,7 @@ fn what_comes_of_a_part_after_its_read_has_ended_is_not_placed() {
     let reading = Reading::begin(&search, options);
     let (part, raw) = (reading.part(), &reading.source.raw);
     raw.write(&part[..1000]);
-    let error = reading.work.wait_for(PATIENCE).expect_err("late");
+    let error = reading.work.wait_for(TIMEOUT).expect_err("late");
     assert!(matches!(error, Error::Timeout(_)), "{error}");
     eventually("no more is placed", || {
         reading.work.is_settled().then_some(())
@@ -280,7 +280,7 @@ fn a_peer_that_leaves_within_a_part_is_lost_and_others_go_on() {
         ..
     } = reading;
     drop(source);
-    let error = work.wait_for(PATIENCE).expect_err("lost");
+    let error = work.wait_for(TIMEOUT).expect_err("lost");
     assert!(matches!(error, Error::PeerLost { .. }), "{error}");
     assert!(agent.peers().is_empty());
 }
@@ -318,7 +318,7 @@ fn a_part_that_its_stream_does_not_expect_ends_the_session() {
         let reason = raw.goodbye();
         let is_named = reason.contains("protocol error") && reason.contains(named);
         assert!(is_named, "{named}: {reason}");
-        let error = reading.work.wait_for(PATIENCE).expect_err("cut off");
+        let error = reading.work.wait_for(TIMEOUT).expect_err("cut off");
         assert!(matches!(error, Error::Protocol(_)), "{error}");
         // Nothing is written beside the block.
         let (mut to, block) = (bytes(&reading.to), 7 * BLOCK..8 * BLOCK);
@@ -363,7 +363,7 @@ fn a_part_that_its_source_aborts_counts_nothing_and_other_transfers_go_on() {
             }
             let reason = Writer::default().str("it has its memory back").finish();
             raw.send(&Writer::new(REFUSED).u64(of_failing).finish(), &reason);
-            let error = failing.wait_for(PATIENCE).expect_err("aborted");
+            let error = failing.wait_for(TIMEOUT).expect_err("aborted");
             let is_named = |text: &str| text.contains("has its memory back");
             assert!(
                 matches!(&error, Error::Config(text) if is_named(text)),
@@ -371,13 +371,13 @@ fn a_part_that_its_source_aborts_counts_nothing_and_other_transfers_go_on() {
             );
             assert!(!other.is_completed());
             send_all(of_other);
-            assert_eq!(other.wait_for(PATIENCE), Ok(2 * BLOCK as u64));
+            assert_eq!(other.wait_for(TIMEOUT), Ok(2 * BLOCK as u64));
             assert!(bytes(&to)[7 * BLOCK..8 * BLOCK] == *source.block(3));
             assert!(bytes(&to)[9 * BLOCK..10 * BLOCK] == *source.block(4));
         }
         let next = begin();
         send_all(transfer(raw));
-        assert_eq!(next.wait_for(PATIENCE), Ok(2 * BLOCK as u64));
+        assert_eq!(next.wait_for(TIMEOUT), Ok(2 * BLOCK as u64));
     });
 }
 

@@ -6,7 +6,7 @@ use kvpipe_core::blocks::handoff::Event;
 use kvpipe_ucx::Buffer;
 
 use crate::common::{
-    self, PATIENCE, PROMPT, Process, eventually, on_both_paths, on_every_path, say,
+    self, PROMPT, Process, TIMEOUT, eventually, on_both_paths, on_every_path, say,
 };
 use crate::workers::{BLOCK, COUNT, ID, LAYERS, pair, step, worker};
 
@@ -211,7 +211,7 @@ fn regions_that_differ_are_named() {
         let (producer, consumer) = pair(transport);
         let more = consumer.agent.register("extra", Buffer::zeroed(64), 64, 64);
         more.expect("register")
-            .wait_for(PATIENCE)
+            .wait_for(TIMEOUT)
             .expect("registered");
         consumer.load(producer.request(&[1]));
         let (missing, reason) = consumer.failed();
@@ -247,7 +247,7 @@ fn an_agent_that_is_closed_reports_its_loads_as_failed() {
 }
 
 #[test]
-fn a_producer_that_nobody_is_fails_the_load() {
+fn a_producer_that_is_closed_fails_the_load() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let request = producer.request(&[1, 2]);

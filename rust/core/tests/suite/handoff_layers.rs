@@ -130,7 +130,7 @@ fn regions_that_are_not_the_agents_or_closed_are_refused() {
         let closed = producer.agent.close_region(&producer.regions[2], None);
         closed
             .expect("close")
-            .wait_for(common::PATIENCE)
+            .wait_for(common::TIMEOUT)
             .expect("closed");
         assert!(mark_ready(&producer.regions).is_err());
         assert_eq!(producer.agent.num_leased(), 0);

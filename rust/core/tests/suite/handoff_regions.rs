@@ -2,7 +2,7 @@
 
 use kvpipe_ucx::Buffer;
 
-use crate::common::{PATIENCE, eventually, on_every_path};
+use crate::common::{TIMEOUT, eventually, on_every_path};
 use crate::workers::{BLOCK, COUNT, LAYERS, Worker, pair, step};
 
 /// A load that has selected, because a block of its last layer is here; and then closes the first region of the
@@ -15,7 +15,7 @@ fn selected_then_closed(producer: &Worker, consumer: &Worker) {
         (consumer.block(last, 1) == producer.block(last, 4)).then_some(())
     });
     let closed = producer.agent.close_region(&producer.regions[0], None);
-    closed.expect("close").wait_for(PATIENCE).expect("closed");
+    closed.expect("close").wait_for(TIMEOUT).expect("closed");
 }
 
 /// The load fails, and names the region that was closed. Each layer of the consumer has its old bytes, or the producer's
@@ -55,7 +55,7 @@ fn a_region_closed_and_another_registered_between_select_and_blocks_ready_never_
             selected_then_closed(&producer, &consumer);
             let (memory, size) = (Buffer::from_vec(vec![7; COUNT * BLOCK]), BLOCK as u64);
             let another = producer.agent.register(name, memory, size, size);
-            let another = another.expect("register").wait_for(PATIENCE);
+            let another = another.expect("register").wait_for(TIMEOUT);
             let regions = [another.expect("registered"), producer.regions[1].clone()];
             let ready = step(0, &[4, 5]).expect("a step");
             producer.agent.mark_ready(&ready, &regions).expect("open");

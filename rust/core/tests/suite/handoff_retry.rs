@@ -1,4 +1,4 @@
-//! What is lost of a load on its way is asked for again: by a fresh session, or by messages.
+//! Retries of the lost parts of a load: by a fresh session, or by messages.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -32,7 +32,7 @@ impl Cable {
             for near in listener.incoming().flatten() {
                 let far = *lock(&leads_to);
                 let mut ends = lock(&ends);
-                // Whoever is led nowhere is heard by nobody.
+                // Without a destination, the connection stays open and its bytes are never read.
                 if let Some(far) = far {
                     let far = TcpStream::connect(far).expect("connect");
                     join(&near, &far);

@@ -12,7 +12,7 @@ use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_core::work::Then;
 use kvpipe_ucx::{Buffer, Search};
 
-use crate::common::{self, PATIENCE, Raw, TOKEN, eventually, on_both_paths};
+use crate::common::{self, Raw, TIMEOUT, TOKEN, eventually, on_both_paths};
 
 const EXISTS: u8 = 64;
 const PUT: u8 = 68;
@@ -325,9 +325,9 @@ fn a_withdrawn_insert_lets_the_next_one_in() {
         insert(&local, &[1], vec![0; FULL]);
         let address = local.address();
         let (remote, connected) =
-            LookupBuffer::connect(vec![address], TOKEN, search.clone().into(), true, PATIENCE)
+            LookupBuffer::connect(vec![address], TOKEN, search.clone().into(), true, TIMEOUT)
                 .expect("connect");
-        connected.wait_for(PATIENCE).expect("connected");
+        connected.wait_for(TIMEOUT).expect("connected");
         let first = remote
             .insert(vec![2], items(vec![0; 100_000]), None, Then::GoOn)
             .expect("insert");
@@ -369,7 +369,7 @@ fn an_operation_before_the_client_is_connected_fails_and_says_why() {
         let address = silent.local_addr().expect("address").to_string();
         let transport = search.clone().into();
         let (remote, _) =
-            LookupBuffer::connect(vec![address], TOKEN, transport, true, PATIENCE).expect("begun");
+            LookupBuffer::connect(vec![address], TOKEN, transport, true, TIMEOUT).expect("begun");
         let selected = remote
             .select(LookupQuery::Any, None, Then::GoOn)
             .expect("select");

@@ -1,4 +1,4 @@
-//! What entries and waiting operations of a lookup buffer count: tokens and descriptions as well as tensors.
+//! Size of entries and waiting operations of a lookup buffer: tokens and descriptions count as well as tensors.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,12 +12,12 @@ use kvpipe_core::tensor::{Meta, Received};
 use kvpipe_core::work::Then;
 use kvpipe_ucx::{Buffer, Search};
 
-use crate::common::{self, PATIENCE, Raw, TOKEN, eventually};
+use crate::common::{self, Raw, TIMEOUT, TOKEN, eventually};
 
 const PUT: u8 = 68;
 /// Most tokens of an entry or a query.
 const TOKENS_CAP: usize = 1 << 22;
-/// What an entry counts besides tokens, tensors and their descriptions.
+/// Counted bytes of an entry besides tokens, tensors and their descriptions.
 const BOOKKEEPING: u64 = 2048;
 
 fn serve(search: &Search, capacity_bytes: u64) -> LookupBuffer {
@@ -32,8 +32,8 @@ fn connect(search: &Search, local: &LookupBuffer) -> LookupBuffer {
     let address = local.address();
     let transport = search.clone().into();
     let (remote, connected) =
-        LookupBuffer::connect(vec![address], TOKEN, transport, true, PATIENCE).expect("connect");
-    connected.wait_for(PATIENCE).expect("connected");
+        LookupBuffer::connect(vec![address], TOKEN, transport, true, TIMEOUT).expect("connect");
+    connected.wait_for(TIMEOUT).expect("connected");
     remote
 }
 
@@ -70,7 +70,7 @@ fn ends<T: Clone>(operation: &Operation<T>) -> Result<T, Error> {
 }
 
 #[test]
-fn an_entry_counts_all_its_memory_whoever_inserts_it() {
+fn an_entry_counts_all_its_memory_inserted_here_or_by_a_client() {
     let Some(search) = common::ucx() else { return };
     let local = serve(&search, 1 << 20);
     let remote = connect(&search, &local);

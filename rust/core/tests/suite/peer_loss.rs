@@ -11,7 +11,7 @@ use kvpipe_core::work::Then;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::{Buffer, Search};
 
-use crate::common::{self, PATIENCE, PROMPT, Process, TOKEN, on_both_paths, say};
+use crate::common::{self, PROMPT, Process, TIMEOUT, TOKEN, on_both_paths, say};
 
 /// Takes hundreds of milliseconds on every data path.
 const LARGE: usize = 1 << 30;
@@ -46,7 +46,7 @@ fn peer_process() {
                 search.into(),
                 kvpipe_core::Integrity::Auto,
                 Duration::ZERO,
-                PATIENCE,
+                TIMEOUT,
             )
             .expect("connect");
             let _sent = send(&pipe);
@@ -95,7 +95,7 @@ fn register(agent: &Agent, block: usize) -> Region {
     agent
         .register("kv", Buffer::zeroed(large()), block as u64, block as u64)
         .expect("register")
-        .wait_for(PATIENCE)
+        .wait_for(TIMEOUT)
         .expect("registered")
 }
 
@@ -119,10 +119,10 @@ fn a_receiver_killed_under_a_large_tensor_fails_the_sender() {
             search.clone().into(),
             kvpipe_core::Integrity::Auto,
             Duration::ZERO,
-            PATIENCE,
+            TIMEOUT,
         )
         .expect("connect");
-        connected.wait_for(PATIENCE).expect("connected");
+        connected.wait_for(TIMEOUT).expect("connected");
         let sent = send(&pipe);
         let queued = send(&pipe);
         std::thread::sleep(A_MOMENT);
@@ -173,7 +173,7 @@ fn kill_under_reads(search: &Search, block: usize) {
     let agent = agent(search);
     let region = register(&agent, block);
     let connected = agent.connect(&peer.line()).expect("connect");
-    let source = connected.wait_for(PATIENCE).expect("connected");
+    let source = connected.wait_for(TIMEOUT).expect("connected");
     let ids = 0..(large() / block) as u32;
     // In opposite order: no two blocks are neighbours on both sides.
     let (here, there) = (ids.clone().rev().collect(), ids.collect());

@@ -1,4 +1,4 @@
-//! What a pipe promises to its two ends, over every data path.
+//! Promises of a pipe to its two ends, over every data path.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use kvpipe_core::work::Then;
 use kvpipe_ucx::Buffer;
 
 use crate::common::pipes::{close, content, meta, pipe, receive, send, send_within};
-use crate::common::{self, PATIENCE, PROMPT, TOKEN, bytes, eventually, on_every_path, pattern};
+use crate::common::{self, PROMPT, TIMEOUT, TOKEN, bytes, eventually, on_every_path, pattern};
 
 #[test]
 fn tensors_arrive_in_order_whatever_their_size() {
@@ -44,7 +44,7 @@ fn tensors_arrive_in_order_whatever_their_size() {
             }
         }
         for work in sent {
-            work.wait_for(PATIENCE).expect("sent");
+            work.wait_for(TIMEOUT).expect("sent");
         }
     });
 }
@@ -76,7 +76,7 @@ fn receives_that_wait_get_their_tensors_in_order_although_several_are_fetched_at
             );
         }
         for sent in sent {
-            assert_eq!(sent.wait_for(PATIENCE), Ok(()));
+            assert_eq!(sent.wait_for(TIMEOUT), Ok(()));
         }
         assert_eq!(rx.info().num_tensors, sizes.len() as u64);
     });
@@ -93,13 +93,13 @@ fn a_tensor_larger_than_the_window_arrives_intact() {
         let received = rx
             .receive(target, Deadline::default(), Then::GoOn)
             .expect("receive");
-        let received = received.wait_for(PATIENCE).expect("received");
+        let received = received.wait_for(TIMEOUT).expect("received");
         assert!(
             received.buffer.is_none(),
             "received into memory of the caller"
         );
         assert!(bytes(&out) == expected);
-        sent.wait_for(PATIENCE).expect("sent");
+        sent.wait_for(TIMEOUT).expect("sent");
         assert_eq!(rx.info().num_bytes, 64 << 20);
     });
 }
@@ -113,7 +113,7 @@ fn more_tensors_than_may_be_in_flight_all_arrive() {
             assert_eq!(content(&receive(&rx)), pattern(100, i));
         }
         for work in sent {
-            work.wait_for(PATIENCE).expect("sent");
+            work.wait_for(TIMEOUT).expect("sent");
         }
     });
 }
@@ -126,7 +126,7 @@ fn a_receive_that_times_out_leaves_the_pipe_usable() {
         let error = rx
             .receive(None, soon, Then::GoOn)
             .expect("receive")
-            .wait_for(PATIENCE)
+            .wait_for(TIMEOUT)
             .expect_err("nothing came");
         assert!(
             matches!(&error, Error::Timeout(text) if text.contains("usable")),
@@ -138,20 +138,20 @@ fn a_receive_that_times_out_leaves_the_pipe_usable() {
 }
 
 #[test]
-fn a_tensor_that_nobody_takes_is_withdrawn_and_the_next_one_arrives() {
+fn a_tensor_without_a_receive_is_withdrawn_and_the_next_one_arrives() {
     on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let soon = Some(Duration::from_millis(50));
         let error = send_within(&tx, pattern(1 << 20, 1), soon)
-            .wait_for(PATIENCE)
-            .expect_err("nobody receives");
+            .wait_for(TIMEOUT)
+            .expect_err("no receive");
         assert!(
             matches!(&error, Error::Timeout(text) if text.contains("usable")),
             "{error}"
         );
         let sent = send(&tx, pattern(1 << 20, 2));
         assert!(content(&receive(&rx)) == pattern(1 << 20, 2));
-        sent.wait_for(PATIENCE).expect("sent");
+        sent.wait_for(TIMEOUT).expect("sent");
     });
 }
 
@@ -167,14 +167,14 @@ fn a_tensor_without_checksums_arrives() {
             transport.clone(),
             kvpipe_core::Integrity::None,
             Duration::ZERO,
-            PATIENCE,
+            TIMEOUT,
         )
         .expect("connect");
-        connected.wait_for(PATIENCE).expect("connected");
+        connected.wait_for(TIMEOUT).expect("connected");
         for len in [100, 3 << 20] {
             let sent = send(&tx, pattern(len, 1));
             assert!(content(&receive(&rx)) == pattern(len, 1));
-            assert_eq!(sent.wait_for(PATIENCE), Ok(()));
+            assert_eq!(sent.wait_for(TIMEOUT), Ok(()));
         }
     });
 }
@@ -189,7 +189,7 @@ fn an_out_that_does_not_match_consumes_nothing() {
             let error = rx
                 .receive(out, Deadline::default(), Then::GoOn)
                 .expect("receive")
-                .wait_for(PATIENCE)
+                .wait_for(TIMEOUT)
                 .expect_err("too small");
             let named = |text: &str| text.contains("[10]") && text.contains(&format!("[{size}]"));
             assert!(
@@ -197,7 +197,7 @@ fn an_out_that_does_not_match_consumes_nothing() {
                 "{error}"
             );
             assert!(content(&receive(&rx)) == pattern(size, 3));
-            sent.wait_for(PATIENCE).expect("sent");
+            sent.wait_for(TIMEOUT).expect("sent");
         }
     });
 }
@@ -208,7 +208,7 @@ fn a_receive_that_is_withdrawn_takes_no_tensor_and_the_others_keep_their_order()
         let (tx, rx) = pipe(transport);
         let works = [receive(&rx), receive(&rx), receive(&rx)];
         rx.withdraw(&works[1]).expect("withdrawn");
-        let error = works[1].wait_for(PATIENCE).expect_err("withdrawn");
+        let error = works[1].wait_for(TIMEOUT).expect_err("withdrawn");
         assert!(
             matches!(&error, Error::Closed(text) if text.contains("usable")),
             "{error}"
@@ -219,7 +219,7 @@ fn a_receive_that_is_withdrawn_takes_no_tensor_and_the_others_keep_their_order()
         rx.withdraw(&works[0]).expect("done before");
         assert!(content(&works[2]) == pattern(100_000, 2));
         for work in sent {
-            work.wait_for(PATIENCE).expect("sent");
+            work.wait_for(TIMEOUT).expect("sent");
         }
         assert_eq!(rx.info().in_flight, 0);
     });
@@ -236,10 +236,10 @@ fn a_second_sender_is_refused_with_the_reason() {
             transport.clone(),
             kvpipe_core::Integrity::Auto,
             Duration::ZERO,
-            PATIENCE,
+            TIMEOUT,
         )
         .expect("connect");
-        let error = connected.wait_for(PATIENCE).expect_err("refused");
+        let error = connected.wait_for(TIMEOUT).expect_err("refused");
         assert!(
             matches!(&error, Error::Connect(text) if text.contains("already has a sender")),
             "{error}"
@@ -261,10 +261,10 @@ fn after_an_orderly_close_all_tensors_come_and_then_the_end() {
         assert!(!closed.is_completed(), "closed before all was taken");
         assert_eq!(content(&receive(&rx)), pattern(10, 1));
         assert!(content(&receive(&rx)) == pattern(1 << 20, 2));
-        closed.wait_for(PATIENCE).expect("closed");
+        closed.wait_for(TIMEOUT).expect("closed");
         for _ in 0..2 {
             assert_eq!(
-                receive(&rx).wait_for(PATIENCE).map(|_| ()),
+                receive(&rx).wait_for(TIMEOUT).map(|_| ()),
                 Err(Error::EndOfPipe)
             );
         }
@@ -280,7 +280,7 @@ fn a_sender_that_closes_at_once_ends_the_pipe_in_order() {
             let received = receive(&rx);
             close(&tx).expect("closed");
             drop(tx);
-            let ended = received.wait_for(PATIENCE).map(|_| ());
+            let ended = received.wait_for(TIMEOUT).map(|_| ());
             assert_eq!(ended, Err(Error::EndOfPipe), "round {round}");
         }
     });
@@ -292,9 +292,9 @@ fn a_receiver_that_leaves_after_the_last_tensor_does_not_fail_the_sender() {
         for round in 0..8 {
             let (tx, rx) = pipe(transport);
             let sent = send(&tx, pattern(1 << 20, round));
-            receive(&rx).wait_for(PATIENCE).expect("received");
+            receive(&rx).wait_for(TIMEOUT).expect("received");
             rx.stop();
-            sent.wait_for(PATIENCE).expect("it was taken");
+            sent.wait_for(TIMEOUT).expect("it was taken");
         }
     });
 }
@@ -304,7 +304,7 @@ fn a_sender_is_told_at_its_close_of_small_tensors_that_were_lost() {
     on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         send(&tx, pattern(10, 1))
-            .wait_for(PATIENCE)
+            .wait_for(TIMEOUT)
             .expect("it has left");
         rx.stop();
         eventually("the loss", || (tx.info().state == "closed").then_some(()));
@@ -319,10 +319,10 @@ fn stopping_an_end_ends_its_operations_and_those_of_the_other() {
         let (tx, rx) = pipe(transport);
         let received = receive(&rx);
         rx.stop();
-        assert!(matches!(received.wait_for(PATIENCE), Err(Error::Closed(_))));
+        assert!(matches!(received.wait_for(TIMEOUT), Err(Error::Closed(_))));
         let error = send(&tx, pattern(1 << 20, 1))
             .wait_for(PROMPT)
-            .expect_err("nobody is there");
+            .expect_err("the receiver has ended");
         assert!(matches!(error, Error::PeerLost { .. }), "{error}");
     });
 }
@@ -347,7 +347,7 @@ fn a_receive_that_is_late_under_way_loses_its_tensor_on_both_ends_and_the_pipe_g
             done_by: Some(now + Duration::from_millis(20)),
         };
         let received = rx.receive(None, deadline, Then::GoOn).expect("receive");
-        let error = received.wait_for(PATIENCE).expect_err("too late");
+        let error = received.wait_for(TIMEOUT).expect_err("too late");
         assert!(
             matches!(&error, Error::Timeout(text) if text.contains("the pipe is usable")),
             "{error}"
@@ -358,8 +358,8 @@ fn a_receive_that_is_late_under_way_loses_its_tensor_on_both_ends_and_the_pipe_g
             "{error}"
         );
         let sent = send(&tx, vec![7; 100_000]);
-        receive(&rx).wait_for(PATIENCE).expect("received");
-        sent.wait_for(PATIENCE).expect("sent");
+        receive(&rx).wait_for(TIMEOUT).expect("received");
+        sent.wait_for(TIMEOUT).expect("sent");
     });
 }
 
@@ -371,8 +371,8 @@ fn no_wake_up_is_lost() {
             let size = if i % 10 == 0 { 100_000 } else { 8 };
             let begun = Instant::now();
             let sent = send(&tx, vec![7; size]);
-            receive(&rx).wait_for(PATIENCE).expect("received");
-            sent.wait_for(PATIENCE).expect("sent");
+            receive(&rx).wait_for(TIMEOUT).expect("received");
+            sent.wait_for(TIMEOUT).expect("sent");
             // The longest sleep of a thread is 1 s.
             let took = begun.elapsed();
             assert!(took < Duration::from_millis(700), "{took:?} for tensor {i}");
@@ -391,10 +391,10 @@ fn many_queued_tensors_cost_no_time_each_round() {
             .collect();
         let begun = Instant::now();
         for _ in 0..count {
-            receive(&rx).wait_for(PATIENCE).expect("received");
+            receive(&rx).wait_for(TIMEOUT).expect("received");
         }
         for work in sent {
-            work.wait_for(PATIENCE).expect("sent");
+            work.wait_for(TIMEOUT).expect("sent");
         }
         assert!(
             begun.elapsed() < Duration::from_secs(10),
@@ -410,7 +410,7 @@ fn the_memory_of_a_tensor_that_was_let_go_is_used_again_and_no_other() {
         let (tx, rx) = pipe(transport);
         let next = |seed| {
             let _sent = send(&tx, pattern(3 << 20, seed));
-            let received = receive(&rx).wait_for(PATIENCE).expect("received");
+            let received = receive(&rx).wait_for(TIMEOUT).expect("received");
             received.buffer.clone().expect("its memory")
         };
         let (first, second) = (next(1), next(2));

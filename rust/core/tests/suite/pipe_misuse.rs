@@ -1,4 +1,4 @@
-//! What a pipe does when its sender keeps to no rules.
+//! Reaction of a pipe to a sender that breaks the protocol.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use kvpipe_core::work::{Then, Work};
 use kvpipe_ucx::{Buffer, MemoryKind, Search};
 
 use crate::common::pipes::{content, meta, receive, send, sender_to};
-use crate::common::{self, PATIENCE, Raw, TOKEN, eventually, on_both_paths, part_frame, pattern};
+use crate::common::{self, Raw, TIMEOUT, TOKEN, eventually, on_both_paths, part_frame, pattern};
 
 const EAGER: u8 = 1;
 const OFFER: u8 = 2;
@@ -27,7 +27,7 @@ const CORRUPT: u8 = 10;
 const REFUSED: u8 = 11;
 const ACCEPTED: u8 = 6;
 
-/// Where offered memory is.
+/// Kinds of offered memory.
 const HOST: u8 = 0;
 const CUDA: u8 = 1;
 
@@ -152,7 +152,7 @@ fn a_tensor_that_its_sender_withdraws_within_a_part_is_not_refused_and_the_pipe_
         assert_eq!(refused, None);
         raw.send(&Writer::new(WITHDRAW).u64(0).finish(), b"");
         assert_eq!(raw.message(WITHDRAWN).0, 0u64.to_le_bytes());
-        let error = received.wait_for(PATIENCE).expect_err("withdrawn");
+        let error = received.wait_for(TIMEOUT).expect_err("withdrawn");
         assert!(matches!(error, Error::Timeout(_)), "{error}");
         raw.send(&eager(1, b"next").0, &eager(1, b"next").1);
         raw.message_while(|| receive(&rx), b"next");
@@ -160,7 +160,7 @@ fn a_tensor_that_its_sender_withdraws_within_a_part_is_not_refused_and_the_pipe_
 }
 
 fn is_corrupt(received: &Work<Arc<Received>>) -> bool {
-    matches!(received.wait_for(PATIENCE), Err(Error::Corrupt(text)) if text.contains("checksum"))
+    matches!(received.wait_for(TIMEOUT), Err(Error::Corrupt(text)) if text.contains("checksum"))
 }
 
 #[test]
@@ -249,7 +249,7 @@ fn a_sender_that_ignores_its_credit_or_its_bounds_is_cut_off() {
             raw.send(header, payload);
         }
         assert!(raw.is_closed());
-        let error = eventually("the end", || receive(&rx).wait_for(PATIENCE).err());
+        let error = eventually("the end", || receive(&rx).wait_for(TIMEOUT).err());
         assert!(matches!(error, Error::Protocol(_)), "{error}");
     }
 }
@@ -261,7 +261,7 @@ fn a_tensor_larger_than_the_machine_is_refused_by_its_size_and_the_next_one_is_r
     let refused = receive(&receiver);
     let len: u64 = 1 << 60;
     raw.send(&unsummed(OFFER, 0), &offer(len, 4096, 0, b"key"));
-    let error = refused.wait_for(PATIENCE).expect_err("too large");
+    let error = refused.wait_for(TIMEOUT).expect_err("too large");
     let is_named =
         |text: &str| text.contains("1152921504606846976 bytes is larger than the memory");
     assert!(
@@ -288,19 +288,19 @@ fn a_sender_learns_by_name_that_its_tensor_is_larger_than_the_receivers_machine(
         transport,
         kvpipe_core::Integrity::None,
         Duration::ZERO,
-        PATIENCE,
+        TIMEOUT,
     );
     let (sender, connected) = connected.expect("connect");
-    connected.wait_for(PATIENCE).expect("connected");
+    connected.wait_for(TIMEOUT).expect("connected");
     // SAFETY: nothing reads it: no checksums are made, and the receiver refuses it by its size.
     let buffer = unsafe { Buffer::from_raw_parts(4096, 1 << 46, MemoryKind::Host, Box::new(())) };
     let sent = sender.send(meta(1 << 46), buffer, Deadline::default(), Then::GoOn);
     let refused = receive(&receiver);
     let at_the_receiver = refused
-        .wait_for(PATIENCE)
+        .wait_for(TIMEOUT)
         .expect_err("too large")
         .to_string();
-    let error = sent.expect("send").wait_for(PATIENCE).expect_err("refused");
+    let error = sent.expect("send").wait_for(TIMEOUT).expect_err("refused");
     let is_named = matches!(&error, Error::Exhausted(text) if text.contains(&at_the_receiver));
     assert!(is_named, "{error}");
     assert!(
@@ -309,5 +309,5 @@ fn a_sender_learns_by_name_that_its_tensor_is_larger_than_the_receivers_machine(
     );
     let next = send(&sender, pattern(100_000, 1));
     assert_eq!(content(&receive(&receiver)), pattern(100_000, 1));
-    next.wait_for(PATIENCE).expect("the pipe is usable");
+    next.wait_for(TIMEOUT).expect("the pipe is usable");
 }

@@ -9,13 +9,13 @@ use kvpipe_core::{Error, Integrity};
 use kvpipe_ucx::Buffer;
 
 use crate::common::pipes::{close, meta};
-use crate::common::{self, PATIENCE, TOKEN, bytes, on_both_paths};
+use crate::common::{self, TIMEOUT, TOKEN, bytes, on_both_paths};
 
 const LEN: usize = 8 << 20;
 const NUM_TENSORS: u8 = 100;
 /// Tensors that are sent without a deadline first.
 const NUM_TIMED: usize = 5;
-/// What memory holds once its send is settled.
+/// Content of memory that is overwritten once its send is settled.
 const OVERWRITTEN: u8 = 255;
 
 fn validating(transport: &Transport) -> (Pipe, Pipe) {
@@ -23,13 +23,13 @@ fn validating(transport: &Transport) -> (Pipe, Pipe) {
     let rx = Pipe::listen(&local, TOKEN, transport.clone(), busy_poll).expect("listen");
     let address = rx.address().expect("address").to_string();
     let (transport, integrity) = (transport.clone(), Integrity::Validate);
-    let connected = Pipe::connect(&address, TOKEN, transport, integrity, busy_poll, PATIENCE);
+    let connected = Pipe::connect(&address, TOKEN, transport, integrity, busy_poll, TIMEOUT);
     let (tx, connected) = connected.expect("connect");
-    connected.wait_for(PATIENCE).expect("connected");
+    connected.wait_for(TIMEOUT).expect("connected");
     (tx, rx)
 }
 
-/// Sends a tensor of these bytes, and overwrites it as soon as its send is settled. Whether it was received.
+/// Sends a tensor of these bytes, and overwrites it as soon as its send is settled. True if it was received.
 fn send_and_overwrite(tx: &Pipe, number: u8, timeout: Option<Duration>) -> bool {
     let content = Buffer::from_vec(vec![number; LEN]);
     let deadline = Deadline::after(timeout);
@@ -37,7 +37,7 @@ fn send_and_overwrite(tx: &Pipe, number: u8, timeout: Option<Duration>) -> bool 
     let sent = sent.expect("send");
     let began = Instant::now();
     while !sent.is_settled() {
-        assert!(began.elapsed() < PATIENCE, "tensor {number} is not settled");
+        assert!(began.elapsed() < TIMEOUT, "tensor {number} is not settled");
         std::thread::yield_now();
     }
     assert!(content.write(0, &vec![OVERWRITTEN; LEN]));
@@ -48,12 +48,12 @@ fn send_and_overwrite(tx: &Pipe, number: u8, timeout: Option<Duration>) -> bool 
     }
 }
 
-/// How long a tensor takes from its send until it is received.
+/// Time of a tensor from its send until it is received.
 fn time_of(tx: &Pipe, rx: &Pipe, number: u8) -> Duration {
     let began = Instant::now();
     let received = rx.receive(None, Deadline::default(), Then::GoOn);
     assert!(send_and_overwrite(tx, number, None));
-    let received = received.expect("receive").wait_for(PATIENCE);
+    let received = received.expect("receive").wait_for(TIMEOUT);
     received.expect("received");
     began.elapsed()
 }
@@ -69,7 +69,7 @@ fn receive_all(rx: &Pipe, time: Duration) -> Vec<u8> {
     for number in (0..=u8::MAX).cycle() {
         let timeout = (number % 2 == 0).then(|| 2 * some_of(time, number));
         let received = rx.receive(None, Deadline::after(timeout), Then::GoOn);
-        match received.expect("receive").wait_for(PATIENCE) {
+        match received.expect("receive").wait_for(TIMEOUT) {
             Ok(received) => {
                 let content = bytes(received.buffer.as_ref().expect("fresh memory"));
                 assert!(

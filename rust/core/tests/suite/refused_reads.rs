@@ -14,15 +14,17 @@ use kvpipe_ucx::{Buffer, Search};
 
 use crate::agents::{agent, register};
 use crate::common::pipes::{content, meta, send};
-use crate::common::refusals::{become_nobody, is_root, logged, note_log, refuse_process_vm_readv};
-use crate::common::{self, PATIENCE, Process, TOKEN, bytes, eventually, pattern, say};
+use crate::common::refusals::{
+    become_unprivileged, is_root, logged, note_log, refuse_process_vm_readv,
+};
+use crate::common::{self, Process, TIMEOUT, TOKEN, bytes, eventually, pattern, say};
 
 const BLOCK: usize = 64 << 10;
 const LEN: usize = 64 << 20;
 /// Transfers of each test: the second one is under way when a late refusal comes.
 const NUM_TRANSFERS: u64 = 3;
 
-/// The process of the destination: what it is refused, and where its peer is.
+/// The process of the destination: its arguments are the refusal and the address of its peer.
 #[test]
 fn peer_process() {
     let Some((role, argument, mut parent)) = common::role() else {
@@ -57,7 +59,7 @@ fn refuse(refusal: &str) {
     match refusal {
         "EPERM" => refuse_process_vm_readv(libc::EPERM),
         "ENOSYS" => refuse_process_vm_readv(libc::ENOSYS),
-        "user" => become_nobody(),
+        "user" => become_unprivileged(),
         other => panic!("unknown refusal {other}"),
     }
 }
@@ -67,7 +69,7 @@ fn reads_blocks(search: &Search, address: &str, middle: impl Fn(&str)) -> String
     let to = Buffer::zeroed(LEN);
     let region = register(&agent, "own", &to, BLOCK, BLOCK);
     let connected = agent.connect(address).expect("connect");
-    let peer = connected.wait_for(PATIENCE).expect("connected");
+    let peer = connected.wait_for(TIMEOUT).expect("connected");
     let ids: Vec<u32> = (0..(LEN / BLOCK) as u32).collect();
     for number in 0..NUM_TRANSFERS {
         assert!(to.write(0, &vec![0; LEN]));
@@ -77,7 +79,7 @@ fn reads_blocks(search: &Search, address: &str, middle: impl Fn(&str)) -> String
         if number == 1 {
             middle(&peer.transport());
         }
-        let read = read.expect("read").wait_for(PATIENCE);
+        let read = read.expect("read").wait_for(TIMEOUT);
         assert_eq!(read, Ok(LEN as u64));
         let expected = pattern(LEN, 0).rchunks(BLOCK).collect::<Vec<_>>().concat();
         assert!(bytes(&to) == expected, "content of read {number}");
@@ -104,9 +106,9 @@ fn receives_tensors(search: &Search, parent: &mut TcpStream, middle: impl Fn(&st
 
 fn consumes_entries(search: &Search, address: &str, middle: impl Fn(&str)) -> String {
     let (transport, servers) = (search.clone().into(), vec![address.to_owned()]);
-    let connected = LookupBuffer::connect(servers, TOKEN, transport, true, PATIENCE);
+    let connected = LookupBuffer::connect(servers, TOKEN, transport, true, TIMEOUT);
     let (buffer, connected) = connected.expect("connect");
-    connected.wait_for(PATIENCE).expect("connected");
+    connected.wait_for(TIMEOUT).expect("connected");
     for number in 0..NUM_TRANSFERS {
         let query = LookupQuery::Tokens(vec![number.cast_signed()]);
         let selected = buffer.select(query, None, Then::GoOn).expect("select");
@@ -148,14 +150,14 @@ fn tensors(search: &Search, refusal: &str) {
         transport,
         kvpipe_core::Integrity::Auto,
         Duration::ZERO,
-        PATIENCE,
+        TIMEOUT,
     );
     let (sender, connected) = connected.expect("connect");
-    connected.wait_for(PATIENCE).expect("connected");
+    connected.wait_for(TIMEOUT).expect("connected");
     let sent = [0, 1, 2].map(|number| send(&sender, pattern(LEN, number)));
     check(&mut receiver, refusal);
     for sent in sent {
-        assert_eq!(sent.wait_for(PATIENCE), Ok(()));
+        assert_eq!(sent.wait_for(TIMEOUT), Ok(()));
     }
     let transport = || (sender.info().transport == "tcp").then_some(());
     eventually("the sender knows how its tensors travel", transport);
@@ -206,7 +208,7 @@ fn remedy(refusal: &str) -> &'static str {
     }
 }
 
-/// Where UCX reads the memory of another process of this host; None after saying why not.
+/// Search for a UCX that reads the memory of another process of this host; `None` after printing why not.
 #[allow(clippy::print_stderr, reason = "a skipped test says why")]
 fn with_cma() -> Option<Search> {
     let search = common::ucx()?;

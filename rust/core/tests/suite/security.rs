@@ -1,4 +1,4 @@
-//! Who may speak, who is listened to, and on which interfaces: what strangers get who do not hold the token.
+//! Access control of listening ports: the interfaces they listen on, and the replies to strangers without the token.
 
 use std::collections::HashSet;
 use std::io::{Read, Write};
@@ -16,18 +16,18 @@ use kvpipe_core::transport::{MemoryPath, Transport};
 use crate::agents::agent;
 use crate::common::relay::Relay;
 use crate::common::sockets::listening;
-use crate::common::{PATIENCE, TOKEN, alone, eventually, undescribed};
+use crate::common::{TIMEOUT, TOKEN, alone, eventually, undescribed};
 
 const PATIENT: ControlTimeouts = ControlTimeouts {
     session: SessionTimeouts {
-        handshake: PATIENCE,
+        handshake: TIMEOUT,
         waits_for_listener: false,
         heartbeat: Duration::from_secs(1),
-        silence: PATIENCE,
+        silence: TIMEOUT,
     },
-    lease: PATIENCE,
-    open: PATIENCE,
-    handoff: PATIENCE,
+    lease: TIMEOUT,
+    open: TIMEOUT,
+    handoff: TIMEOUT,
 };
 
 fn control() -> Control {
@@ -35,9 +35,9 @@ fn control() -> Control {
 }
 
 fn ask(from: &Control, address: SocketAddr) -> kvpipe_core::Result<ControlReply> {
-    from.query(&address.to_string(), ControlQuery::Describe, PATIENCE)
+    from.query(&address.to_string(), ControlQuery::Describe, TIMEOUT)
         .expect("ask")
-        .wait_for(PATIENCE)
+        .wait_for(TIMEOUT)
 }
 
 #[test]
@@ -51,7 +51,7 @@ fn a_recorded_session_played_again_is_refused_and_asks_nothing() {
     server.drain();
 
     let mut stranger = TcpStream::connect(address).expect("connect");
-    stranger.set_read_timeout(Some(PATIENCE)).expect("timeout");
+    stranger.set_read_timeout(Some(TIMEOUT)).expect("timeout");
     // It may be cut off while it speaks.
     let _ = stranger.write_all(&said);
     let mut answers = Vec::new();
@@ -210,10 +210,10 @@ fn a_sender_listens_nowhere() {
             transport(),
             kvpipe_core::Integrity::Auto,
             Duration::ZERO,
-            PATIENCE,
+            TIMEOUT,
         )
         .expect("connect");
-        connected.wait_for(PATIENCE).expect("connected");
+        connected.wait_for(TIMEOUT).expect("connected");
         assert_eq!(listening(), before);
     });
 }

@@ -16,16 +16,16 @@ use kvpipe_ucx::{Buffer, Search};
 
 use crate::common::sockets::descriptors;
 use crate::common::{
-    self, PATIENCE, PROMPT, Raw, TOKEN, alone, eventually, on_both_paths, receive_frame,
-    send_frame, undescribed,
+    self, PROMPT, Raw, TIMEOUT, TOKEN, alone, eventually, on_both_paths, receive_frame, send_frame,
+    undescribed,
 };
 
 fn control_with(token: &[u8], timeouts: SessionTimeouts) -> Control {
     let patience = ControlTimeouts {
         session: timeouts,
-        lease: PATIENCE,
-        open: PATIENCE,
-        handoff: PATIENCE,
+        lease: TIMEOUT,
+        open: TIMEOUT,
+        handoff: TIMEOUT,
     };
     Control::new(Some("127.0.0.1:0"), token, "engine", vec![], patience).expect("control")
 }
@@ -39,9 +39,9 @@ fn address(control: &Control) -> SocketAddr {
 }
 
 fn ask(from: &Control, to: &Control) -> kvpipe_core::Result<ControlReply> {
-    from.query(&address(to).to_string(), ControlQuery::Describe, PATIENCE)
+    from.query(&address(to).to_string(), ControlQuery::Describe, TIMEOUT)
         .expect("ask")
-        .wait_for(PATIENCE)
+        .wait_for(TIMEOUT)
 }
 
 fn agent(search: &Search) -> Agent {
@@ -80,7 +80,7 @@ fn another_service_is_refused_with_both_names() {
     let error = agent
         .connect(&address(&server).to_string())
         .expect("connect")
-        .wait_for(PATIENCE)
+        .wait_for(TIMEOUT)
         .expect_err("another service");
     assert!(
         matches!(&error, Error::Incompatible { field, .. } if field == "service"),
@@ -89,7 +89,7 @@ fn another_service_is_refused_with_both_names() {
 }
 
 #[test]
-fn strangers_on_the_port_disturb_nobody() {
+fn strangers_on_the_port_disturb_no_session() {
     let (server, friend) = (control(), control());
     ask(&friend, &server).expect("the first session");
     let mut strangers = Vec::new();
@@ -113,7 +113,7 @@ fn strangers_on_the_port_disturb_nobody() {
     assert_eq!(ask(&friend, &server), Ok(undescribed()));
     assert_eq!(ask(&control(), &server), Ok(undescribed()));
     for stranger in strangers.iter_mut().take(6) {
-        stranger.set_read_timeout(Some(PATIENCE)).expect("timeout");
+        stranger.set_read_timeout(Some(TIMEOUT)).expect("timeout");
         let ended = std::io::copy(&mut Read::by_ref(stranger).take(4096), &mut std::io::sink());
         assert!(
             ended.is_ok()
@@ -131,7 +131,7 @@ fn a_silent_connection_is_closed_at_the_handshakes_deadline() {
     };
     let server = control_with(TOKEN, timeouts);
     let mut silent = TcpStream::connect(address(&server)).expect("connect");
-    silent.set_read_timeout(Some(PATIENCE)).expect("timeout");
+    silent.set_read_timeout(Some(TIMEOUT)).expect("timeout");
     assert_eq!(silent.read(&mut [0]).expect("closed"), 0);
 }
 
@@ -150,7 +150,7 @@ fn a_frame_over_the_cap_ends_only_its_own_session() {
     friend
         .connect(&address.to_string())
         .expect("connect")
-        .wait_for(PATIENCE)
+        .wait_for(TIMEOUT)
         .expect("connected");
 }
 
@@ -170,7 +170,7 @@ fn very_many_small_frames_are_taken_in_good_time() {
     friend
         .connect(&address.to_string())
         .expect("connect")
-        .wait_for(PATIENCE)
+        .wait_for(TIMEOUT)
         .expect("connected");
     assert!(
         begun.elapsed() < Duration::from_secs(8),
@@ -213,14 +213,14 @@ fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
             let region = agent
                 .register("kv", Buffer::zeroed(bytes), block, block)
                 .expect("register")
-                .wait_for(PATIENCE)
+                .wait_for(TIMEOUT)
                 .expect("registered");
             (agent, region)
         };
         let ((source, _), (destination, region)) = (make(), make());
         let address = source.address().expect("address").to_string();
         let peer = destination.connect(&address).expect("connect");
-        let peer = peer.wait_for(PATIENCE).expect("connected");
+        let peer = peer.wait_for(TIMEOUT).expect("connected");
         let ids: Vec<u32> = (0..256).collect();
         let plan = destination
             .prepare(&peer, (&region, ids.clone()), ("kv", ids))
@@ -233,7 +233,7 @@ fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
         while begun.elapsed() < timeouts.silence.mul_f32(1.2) {
             let works: Vec<_> = (0..8).map(read).collect();
             for work in works {
-                work.wait_for(PATIENCE).expect("the peer lives");
+                work.wait_for(TIMEOUT).expect("the peer lives");
             }
         }
     });
@@ -251,10 +251,10 @@ fn an_address_that_does_not_answer_ends_at_the_deadline_and_leaves_no_thread() {
         };
         let here = control_with(TOKEN, timeouts);
         let begun = Instant::now();
-        let asked = here.query(&address, ControlQuery::Describe, PATIENCE);
+        let asked = here.query(&address, ControlQuery::Describe, TIMEOUT);
         let error = asked
             .expect("ask")
-            .wait_for(PATIENCE)
+            .wait_for(TIMEOUT)
             .expect_err("no answer");
         assert!(
             matches!(&error, Error::Connect(text) if text.contains(&address)),
@@ -264,7 +264,7 @@ fn an_address_that_does_not_answer_ends_at_the_deadline_and_leaves_no_thread() {
 
         let patient = control();
         patient
-            .query(&address, ControlQuery::Describe, PATIENCE)
+            .query(&address, ControlQuery::Describe, TIMEOUT)
             .expect("ask");
         eventually("the thread", || connecting().then_some(()));
         patient.close();
@@ -327,7 +327,7 @@ fn two_hundred_data_sessions_leave_no_descriptor_and_no_memory() {
             let region = agent.register("kv", Buffer::zeroed(1 << 20), 4096, 4096);
             region
                 .expect("register")
-                .wait_for(PATIENCE)
+                .wait_for(TIMEOUT)
                 .expect("registered");
         }
         let address = server.address().expect("address");
@@ -346,7 +346,7 @@ fn two_hundred_data_sessions_leave_no_descriptor_and_no_memory() {
         // UCX itself keeps some 10 KiB for each worker that it has ever known.
         assert_as_before(before, count, 8 << 10);
         let peer = client.connect(&address.to_string()).expect("connect");
-        peer.wait_for(PATIENCE).expect("connected");
+        peer.wait_for(TIMEOUT).expect("connected");
     });
 }
 
@@ -364,10 +364,10 @@ fn forty_pipes_leave_no_descriptor_and_no_memory() {
                 search.clone().into(),
                 kvpipe_core::Integrity::Auto,
                 Duration::ZERO,
-                PATIENCE,
+                TIMEOUT,
             )
             .expect("connect");
-            connected.wait_for(PATIENCE).expect("connected");
+            connected.wait_for(TIMEOUT).expect("connected");
         };
         let count = || (descriptors(), resident_kib());
         (0..10).for_each(|_| round());
@@ -439,7 +439,7 @@ fn a_peer_that_accepts_a_session_and_says_no_more_is_a_connect_error_in_time() {
         Duration::from_secs(3),
     );
     let (_pipe, connected) = connected.expect("connect");
-    let error = connected.wait_for(PATIENCE).expect_err("not reached");
+    let error = connected.wait_for(TIMEOUT).expect_err("not reached");
     assert!(
         matches!(&error, Error::Connect(text) if text.contains("did not establish the session")),
         "{error}"

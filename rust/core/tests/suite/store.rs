@@ -12,7 +12,7 @@ use kvpipe_core::work::Then;
 use kvpipe_ucx::Buffer;
 
 use crate::common::{
-    PATIENCE, Raw, TOKEN, bytes, eventually, on_both_paths, on_every_path, pattern,
+    Raw, TIMEOUT, TOKEN, bytes, eventually, on_both_paths, on_every_path, pattern,
 };
 
 const EXISTS: u8 = 64;
@@ -54,9 +54,9 @@ fn serve(transport: &Transport) -> StoreServer {
 }
 
 fn connect(transport: &Transport, server: &StoreServer) -> StoreClient {
-    let connected = StoreClient::connect(server.address(), TOKEN, transport.clone(), PATIENCE);
+    let connected = StoreClient::connect(server.address(), TOKEN, transport.clone(), TIMEOUT);
     let (client, connected) = connected.expect("client");
-    connected.wait_for(PATIENCE).expect("connected");
+    connected.wait_for(TIMEOUT).expect("connected");
     client
 }
 
@@ -67,7 +67,7 @@ fn put(client: &StoreClient, key: &[u8], data: Vec<u8>) -> bool {
         b"record".to_vec(),
         None,
     );
-    put.expect("put").wait_for(PATIENCE).expect("put")
+    put.expect("put").wait_for(TIMEOUT).expect("put")
 }
 
 #[test]
@@ -83,30 +83,30 @@ fn values_of_all_sizes_arrive_as_they_were_put_or_written_in_parts() {
             let (reserved, _) = writer
                 .reserve(parts.clone(), len as u64, None, None)
                 .expect("reserve");
-            let reservation = reserved.wait_for(PATIENCE).expect("reserved").expect("new");
+            let reservation = reserved.wait_for(TIMEOUT).expect("reserved").expect("new");
             for part in [&data[..len / 3], &data[len / 3..]] {
                 let buffer = Buffer::from_vec(part.to_vec());
                 let written = writer.write(reservation, buffer).expect("write");
-                written.wait_for(PATIENCE).expect("written");
+                written.wait_for(TIMEOUT).expect("written");
             }
             let committed = writer.commit(reservation, b"record".to_vec());
             committed
                 .expect("commit")
-                .wait_for(PATIENCE)
+                .wait_for(TIMEOUT)
                 .expect("committed");
             for key in [whole, parts] {
                 let (selected, operation) = reader.select(key, None).expect("select");
                 let value = selected
-                    .wait_for(PATIENCE)
+                    .wait_for(TIMEOUT)
                     .expect("selected")
                     .expect("there");
                 assert_eq!(value.record, b"record");
                 let out = Buffer::zeroed(len);
                 let read = reader.read(&value, out.clone()).expect("read");
-                read.wait_for(PATIENCE).expect("verified");
+                read.wait_for(TIMEOUT).expect("verified");
                 assert!(bytes(&out) == data, "{len} bytes");
                 let released = reader.release(operation, Then::Wait).expect("release");
-                released.wait_for(PATIENCE).expect("released");
+                released.wait_for(TIMEOUT).expect("released");
             }
         }
     });
@@ -120,16 +120,16 @@ fn a_client_that_closes_holds_nothing_and_its_value_goes_to_who_waits() {
         assert!(put(&leaving, b"key", pattern(5 << 20, 1)));
         let lease = Duration::from_secs(1000);
         let (taken, _) = leaving.take(b"key".to_vec(), lease, None).expect("take");
-        assert!(taken.wait_for(PATIENCE).expect("taken").is_some());
+        assert!(taken.wait_for(TIMEOUT).expect("taken").is_some());
         let (reserved, _) = leaving
             .reserve(b"other".to_vec(), 9 << 20, None, None)
             .expect("reserve");
-        assert!(reserved.wait_for(PATIENCE).expect("reserved").is_some());
+        assert!(reserved.wait_for(TIMEOUT).expect("reserved").is_some());
         let (next, operation) = waiting.take(b"key".to_vec(), lease, None).expect("take");
         leaving.close();
-        assert!(next.wait_for(PATIENCE).expect("returned").is_some());
+        assert!(next.wait_for(TIMEOUT).expect("returned").is_some());
         let acknowledged = waiting.acknowledge(operation).expect("acknowledge");
-        acknowledged.wait_for(PATIENCE).expect("deleted");
+        acknowledged.wait_for(TIMEOUT).expect("deleted");
         eventually("an empty store", || {
             let info = server.stats().expect("stats");
             (info.num_bytes == 0).then_some(())
@@ -295,7 +295,7 @@ fn calls_on_a_closed_client_are_closed() {
         let client = connect(transport, &server);
         let (waiting, _) = client.select(b"key".to_vec(), None).expect("select");
         client.close();
-        let ended = waiting.wait_for(PATIENCE).unwrap_err();
+        let ended = waiting.wait_for(TIMEOUT).unwrap_err();
         assert!(matches!(ended, Error::Closed(_)), "{ended:?}");
         let refused = client.exists(vec![b"key".to_vec()]).unwrap_err();
         assert!(matches!(refused, Error::Closed(_)), "{refused:?}");

@@ -5,14 +5,14 @@ use std::time::Duration;
 use kvpipe_core::control::{ControlQuery, ControlReply, ControlTimeouts, Moment};
 use kvpipe_core::work::Work;
 
-use crate::common::PATIENCE;
+use crate::common::TIMEOUT;
 use crate::engines::{Engine, ID, OTHER, engine, engine_with, patience};
 
 const LEAD: Duration = Duration::from_secs(1);
 
 impl Engine {
     fn subscribe(&self, other: &Self, query: ControlQuery) -> Work<ControlReply> {
-        let asked = self.control.query(&other.address(), query, PATIENCE);
+        let asked = self.control.query(&other.address(), query, TIMEOUT);
         asked.expect("ask")
     }
 
@@ -28,7 +28,7 @@ impl Engine {
 }
 
 fn reply_of(work: &Work<ControlReply>) -> Moment {
-    match work.wait_for(PATIENCE).expect("an answer") {
+    match work.wait_for(TIMEOUT).expect("an answer") {
         ControlReply::Moment(moment) => moment,
         other => panic!("{other:?}"),
     }
@@ -48,7 +48,7 @@ fn a_reply_follows_between_two_predictions_when_the_end_is_the_lead_away() {
     let subscribed = proxy.subscribe_to_the_end(&producer, LEAD);
     producer.open();
     let progress = |remaining| producer.control.progress(ID, remaining).expect("progress");
-    progress(PATIENCE);
+    progress(TIMEOUT);
     proxy.is_received_by(&producer);
     assert!(!subscribed.is_completed(), "{:?}", subscribed.result());
     progress(LEAD + Duration::from_millis(300));
@@ -61,7 +61,7 @@ fn a_lead_longer_than_the_remaining_time_is_replied_at_once() {
     let (producer, proxy) = (engine(), engine());
     producer.open();
     producer.control.progress(ID, LEAD).expect("progress");
-    let reply = reply_of(&proxy.subscribe_to_the_end(&producer, PATIENCE));
+    let reply = reply_of(&proxy.subscribe_to_the_end(&producer, TIMEOUT));
     assert!(matches!(reply, Moment::Due(_)), "{reply:?}");
 }
 
@@ -71,11 +71,11 @@ fn a_progress_report_of_a_worker_corrects_the_prediction() {
     let foresees = |handoff, remaining| {
         let query = ControlQuery::Progress { handoff, remaining };
         let asked = worker.subscribe(&producer, query);
-        asked.wait_for(PATIENCE).expect("an answer")
+        asked.wait_for(TIMEOUT).expect("an answer")
     };
     assert_eq!(foresees(ID, LEAD), ControlReply::Known(false));
     producer.open();
-    producer.control.progress(ID, PATIENCE).expect("progress");
+    producer.control.progress(ID, TIMEOUT).expect("progress");
     let subscribed = proxy.subscribe_to_the_end(&producer, LEAD);
     proxy.is_received_by(&producer);
     assert!(!subscribed.is_completed());
@@ -90,7 +90,7 @@ fn a_progress_report_of_a_worker_corrects_the_prediction() {
 fn the_reply_after_the_end_says_how_far_off_the_prediction_was() {
     let (producer, proxy) = (engine(), engine());
     producer.open();
-    producer.control.progress(ID, PATIENCE).expect("progress");
+    producer.control.progress(ID, TIMEOUT).expect("progress");
     producer.finish();
     let reply = reply_of(&proxy.subscribe_to_the_end(&producer, LEAD));
     assert!(matches!(reply, Moment::Finished(Some(_))), "{reply:?}");
@@ -99,7 +99,7 @@ fn the_reply_after_the_end_says_how_far_off_the_prediction_was() {
 #[test]
 fn without_a_prediction_the_reply_follows_the_end_of_prefill() {
     let (producer, proxy) = (engine(), engine());
-    let subscribed = proxy.subscribe_to_the_end(&producer, PATIENCE);
+    let subscribed = proxy.subscribe_to_the_end(&producer, TIMEOUT);
     producer.open();
     proxy.is_received_by(&producer);
     assert!(!subscribed.is_completed());

@@ -11,7 +11,7 @@ use kvpipe_core::ids::HandoffId;
 use kvpipe_core::transport::Transport;
 use kvpipe_ucx::Buffer;
 
-use crate::common::{PATIENCE, TOKEN, bytes, eventually, local, pattern};
+use crate::common::{TIMEOUT, TOKEN, bytes, eventually, local, pattern};
 
 pub const BLOCK: usize = 8192;
 pub const COUNT: usize = 32;
@@ -45,7 +45,7 @@ pub fn worker_with(transport: &Transport, seed: u64, integrity: Integrity) -> Wo
         agent
             .register(&name, layer.clone(), BLOCK as u64, BLOCK as u64)
             .expect("register")
-            .wait_for(PATIENCE)
+            .wait_for(TIMEOUT)
             .expect("registered")
     };
     let regions = layers.iter().enumerate().map(register).collect();
@@ -104,13 +104,13 @@ impl Worker {
         let registering = self
             .agent
             .register("settle", buffer, BLOCK as u64, BLOCK as u64);
-        let region = registering.expect("register").wait_for(PATIENCE);
+        let region = registering.expect("register").wait_for(TIMEOUT);
         let region = region.expect("registered");
         let closing = self.agent.close_region(&region, None).expect("close");
-        closing.wait_for(PATIENCE).expect("closed");
+        closing.wait_for(TIMEOUT).expect("closed");
     }
 
-    /// How the load ended, which it did once.
+    /// The single event that ends the load.
     pub fn ended(&self) -> Event {
         let is_end = |event: &Event| !matches!(event, Event::BlocksVerified(_));
         eventually("the end of the load", || {
@@ -148,7 +148,7 @@ impl Worker {
     }
 }
 
-/// What a step of this handoff makes final.
+/// The ready blocks of one step of this handoff.
 pub fn step(first: u32, block_ids: &[u32]) -> kvpipe_core::Result<ReadyBlocks> {
     ReadyBlocks::new(vec![ReadyRange {
         handoff: ID,

@@ -28,7 +28,7 @@ pub(crate) const WITH_TAG: u8 = 64;
 /// In the argument of a load: it is committed at once.
 pub(crate) const IS_COMMITTED: u8 = 8;
 
-/// What the user of the agent does.
+/// Calls of the agent's user.
 pub(crate) mod user {
     pub(crate) const READ: u8 = 0;
     pub(crate) const WRITE: u8 = 1;

@@ -39,7 +39,7 @@ pub(crate) fn sequence_state() -> SequenceState {
     }
 }
 
-/// What the user of the control port does.
+/// Calls of the control port's user.
 pub(crate) mod user {
     pub(crate) const EXPECT: u8 = 0;
     pub(crate) const OPEN: u8 = 1;

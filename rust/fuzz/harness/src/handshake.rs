@@ -2,7 +2,7 @@
 
 use kvpipe_core::Result;
 use kvpipe_core::net::codec::Reader;
-use kvpipe_core::net::encryption::{Encryption, Offer};
+use kvpipe_core::net::encryption::{Encryption, EncryptionOffer};
 use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Identity, SessionKind};
 use kvpipe_core::net::secret::Secrets;
@@ -62,8 +62,8 @@ fn identity(engine_id: &str) -> Identity {
 }
 
 /// The offer of a side, by two bits.
-fn offer(bits: u8) -> Offer {
-    Offer {
+fn offer(bits: u8) -> EncryptionOffer {
+    EncryptionOffer {
         encryption: match bits % 4 {
             0 | 1 => Encryption::Auto,
             2 => Encryption::On,
@@ -80,7 +80,7 @@ fn contains(frame: &[u8], text: &str) -> bool {
         .any(|part| part == text.as_bytes())
 }
 
-/// Only a peer that holds the token and has kept to every byte is admitted, and learns who the victim is.
+/// Only a peer that holds the token and has kept to every byte is admitted, and learns the victim's identity.
 ///
 /// # Panics
 /// Another peer is admitted or learns it.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvpipe_core::checksum;
 use kvpipe_core::fuzzing::PeerPlane;
-use kvpipe_core::net::encryption::{Encryption, Offer};
+use kvpipe_core::net::encryption::{Encryption, EncryptionOffer};
 use kvpipe_core::net::handshake::{Handshake, Step as HandshakeStep};
 use kvpipe_core::net::identity::{Identity, SessionKind};
 use kvpipe_core::net::record::Records;
@@ -47,7 +47,7 @@ pub(crate) struct Hostile {
     cut: Option<usize>,
     /// The rest of a write that was cut off.
     rest: Vec<u8>,
-    /// What the victim has sent on the socket since the handshake, up to [`RECEIVED_CAP`].
+    /// Bytes that the victim has sent on the socket since the handshake, up to [`RECEIVED_CAP`].
     received: Vec<u8>,
     /// The victim's reason, if this side broke the protocol.
     refusal: Option<String>,
@@ -112,7 +112,7 @@ impl Hostile {
             self.identity.canary = Some(plane.canary().expect("canary"));
         }
         let secrets = Secrets::new(TOKEN);
-        let ours = Offer {
+        let ours = EncryptionOffer {
             encryption: if flags.is_sealed() {
                 Encryption::On
             } else {
@@ -221,7 +221,7 @@ impl Hostile {
         (self.received, self.refusal)
     }
 
-    /// Receives what the victim has sent.
+    /// Receives the bytes that the victim has sent.
     pub(crate) fn receive(&mut self) {
         let before = self.inbox.len();
         self.read_socket();
@@ -254,7 +254,7 @@ impl Hostile {
         self.flush();
     }
 
-    /// Writes what the socket takes; whether it has taken something. What a closed one does not take is lost.
+    /// Writes as much as the socket takes; true if it took anything. Bytes for a closed socket are lost.
     pub(crate) fn flush(&mut self) -> bool {
         let Some(stream) = &mut self.stream else {
             return false;

@@ -1,5 +1,5 @@
-//! What the fuzz targets of `rust/fuzz` run, and the seeds they start from: one function for each target. Each takes any
-//! bytes, and panics when the side under test breaks a promise.
+//! The fuzz targets of `rust/fuzz` and their seeds: one function for each target. Each takes any bytes, and panics when
+//! the side under test breaks a promise.
 
 mod agent;
 mod bootstrap;
@@ -15,7 +15,7 @@ mod seeds;
 mod wire;
 
 pub use decoders::decoders;
-pub use script::take_refusal;
+pub use script::drain_refusal;
 pub use seeds::{conversations, seeds};
 
 /// A target: any bytes.

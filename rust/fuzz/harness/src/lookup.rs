@@ -20,7 +20,7 @@ const TIMEOUT: Duration = Duration::from_secs(600);
 /// Bytes that the buffer holds at most.
 const CAPACITY: u64 = 1 << 20;
 
-/// What the user of the buffer does.
+/// Calls of the buffer's user.
 pub(crate) mod user {
     pub(crate) const INSERT: u8 = 0;
     pub(crate) const SELECT: u8 = 1;

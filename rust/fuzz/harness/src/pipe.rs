@@ -16,7 +16,7 @@ use crate::script::{Victim, read, run_session};
 /// Longer than any conversation.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// What the user of the receiving end does.
+/// Calls of the receiving end's user.
 pub(crate) mod receiver_user {
     pub(crate) const RECEIVE: u8 = 0;
     pub(crate) const RECEIVE_OUT: u8 = 1;
@@ -25,7 +25,7 @@ pub(crate) mod receiver_user {
     pub(crate) const COUNT: u8 = POLL + 1;
 }
 
-/// What the user of the sending end does.
+/// Calls of the sending end's user.
 pub(crate) mod sender_user {
     pub(crate) const SEND: u8 = 0;
     pub(crate) const CLOSE: u8 = 3;

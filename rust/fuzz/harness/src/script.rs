@@ -1,4 +1,4 @@
-//! What a peer does that keeps to no rules, as read from any bytes, and how the victim is run through it.
+//! Script of a peer that breaks the protocol, decoded from any bytes; runs the victim through it.
 
 use std::cell::RefCell;
 
@@ -73,7 +73,7 @@ impl Flags {
         self.0 & NO_CHECKSUMS != 0
     }
 
-    /// How the victim's handoffs and tensors are verified.
+    /// Verification of the victim's handoffs and tensors.
     pub(crate) fn integrity(self) -> Integrity {
         if self.0 & VALIDATES != 0 {
             Integrity::Validate
@@ -90,7 +90,7 @@ thread_local! {
 }
 
 /// The reason with which the side under test has ended the last session of this thread, if the peer broke the protocol.
-pub fn take_refusal() -> Option<String> {
+pub fn drain_refusal() -> Option<String> {
     REFUSAL.take()
 }
 

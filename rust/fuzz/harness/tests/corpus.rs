@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use kvpipe_core::fuzzing::DECODERS;
-use kvpipe_fuzz_harness::{TARGETS, conversations, run, seeds, take_refusal};
+use kvpipe_fuzz_harness::{TARGETS, conversations, drain_refusal, run, seeds};
 
 #[test]
 fn every_seed_keeps_the_promises() {
@@ -17,7 +17,7 @@ fn every_seed_keeps_the_promises() {
 fn no_conversation_is_refused() {
     for (number, (target, seed)) in conversations().into_iter().enumerate() {
         run(target, &seed);
-        let refusal = take_refusal();
+        let refusal = drain_refusal();
         assert_eq!(refusal, None, "{target}, seed {number}");
     }
 }

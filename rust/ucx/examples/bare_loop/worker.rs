@@ -46,7 +46,7 @@ impl BareWorker {
         })
     }
 
-    /// What the other process needs to reach this one.
+    /// Line with the addresses and the key that the other process needs to reach this one.
     pub(crate) fn hello(&self) -> Result<String> {
         let (worker, key) = (self.worker.address()?, self.region.pack_rkey()?);
         let region = self.region.buffer().address();

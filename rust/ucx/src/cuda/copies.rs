@@ -38,7 +38,8 @@ pub(super) struct Chunk {
 /// One piece to be copied: addresses of the destination and of the source, and its length in bytes.
 pub(crate) type DevicePiece = (CUdeviceptr, CUdeviceptr, usize);
 
-/// What is called when a copy has ended, with whether it went well, on a thread of the CUDA driver's. It must not call CUDA.
+/// Callback for the end of a copy, with true if it succeeded. It runs on a thread of the CUDA driver's, and must not
+/// call CUDA.
 pub(crate) type OnCopied = Box<dyn FnOnce(bool) + Send>;
 
 /// A device's kernel, with streams of its own. All of it lives as long as the process.
@@ -120,7 +121,7 @@ impl Copier {
         Ok(ChunkList(list.cast()))
     }
 
-    fn take_list(&self, calls: &Calls) -> Result<ChunkList, CudaError> {
+    fn acquire_list(&self, calls: &Calls) -> Result<ChunkList, CudaError> {
         let free = self.free_lists.lock();
         if let Some(list) = free.unwrap_or_else(PoisonError::into_inner).pop() {
             return Ok(list);
@@ -147,8 +148,8 @@ impl Copier {
         pieces: &[DevicePiece],
         on_copied: OnCopied,
     ) -> Result<(), CudaError> {
-        let list = self.take_list(calls)?;
-        // SAFETY: the list has room for so many, and nobody else uses it.
+        let list = self.acquire_list(calls)?;
+        // SAFETY: the list has room for so many, and no other thread uses it.
         let num_chunks = unsafe { fill(&list, pieces) };
         let number = self.num_launches.fetch_add(1, Ordering::Relaxed);
         let stream = self.streams[number % NUM_STREAMS];
@@ -195,7 +196,7 @@ impl Copier {
 /// Writes the chunks of these pieces; their number.
 ///
 /// # Safety
-/// There are no more than [`CHUNKS_CAP`], and nobody else uses the list.
+/// There are no more than [`CHUNKS_CAP`], and no other thread uses the list.
 unsafe fn fill(list: &ChunkList, pieces: &[DevicePiece]) -> u32 {
     let mut num_chunks = 0;
     for &(to, from, len) in pieces {
@@ -225,7 +226,7 @@ unsafe extern "C" fn on_ended(_stream: CUstream, code: CUresult, launch: *mut c_
     launch.end(code == CUDA_SUCCESS);
 }
 
-/// How many of these lengths, from the first one on, one launch copies.
+/// Number of these lengths, from the first one on, that one launch copies.
 pub(crate) fn num_pieces_of_launch(lens: impl Iterator<Item = usize>) -> usize {
     let mut num_chunks = 0;
     lens.take_while(|len| {

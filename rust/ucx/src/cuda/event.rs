@@ -11,7 +11,8 @@ use super::{
 const CU_EVENT_BLOCKING_SYNC: c_uint = 1;
 /// 0, 1 and 2 are handles of default streams.
 const LAST_DEFAULT_STREAM: usize = 2;
-/// What a GPU may take to reach an event on an idle stream. A thread that waited for it instead would take longer.
+/// Most time that a GPU takes to reach an event on an idle stream. A thread that waited for it instead would take
+/// longer.
 const EVENT_LATENCY: Duration = Duration::from_micros(20);
 
 /// The work that a stream had queued when this was recorded.
@@ -49,7 +50,7 @@ impl CudaEvent {
         Ok((!is_over).then_some(event))
     }
 
-    /// Whether the work is done, or is within the time that the GPU takes to reach an event on an idle stream.
+    /// True if the work is done, or is within the time that the GPU takes to reach an event on an idle stream.
     fn is_over_soon(&self) -> Result<bool, CudaError> {
         let began = Instant::now();
         loop {

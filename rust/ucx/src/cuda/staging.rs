@@ -28,7 +28,7 @@ pub(super) struct Staging {
     /// The slot in use, and how many of its bytes are.
     at: usize,
     used_bytes: usize,
-    /// How often a write has failed. A writer that had begun before may be the one whose bytes are missing.
+    /// Number of failed writes. A writer that had begun before may be the one whose bytes are missing.
     num_failures: u64,
 }
 
@@ -179,7 +179,7 @@ impl Staging {
                     let num_bytes = (len - behind).min(SLOT_BYTES - self.used_bytes);
                     // SAFETY: within the slot, whose bytes were taken.
                     let place = unsafe { self.slot(slot).add(self.used_bytes) };
-                    // SAFETY: the caller's promise; nobody reads the slot before the copy's end.
+                    // SAFETY: the caller's promise; the slot is not read before the copy's end.
                     let code = unsafe {
                         let from = from + behind as u64;
                         (calls.cuMemcpyDtoHAsync_v2)(place.cast(), from, num_bytes, self.stream)
@@ -245,11 +245,11 @@ fn with_slots_of<T>(
     work(calls, &mut staging)
 }
 
-/// What one writer has written into a device's memory; see [`StagedWrites::write`].
+/// Bytes that one writer has written into a device's memory; see [`StagedWrites::write`].
 #[derive(Debug)]
 pub(crate) struct StagedWrites {
     ordinal: u32,
-    /// How often writes had failed when this one began.
+    /// Number of failed writes when this one began.
     num_failures: Option<u64>,
     is_finished: bool,
 }
@@ -352,7 +352,7 @@ pub(crate) unsafe fn read_staged(
 }
 
 impl Device {
-    /// Opens the slots of both directions, unless somebody uses them: it takes milliseconds, for which no transfer should
+    /// Opens the slots of both directions, unless they are in use: it takes milliseconds, for which no transfer should
     /// wait. It is tried again where it fails.
     pub(super) fn prepare_slots(&self, calls: &Calls, current: &Current<'_>) {
         for slots in [&self.slots.to_device, &self.slots.from_device] {

@@ -527,7 +527,7 @@ fn without_a_driver_its_absence_is_the_error() {
 }
 
 thread_local! {
-    /// What the stand-in answers: whether network cards reach it, its order of their writes, its ways to flush.
+    /// Answers of the stand-in: network cards reach it, its order of their writes, its ways to flush.
     static RDMA: Cell<(c_int, c_int, c_int)> = const { Cell::new((1, 0, 1)) };
 }
 
@@ -552,7 +552,7 @@ unsafe extern "C" fn flush(target: c_int, scope: c_int) -> CUresult {
     note(format!("flush {target} to {scope}"))
 }
 
-/// What a flush of a GPU with these answers calls, and how it ends.
+/// Flushes a GPU with these answers: true if the driver was called, and the result.
 fn flushed(answers: (c_int, c_int, c_int)) -> (bool, Result<(), CudaError>) {
     let calls = RdmaCalls {
         cuDeviceGetAttribute: device_attribute,

@@ -57,8 +57,8 @@ mod avx512 {
         power.cast_signed()
     }
 
-    /// What moves the first and the second half of 128 bits so many bytes ahead. A product of reversed bits is short of
-    /// one power of x.
+    /// Constants that move the first and the second half of 128 bits so many bytes ahead. A product of reversed bits is
+    /// short of one power of x.
     const fn keys(num_bytes: usize) -> (i64, i64) {
         (power(8 * num_bytes + 64 - 1), power(8 * num_bytes - 1))
     }
@@ -95,7 +95,8 @@ mod avx512 {
         _mm512_set_epi64(second, first, second, first, second, first, second, first)
     }
 
-    /// What has the checksum of `bytes` and those that follow where `next` ends.
+    /// Folds `bytes` into `next`: the result has the checksum of `bytes` and of those that follow up to the end of
+    /// `next`.
     #[target_feature(enable = "avx512f,vpclmulqdq")]
     fn fold(bytes: __m512i, keys: __m512i, next: __m512i) -> __m512i {
         let first = _mm512_clmulepi64_epi128::<0x00>(bytes, keys);

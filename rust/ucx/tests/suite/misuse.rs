@@ -1,4 +1,4 @@
-//! What the crate refuses before UCX can be harmed by it.
+//! Calls that the crate refuses before they can harm UCX.
 
 use kvpipe_ucx::{Buffer, Event, LanesError, MemoryKind, Status};
 

@@ -1,4 +1,4 @@
-//! What remains of a connection whose peer was killed.
+//! State of a connection after its peer was killed.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -60,7 +60,8 @@ fn a_worker_with_such_an_endpoint_is_dropped_without_waiting_for_it() {
     assert!(begun.elapsed() < Duration::from_secs(2));
 }
 
-/// How many small reads `kvpipe-core` has under way. With 256, rc's whole queue, UCX 1.13 had no room to begin the close.
+/// Number of small reads that `kvpipe-core` has under way. With 256, rc's whole queue, UCX 1.13 had no room to begin
+/// the close.
 const MANY: usize = 128;
 
 #[test]
@@ -157,11 +158,11 @@ impl<'v> Load<'v> {
             while self.failure.is_none() && self.pending.len() < self.in_flight {
                 self.post();
             }
-            self.take_events();
+            self.drain_events();
         }
     }
 
-    fn take_events(&mut self) {
+    fn drain_events(&mut self) {
         let worker = &self.visitor.node.worker;
         if worker.progress() == 0 && worker.arm().expect("arm") {
             common::sleep_on(worker, 1);
@@ -190,7 +191,7 @@ impl<'v> Load<'v> {
         worker.close(self.visitor.endpoint);
         let deadline = Instant::now() + common::TIMEOUT;
         while !self.is_closed && Instant::now() < deadline {
-            self.take_events();
+            self.drain_events();
         }
         assert!(self.is_closed, "closed, {} pending", self.pending.len());
         assert!(self.pending.is_empty(), "no Done for {:?}", self.pending);

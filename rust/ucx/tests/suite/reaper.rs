@@ -79,8 +79,8 @@ fn what_workers_hold_that_could_not_end_is_given_back_once_their_peers_have_ende
     });
 }
 
-/// Drops a worker that reads from a stopped process. Returns the count of its reads, the memory that they are to fill, and
-/// what somebody may still have of the worker: keys.
+/// Drops a worker that reads from a stopped process. Returns the count of its reads, the memory that they are to fill,
+/// and the worker's keys that are still held.
 fn drop_reading(
     visitor: Visitor,
     num_held_keys: usize,
@@ -197,7 +197,7 @@ fn exit_although_a_worker_is_still_worked_on(num_rounds: usize) {
     });
 }
 
-/// What this process has taken of its CPUs.
+/// CPU time of this process.
 fn cpu_time() -> Duration {
     let mut usage = libc::timespec {
         tv_sec: 0,
@@ -213,7 +213,7 @@ fn cpu_time() -> Duration {
 }
 
 #[test]
-fn a_worker_whose_keys_somebody_has_is_left_alone() {
+fn a_worker_whose_keys_are_held_is_left_alone() {
     alone(|library| {
         let (visitor, peer) = visit_stopped(library);
         let (num_reads, memory, keys) = drop_reading(visitor, 1);

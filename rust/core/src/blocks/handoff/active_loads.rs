@@ -1,4 +1,4 @@
-//! The loads under way at a worker, and what finds those of a session and those whose deadline has passed.
+//! The loads under way at a worker, with indices by session and by deadline.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::Instant;
@@ -18,13 +18,13 @@ pub(super) struct ActiveLoad {
     pub(super) load: Load,
     session: SessionKey,
     pub(super) started: Instant,
-    /// When the producer first announced blocks.
+    /// Time of the producer's first announcement of blocks.
     pub(super) announced: Option<Instant>,
     /// Gate that has to open before its blocks may be written, so that nothing is selected before.
     pub(super) gate: Option<u64>,
     /// True if the producer was asked on this session.
     pub(super) has_selected: bool,
-    /// Why a session was lost.
+    /// Reason for the loss of the session.
     pub(super) lost: Option<String>,
     /// Its batches that are being read, by the owners of their transfers.
     pub(super) batches: BTreeSet<u64>,

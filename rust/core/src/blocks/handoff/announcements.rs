@@ -112,7 +112,7 @@ fn kind(memory: &Memory) -> MemoryKind {
     memory.buffer().kind()
 }
 
-/// How many blocks of this size make a slice of work.
+/// Number of blocks of this size in one slice of work.
 pub(super) fn slice_of(block_bytes: u64) -> usize {
     (SLICE / block_bytes.max(1)).max(1) as usize
 }

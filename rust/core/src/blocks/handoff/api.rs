@@ -49,7 +49,7 @@ impl Agent {
     ) -> Result<()> {
         self.events.check()?;
         let (ready, regions) = (ready.clone(), self.checked(regions)?);
-        let (queue, shared) = (self.reactor.command_queue(), Arc::clone(&self.handoffs));
+        let (queue, shared) = (self.reactor.command_handle(), Arc::clone(&self.handoffs));
         let send = move |command| drop(queue.send(AgentCommand::Handoff(command)));
         let then = move |completed: std::result::Result<(), String>| {
             let Err(reason) = completed else {
@@ -100,7 +100,7 @@ impl Agent {
     /// As `load`.
     pub fn load_after(&self, event: Arc<dyn DeviceEvent>, request: LoadRequest) -> Result<()> {
         self.events.check()?;
-        let (handoff, queue) = (request.handoff, self.reactor.command_queue());
+        let (handoff, queue) = (request.handoff, self.reactor.command_handle());
         let gate = self.next_gate.fetch_add(1, Ordering::Relaxed);
         self.begin_load(request, Some(gate))?;
         let then = move |completed| {

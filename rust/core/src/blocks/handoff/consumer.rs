@@ -17,7 +17,7 @@ use crate::ids::{Epoch, RegionId};
 /// Most reads of a block of one region: by the session's data path, then once more as a stream.
 const MAX_READS: u8 = 2;
 
-/// How a load ended.
+/// Outcome of a load.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct LoadOutcome {
     pub(super) counts: LoadCounts,
@@ -25,7 +25,7 @@ pub(super) struct LoadOutcome {
     pub(super) failure: Option<LoadFailure>,
 }
 
-/// Why nothing of an announcement can be read.
+/// Reason for which nothing of an announcement can be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unreadable {
     /// It has blocks of a region that the producer did not have when the load selected.
@@ -42,7 +42,7 @@ enum BlockStage {
     Reading,
     /// It is here and matches its checksum, if it has one.
     Verified,
-    /// No read brought what was announced.
+    /// No read brought the announced block.
     Lost,
 }
 
@@ -91,7 +91,7 @@ pub(super) struct Load {
     /// True if blocks without checksums count.
     pub(super) validation: Validation,
     counts: LoadCounts,
-    /// Why the load fails: a lost block, or its end.
+    /// Reason for the failure of the load: a lost block, or its end.
     failure: Option<(FailureCause, String)>,
 }
 
@@ -267,7 +267,7 @@ impl Load {
         Some(self.counts(0))
     }
 
-    /// How the load ended, once it is over: no read can still write into its blocks.
+    /// Outcome of the load, once it is over: no read can still write into its blocks.
     pub(super) fn outcome(&self) -> Option<LoadOutcome> {
         let is_enough = self.request.is_committed || self.failure.is_some();
         if self.is_reading()

@@ -1,4 +1,4 @@
-//! Waits for events of a device, in order, on a thread of its own, and does then what was to wait for them.
+//! Waits for events of a device, in order, on a thread of its own, and then runs their continuations.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -11,8 +11,8 @@ use crate::error::{Error, Result};
 use crate::process::{Process, Thread};
 use crate::sync::lock;
 
-/// How long a close waits for an event that is being waited for. A device that computes needs milliseconds; one that hangs
-/// must not hang the close.
+/// Most time that a close waits for the current event. A device that computes needs milliseconds; one that hangs must
+/// not hang the close.
 const CLOSE_WITHIN: Duration = Duration::from_secs(2);
 
 /// Work of a device that has to be completed before something else begins.
@@ -20,7 +20,7 @@ pub trait DeviceEvent: Send + Sync {
     /// Sleeps until the work is completed.
     ///
     /// # Errors
-    /// Why that is not known.
+    /// The state of the device's work is unknown, for this reason.
     fn wait(&self) -> std::result::Result<(), String>;
 }
 

@@ -14,7 +14,7 @@ use crate::error::FailureCause;
 use crate::ids::{Epoch, HandoffId, SessionKey};
 use crate::transfer::Cx;
 
-/// How long a load that has ended waits for the answer. Its blocks may still count, and must not occupy the consumer for
+/// Timeout of the answer for a load that has ended. Its blocks may still count, and must not occupy the consumer for
 /// long.
 pub(super) const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 

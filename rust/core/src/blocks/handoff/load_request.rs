@@ -1,4 +1,4 @@
-//! What a caller requests of a load, and the reports that it gets.
+//! The request of a load, and its results.
 
 use std::time::Duration;
 
@@ -40,12 +40,11 @@ pub struct LoadCounts {
     pub num_compared: u64,
     /// Comparisons that differed.
     pub num_corrupt: u64,
-    /// Time from the first announcement until everything announced so far was here. What comes later overlaps with
-    /// prefill.
+    /// Time from the first announcement until everything announced so far was here. Later blocks overlap with prefill.
     pub backlog: Duration,
 }
 
-/// Why a load failed, and what it lacks.
+/// Reason for the failure of a load, and its missing blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoadFailure {
     /// Indices into the `block_ids` of the load, of the blocks that are not verified.

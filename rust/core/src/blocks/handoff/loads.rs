@@ -1,4 +1,5 @@
-//! Handoffs at their consumer: what the state machine says becomes sessions, selections and reads, and the other way round.
+//! Handoffs at their consumer: carries out the decisions of the state machine by sessions, selections and reads, and
+//! feeds it their outcomes.
 //!
 //! A load whose session is lost gets one fresh session; a block whose read has failed is read once more, as a stream.
 
@@ -86,7 +87,7 @@ impl HandoffService {
         }
     }
 
-    /// Does for a load what can be done now, and ends it if it is over.
+    /// Continues a load as far as possible, and ends it if it is over.
     pub(super) fn continue_load(&mut self, cx: &mut Cx<'_>, handoff: HandoffId) {
         self.select(cx, handoff);
         self.read_again(cx, handoff);
@@ -132,7 +133,7 @@ impl HandoffService {
             .instant(Track::Reactor, "selected", &handoff, &facts);
     }
 
-    /// Reads once more, from the session that is there, what it has not brought.
+    /// Reads once more, from the present session, the blocks whose reads have failed.
     fn read_again(&mut self, cx: &mut Cx<'_>, handoff: HandoffId) {
         let active = self.loads.get_mut(&handoff);
         let Some(active) = active.filter(|active| active.has_selected) else {

@@ -16,7 +16,7 @@ use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 const PENDING_CAP: usize = 1024;
 /// Most blocks of one announcement. A late selection asks for all blocks in all regions, which may be millions.
 const ANNOUNCED_CAP: usize = 16 << 10;
-/// How long a selection waits for the first ready block. The scheduler has opened the handoff before, and reports its
+/// Time until a selection without a ready block expires. The scheduler has opened the handoff before, and reports its
 /// end to this worker; prefill itself may compute for minutes.
 pub(super) const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(300);
 
@@ -111,7 +111,7 @@ pub(super) struct Producer {
     next_epoch: Epoch,
     /// Selections of unknown handoffs.
     pending: FairWaitlist<BlockSelection>,
-    /// Why handoffs ended, to answer late selections at once.
+    /// Reasons for the ends of handoffs, to answer late selections at once.
     ended: RecentHandoffs<String>,
 }
 

@@ -64,7 +64,7 @@ struct Waiting {
     regions: Vec<RegionId>,
     /// The ready blocks that are left.
     left: VecDeque<usize>,
-    /// How many blocks of the first that is left are behind.
+    /// Number of block ids of the first of `left` that are announced already.
     num_behind: usize,
     has_begun: bool,
 }

@@ -1,5 +1,5 @@
-//! Whether the blocks of a load that came without checksums count. Once the load's reads have ended, the consumer asks
-//! whether the producer's grant still holds. An answer that it does covers every read that had ended before.
+//! Validation of the blocks of a load that came without checksums. Once the load's reads have ended, the consumer asks
+//! the producer if its grant still holds. A positive answer covers every read that had ended before the question.
 
 use super::consumer::Load;
 use crate::ids::Epoch;
@@ -18,7 +18,7 @@ enum Question {
 /// The blocks of a load without checksums.
 #[derive(Debug, Default)]
 pub(super) struct Validation {
-    /// How many are here, one for each block and region.
+    /// Number of arrived blocks, one for each block and region.
     num_blocks: u64,
     question: Question,
 }

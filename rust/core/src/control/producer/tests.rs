@@ -75,7 +75,7 @@ fn a_handoff_given_up_during_prefill_is_released_when_prefill_finishes() {
 }
 
 #[test]
-fn a_lease_has_a_deadline_only_while_nobody_watches() {
+fn a_lease_has_a_deadline_only_without_a_watcher() {
     let (mut producer, mut out, now) = (producer(), ControlOutbox::default(), Instant::now());
     producer.open(&mut out, ID, opening());
     assert_eq!(producer.expire(&mut out, now), None);
@@ -117,7 +117,11 @@ fn a_lost_session_ends_its_watches_and_no_others() {
     producer.session_down(&mut out, 20);
     let (handoff, reason) = (ID, CONSUMER_LOST.to_owned());
     let released = ControlEvent::Released { handoff, reason };
-    assert_eq!(out.events.drain(), [released], "of one nobody is left");
+    assert_eq!(
+        out.events.drain(),
+        [released],
+        "the other one is still watched"
+    );
     assert_eq!(producer.open[&OTHER].watchers, HashSet::from([21]));
     producer.unwatch(&mut out, 21, OTHER, true);
     assert_eq!((producer.open.len(), producer.watched.len()), (0, 0));

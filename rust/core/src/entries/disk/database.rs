@@ -220,7 +220,7 @@ impl ValueDatabase {
     }
 }
 
-/// Why a file cannot be opened.
+/// The error for a file that cannot be opened.
 fn refusal(file: &Path, error: &DatabaseError) -> Error {
     let shown = file.display();
     Error::Config(match error {

@@ -39,7 +39,7 @@ pub(super) struct LookupClient {
     connecting: Option<Completer<()>>,
     inserts: Inserts,
     selects: HashMap<u64, PendingSelect>,
-    /// When to look at the grace periods of selects.
+    /// Time of the next check of the grace periods of selects.
     next_looks: Earliest,
     /// Entries that callers have neither consumed nor returned, by the server that leases them.
     delivered: HashMap<u64, SessionKey>,

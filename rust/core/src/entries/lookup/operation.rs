@@ -1,4 +1,4 @@
-//! What callers hold: an insert or a select under way, and a delivered entry.
+//! Handles of callers: an insert or a select under way, and a delivered entry.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 /// A commit that waits for its bytes.
 #[derive(Debug)]
 pub(super) struct PendingCommit {
-    /// Whose answer it is.
+    /// The operation that gets the answer.
     pub(super) operation: u64,
     pub(super) description: Description,
     pub(super) expected: Expected,

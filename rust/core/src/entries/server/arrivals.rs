@@ -485,7 +485,7 @@ fn ended() -> Error {
     Error::Timeout("the reservation has ended; nothing was committed".to_owned())
 }
 
-/// Why a put that its client has cancelled is refused.
+/// The error for a put that its client has cancelled.
 fn late() -> Error {
     Error::Closed("its client has cancelled it, because it is late".to_owned())
 }

@@ -1,4 +1,4 @@
-//! When the server does work that takes long. All reactors are manual: each round of the server does one slice.
+//! Scheduling of the server's long work. All reactors are manual: each round of the server does one slice.
 
 mod copies;
 

@@ -14,9 +14,9 @@ use crate::error::Error;
 /// While the disk saves so many bytes, it is given no more. Memory of entries that are evicted meanwhile is free when
 /// they are saved.
 pub(super) const SAVING_BYTES: u64 = 64 << 20;
-/// How long an operation that does not wait for a commit waits for a load.
+/// Least time for which a query that waits for a load stays in the queue; its own deadline may be later.
 pub(super) const LOAD_TIMEOUT: Duration = Duration::from_millis(400);
-/// How long nothing is saved after a save has failed, as on a full disk.
+/// Pause of all saves after a save has failed, as on a full disk.
 pub(super) const SAVE_PAUSE: Duration = Duration::from_secs(10);
 /// The unit of space on disk.
 const DISK_GRAIN: u64 = 4 << 10;

@@ -202,7 +202,7 @@ impl<C: Clone> Entries<C> {
             return false;
         };
         self.memory.remove_reservation(&key, footprint);
-        // Where everything is held, the records of new entries are beyond the capacity.
+        // If every entry is held, the records of new entries exceed the capacity.
         let footprint = footprint + more_bytes;
         self.evict_for(&key, footprint);
         self.memory.add(&key, footprint);

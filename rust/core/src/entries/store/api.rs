@@ -151,7 +151,7 @@ impl StoreClient {
         &self.address
     }
 
-    /// How large values come: the transport's name.
+    /// Name of the transport that carries large values.
     pub fn transport(&self) -> String {
         lock(&self.shared.transport).clone()
     }
@@ -323,7 +323,7 @@ impl StoreClient {
         Ok(self.ask(acknowledge, None, Pending::Done)?.0)
     }
 
-    /// Deletes values that nobody holds; ends with their number.
+    /// Deletes values without holders; ends with their number.
     pub fn delete(&self, keys: Vec<Vec<u8>>) -> Result<Work<u64>> {
         let keys = check_keys(keys)?;
         let delete = EntryMessage::Delete { keys };

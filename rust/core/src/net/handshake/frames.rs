@@ -28,7 +28,7 @@ pub(super) enum HandshakeFrame<'a> {
     /// The session's id and the server's identity.
     Welcome(&'a [u8]),
     Ready,
-    /// Why the peer is refused: encoded from the error of the side that refuses, decoded as that of the other side.
+    /// Reason for the refusal: encoded from the error of the side that refuses, decoded as that of the other side.
     Refused(Error),
 }
 
@@ -100,7 +100,7 @@ impl<'a> Greeting<'a> {
     }
 }
 
-/// What is our value here is the peer's other one.
+/// Swaps the two values of `Incompatible`: our value is the other one for the peer.
 fn write_refusal(writer: Writer, error: &Error) -> Writer {
     match error {
         Error::Authentication(_) => writer.u8(1),

@@ -17,23 +17,23 @@ fn identity(dtype: &str) -> Identity {
 }
 
 /// The offer of a side on a host of this name, seen over loopback.
-fn offer(encryption: Encryption, host: &str) -> Offer {
-    Offer {
+fn offer(encryption: Encryption, host: &str) -> EncryptionOffer {
+    EncryptionOffer {
         encryption,
         is_loopback: true,
         host: host.to_owned(),
     }
 }
 
-fn auto() -> Offer {
+fn auto() -> EncryptionOffer {
     offer(Encryption::Auto, "one host")
 }
 
-fn client(token: &[u8], ours: Offer) -> (Handshake, Vec<u8>) {
+fn client(token: &[u8], ours: EncryptionOffer) -> (Handshake, Vec<u8>) {
     Handshake::client(&Secrets::new(token), ours, "server").unwrap()
 }
 
-fn server(token: &[u8], ours: Offer) -> Handshake {
+fn server(token: &[u8], ours: EncryptionOffer) -> Handshake {
     Handshake::server(&Secrets::new(token), ours, "client")
 }
 
@@ -46,7 +46,7 @@ struct Conversation {
 }
 
 impl Conversation {
-    fn new(tokens: [&[u8]; 2], offers: [Offer; 2]) -> Self {
+    fn new(tokens: [&[u8]; 2], offers: [EncryptionOffer; 2]) -> Self {
         let [ours, theirs] = offers;
         let (client, frame) = client(tokens[0], ours);
         Self {
@@ -93,7 +93,7 @@ fn sent(step: Result<Step>) -> (Vec<u8>, bool) {
     }
 }
 
-/// How a handshake ends on a side: with keys, or without because frames stay plain.
+/// Outcome of a handshake on a side: keys, or none because frames stay plain.
 type Outcome = Result<Option<Records>>;
 
 /// Runs both sides against each other; how each ends: client, server.
@@ -129,7 +129,7 @@ fn converse(
     [outcome(at_client, client), outcome(at_server, server)]
 }
 
-fn between(tokens: [&[u8]; 2], offers: [Offer; 2]) -> [Outcome; 2] {
+fn between(tokens: [&[u8]; 2], offers: [EncryptionOffer; 2]) -> [Outcome; 2] {
     let ([ours, theirs], who) = (offers, identity("float32"));
     let server = server(tokens[1], theirs);
     converse(client(tokens[0], ours), server, [&who, &who], |_| Ok(()))
@@ -154,7 +154,7 @@ fn each_side_learns_who_the_other_is() {
 #[test]
 fn the_handshake_has_the_known_bytes() {
     let token = Secrets::new(b"a token of the known answer");
-    let side = |encryption, host: &str| Offer {
+    let side = |encryption, host: &str| EncryptionOffer {
         encryption,
         is_loopback: false,
         host: host.to_owned(),
@@ -388,7 +388,7 @@ fn encryption_that_one_side_refuses_is_named_with_both_values_on_both_sides() {
     );
     let far = offer(Encryption::Auto, "another host");
     for (ours, theirs) in [(on.clone(), off.clone()), (off.clone(), on), (off, far)] {
-        let named = |side: &Offer, other: &Offer| {
+        let named = |side: &EncryptionOffer, other: &EncryptionOffer| {
             let (side, other) = (side.encryption, other.encryption);
             format!("encryption is \"{side}\" here and \"{other}\" there")
         };
@@ -489,7 +489,7 @@ fn a_first_message_that_is_played_again_leads_to_nothing() {
     let accept = |_: &Identity| -> std::result::Result<(), String> { panic!("accepted") };
     let step = second.frame(&mut hello.clone(), &who, accept);
     assert!(matches!(step, Ok(Step::Continue(_))), "{step:?}");
-    assert_eq!(second.progress(), Progress::Greeted);
+    assert_eq!(second.progress(), HandshakeProgress::Greeted);
     for mut replayed in [recorded, hello] {
         let mut replaying = server(SHARED, auto());
         replaying.frame(&mut talk_hello(), &who, accept).unwrap();
@@ -712,17 +712,17 @@ fn a_further_connection_joins_its_session_with_keys_of_its_own() {
         let request = asked(&mut server, &join);
         assert_eq!(request.session, theirs.session_id());
         assert_eq!(ours.session_id(), theirs.session_id());
-        assert_eq!(server.progress(), Progress::Greeted);
+        assert_eq!(server.progress(), HandshakeProgress::Greeted);
         let mut reply = sent(server.join(Some((&theirs, true)), &request)).0;
         let step = client.frame(&mut reply, &who, |_| Ok(()));
         let Ok(Step::Joined(Some(mut ready))) = step else {
             panic!("{step:?}")
         };
         // The request may have been played again: READY proves the secret.
-        assert_eq!(server.progress(), Progress::Greeted);
+        assert_eq!(server.progress(), HandshakeProgress::Greeted);
         let step = server.frame(&mut ready, &who, |_| Ok(()));
         assert!(matches!(step, Ok(Step::Joined(None))), "{step:?}");
-        assert_eq!(server.progress(), Progress::Proved);
+        assert_eq!(server.progress(), HandshakeProgress::Proved);
         let mut record = Vec::new();
         let mut sealer = client.into_records().unwrap().sealer;
         sealer.seal(b"\x20 the same for both", &mut record).unwrap();

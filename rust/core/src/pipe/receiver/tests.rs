@@ -1,7 +1,7 @@
 use kvpipe_ucx::Buffer;
 
 use super::super::Deadline;
-use super::super::large_receive::{LargeReceive, Progress};
+use super::super::large_receive::{LargeReceive, ReceiveStage};
 use super::*;
 use crate::ids::SessionKey;
 use crate::integrity::Integrity;
@@ -30,7 +30,7 @@ fn withdraw(links: &mut Links, receiver: &mut Host<Receiver>, sequence: u64) {
     });
 }
 
-/// How a receive ends that is under way when the pipe ends.
+/// Error text of a receive that is under way when the pipe ends.
 fn ended_with(links: &mut Links) -> String {
     let (work, completer) = work();
     let mut receiver = receiver();
@@ -87,7 +87,7 @@ fn receiving(links: &mut Links) -> (Host<Receiver>, [Work<Arc<Received>>; 2]) {
         let (work, completer) = work();
         let mut large = LargeReceive::waiting(sequence, completer);
         if sequence == 2 {
-            large.progress = Progress::Ended(Ok(links.register(Buffer::zeroed(8)).unwrap()));
+            large.stage = ReceiveStage::Ended(Ok(links.register(Buffer::zeroed(8)).unwrap()));
         }
         receiver.service.large_receives.push_back(large);
         work
@@ -165,7 +165,7 @@ fn no_tensor_is_delivered_after_one_that_the_end_of_the_session_has_failed() {
     let lost = Error::lost("peer", "killed");
     receiver.session_down(&mut links, SESSION, lost.clone());
     // As the engine has it complete, where there is a transfer.
-    receiver.service.large_receives[0].progress = Progress::Ended(Err(lost.clone()));
+    receiver.service.large_receives[0].stage = ReceiveStage::Ended(Err(lost.clone()));
     advance(&mut links, &mut receiver);
     assert_eq!(second.result().map(Result::err), Some(Some(lost)));
 }
@@ -198,7 +198,7 @@ fn a_tensor_that_a_sender_leaves_behind_at_the_end_of_its_pipe_ends_with_the_pip
 fn validating(links: &mut Links) -> (Host<Receiver>, [Work<Arc<Received>>; 2]) {
     let (mut receiver, works) = receiving(links);
     let memory = links.register(Buffer::zeroed(8)).unwrap();
-    receiver.service.large_receives[1].progress = Progress::Validating(memory);
+    receiver.service.large_receives[1].stage = ReceiveStage::Validating(memory);
     receiver.service.next_sequence = 3;
     (receiver, works)
 }
@@ -223,7 +223,7 @@ fn a_tensor_whose_session_ends_before_its_sender_has_answered_is_not_delivered()
     let (mut receiver, [_, second]) = validating(&mut links);
     let lost = Error::lost("peer", "killed");
     receiver.session_down(&mut links, SESSION, lost.clone());
-    receiver.service.large_receives[0].progress = Progress::Ended(Err(lost.clone()));
+    receiver.service.large_receives[0].stage = ReceiveStage::Ended(Err(lost.clone()));
     advance(&mut links, &mut receiver);
     assert_eq!(second.result().map(Result::err), Some(Some(lost)));
 }
@@ -244,12 +244,12 @@ fn an_answer_that_was_not_asked_for_is_a_protocol_error_and_one_that_comes_late_
     receiver.service.large_receives[1].fail(&Error::lost("peer", "killed"));
     assert_eq!(receiver.service.validated(2, true), Ok(()));
     assert!(matches!(
-        receiver.service.large_receives[1].progress,
-        Progress::Ended(Err(_))
+        receiver.service.large_receives[1].stage,
+        ReceiveStage::Ended(Err(_))
     ));
 }
 
-/// How a tensor arrives whose last message is here before the end of the session is seen.
+/// Receives a tensor whose last message arrives before the receiver sees the end of the session.
 fn arrives(integrity: Integrity, has_sender_ended: bool) -> Result<Arc<Received>> {
     use crate::pipe::Pipe;
     use crate::reactor::manual::{Round, without_threads};
@@ -257,7 +257,7 @@ fn arrives(integrity: Integrity, has_sender_ended: bool) -> Result<Arc<Received>
     use crate::work::Then;
 
     const LEN: usize = 128 << 10; // what a socket takes, so that all of it is sent at once
-    const PATIENCE: Duration = Duration::from_secs(600);
+    const TIMEOUT: Duration = Duration::from_secs(600);
     let transport = || Transport::Memory(MemoryPath::Stream);
     let rest = |pipe: &Pipe| while pipe.round() == Round::Busy {};
     let listen = || Pipe::listen("127.0.0.1:0", b"token", transport(), Duration::ZERO);
@@ -270,7 +270,7 @@ fn arrives(integrity: Integrity, has_sender_ended: bool) -> Result<Arc<Received>
             transport(),
             integrity,
             Duration::ZERO,
-            PATIENCE,
+            TIMEOUT,
         )
     };
     let (sender, connected) = without_threads(connect).unwrap();

@@ -7,7 +7,7 @@ use crate::session::SessionTimeouts;
 const LONG: usize = 16 << 20;
 /// It passes when as many reads are in flight as can be.
 const TIMEOUT: Duration = Duration::from_millis(100);
-/// What passes between two reads: those that are in flight take longer than the grace period.
+/// Time between two reads: the reads in flight take longer than the grace period.
 const READ_TIME: Duration = Duration::from_millis(200);
 
 fn step(ends: &Ends) {

@@ -11,11 +11,11 @@ use crate::work::{Completer, Then, Work};
 const SOON: Duration = Duration::from_secs(10);
 
 enum Ask {
-    /// Who runs the reactor?
+    /// Reports the thread that runs the reactor.
     WhoRuns(Completer<ThreadId>),
     /// Never answered.
     Keep(Completer<ThreadId>),
-    /// Stops the reactor, which is its own; then who runs it?
+    /// Stops the reactor, which is its own, then reports the thread that runs it.
     Stop(Arc<Reactor<Self>>, Completer<ThreadId>),
     Panic,
 }
@@ -152,7 +152,7 @@ fn a_stopped_reactor_ends_the_wait_of_the_caller_that_runs_it() {
 }
 
 #[test]
-fn a_reactor_may_be_stopped_by_what_it_does_itself_whoever_runs_it() {
+fn a_reactor_may_be_stopped_by_its_own_work_on_either_thread() {
     for then in [Then::GoOn, Then::Wait] {
         let reactor = Arc::new(reactor());
         let (stopped, completer) = reactor.work();

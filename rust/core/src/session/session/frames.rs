@@ -20,7 +20,7 @@ use crate::transport::DataPath;
 pub(in crate::session) enum SessionEvent {
     /// The session is [`Establishing`](SessionState::Establishing).
     Ready,
-    /// How the peer gets our bytes.
+    /// The peer's data path for our bytes.
     DataPath(DataPath),
     /// A message for the service.
     Message { header: Vec<u8>, payload: Vec<u8> },
@@ -34,7 +34,7 @@ pub(in crate::session) enum SessionEvent {
     StreamLost(u32),
 }
 
-/// How a session has ended.
+/// End of a session.
 #[derive(Debug)]
 pub(in crate::session) enum SessionEnd {
     /// It has failed.

@@ -1,4 +1,4 @@
-//! What the engine decides, without threads: one session whose peer is a worker that the test looks into.
+//! Decisions of the engine, without threads: one session whose peer is a worker that the test looks into.
 
 mod destination;
 mod failures;
@@ -28,7 +28,7 @@ const MAX_IN_FLIGHT: usize = 2;
 struct Fixture {
     links: Links,
     engine: TransferEngine,
-    /// Where its endpoint leads.
+    /// The worker at the other end of its endpoint.
     _peer: Worker,
     far: FarEnd,
     /// The peer's, exposed to us.
@@ -110,7 +110,7 @@ impl Fixture {
         id
     }
 
-    /// What has come at the peer since the last call.
+    /// Messages that have arrived at the peer since the last call.
     fn sent(&mut self) -> Vec<(u64, Message<'static>, Vec<u8>)> {
         let sent = self.links.sent(SESSION, &mut self.far).into_iter();
         let decode = |(header, payload): (Vec<u8>, Vec<u8>)| {

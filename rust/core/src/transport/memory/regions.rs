@@ -23,7 +23,7 @@ pub(crate) struct TwinMemory {
 impl TwinMemory {
     pub(in crate::transport) fn new(buffer: Buffer) -> UcxResult<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        // What is on a GPU is copied by its driver.
+        // The CUDA driver copies memory on a GPU.
         let is_reached =
             buffer.kind() == MemoryKind::Host || kvpipe_ucx::device_of(buffer.address()).is_ok();
         if buffer.is_empty() || !is_reached {

@@ -1,4 +1,5 @@
-//! What the tests share: where UCX is, every data path, other processes, and a peer that keeps to no rules.
+//! Helpers that the tests share: the location of UCX, every data path, other processes, and a peer that breaks the
+//! protocol.
 
 mod log_lines;
 pub mod pipes;
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 use kvpipe_core::checksum;
 use kvpipe_core::control::ControlReply;
 use kvpipe_core::net::codec::{Reader, Writer};
-use kvpipe_core::net::encryption::{Encryption, Offer};
+use kvpipe_core::net::encryption::{Encryption, EncryptionOffer};
 use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Canary, Identity, SessionKind, host_id};
 use kvpipe_core::net::secret::Secrets;
@@ -28,15 +29,15 @@ use rustix::process::{Pid, Signal, WaitOptions};
 pub const TOKEN: &[u8] = b"token of the tests";
 
 /// The offer of a peer on this host, whose frames are not sealed.
-pub fn plain() -> Offer {
-    Offer {
+pub fn plain() -> EncryptionOffer {
+    EncryptionOffer {
         encryption: Encryption::Auto,
         is_loopback: true,
         host: host_id(),
     }
 }
 /// Longer than anything takes, also where a sanitizer slows it.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 /// Within this, the loss of a peer is known.
 pub const PROMPT: Duration = Duration::from_secs(2);
 
@@ -59,18 +60,18 @@ const ARGUMENT: &str = "KVPIPE_TEST_ARGUMENT";
 /// Set in the machine of `tests/rdma`: the address of its RDMA device.
 const LOCAL: &str = "KVPIPE_TEST_LOCAL";
 
-/// Where reactors listen: loopback, but where the tests run over RDMA.
+/// Listen address of reactors: loopback, but for the tests that run over RDMA.
 pub fn local() -> String {
     let address = std::env::var(LOCAL);
     format!("{}:0", address.as_deref().unwrap_or("127.0.0.1"))
 }
 
-/// Whether the tests run over RDMA, in the machine of `tests/rdma`.
+/// True if the tests run over RDMA, in the machine of `tests/rdma`.
 pub fn is_rdma() -> bool {
     std::env::var_os(LOCAL).is_some()
 }
 
-/// Where UCX is, if the tests run over RDMA; None after printing why they cannot.
+/// Search for UCX; if the tests run over RDMA and UCX cannot be loaded, prints the reason and returns `None`.
 #[allow(clippy::print_stderr, reason = "a skipped test says why")]
 pub fn ucx() -> Option<Search> {
     let explicit = std::env::var_os("KVPIPE_UCX_LIB").map(PathBuf::from);
@@ -97,7 +98,7 @@ pub fn on_every_path(body: impl Fn(&Transport)) {
     on_both_paths(|search| body(&search.clone().into()));
 }
 
-/// Whether this is what a transport is called where its name is shown.
+/// True if a transport is shown by this name.
 pub fn is_name(name: &str, transport: &Transport) -> bool {
     match transport {
         Transport::Host(_) => (name == "tcp") == is_tcp(),
@@ -247,7 +248,7 @@ pub fn wait_for_the_end(mut parent: TcpStream) {
 
 /// Repeats until `find` finds something.
 pub fn eventually<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         if let Some(found) = find() {
             return found;
@@ -291,7 +292,7 @@ pub fn part_frame(header: &[u8], payload: &[u8], end: u8) -> Vec<u8> {
     head.raw(payload).u8(end).finish()
 }
 
-/// A peer that is authenticated but says what it likes.
+/// An authenticated peer that sends arbitrary messages.
 pub struct Raw {
     pub stream: TcpStream,
     /// Received bytes that are no whole frame yet.
@@ -316,7 +317,7 @@ impl Raw {
     pub fn connect_without_data_path(address: SocketAddr, kind: SessionKind) -> Self {
         let mut raw = Self::begin(address, kind);
         raw.send_ready();
-        let frame = raw.frame(Instant::now() + PATIENCE, |frame| frame[0] == DATA_PATH);
+        let frame = raw.frame(Instant::now() + TIMEOUT, |frame| frame[0] == DATA_PATH);
         assert!(frame.is_some(), "no data path");
         raw
     }
@@ -338,7 +339,7 @@ impl Raw {
             checksum: checksum::of(&bytes(&canary)),
         });
         let mut stream = TcpStream::connect(address).expect("connect");
-        stream.set_read_timeout(Some(PATIENCE)).expect("timeout");
+        stream.set_read_timeout(Some(TIMEOUT)).expect("timeout");
         stream.set_nodelay(true).expect("no delay");
         let (mut handshake, hello) =
             Handshake::client(&Secrets::new(TOKEN), plain(), "raw").expect("handshake");
@@ -389,20 +390,20 @@ impl Raw {
 
     /// The next frame.
     pub fn next_frame(&self) -> Vec<u8> {
-        let frame = self.frame(Instant::now() + PATIENCE, |_| true);
+        let frame = self.frame(Instant::now() + TIMEOUT, |_| true);
         frame.expect("a frame")
     }
 
-    /// Why the other side closes the connection.
+    /// The other side's reason for closing the connection.
     pub fn goodbye(&self) -> String {
-        let frame = self.frame(Instant::now() + PATIENCE, |frame| frame[0] == GOODBYE);
+        let frame = self.frame(Instant::now() + TIMEOUT, |frame| frame[0] == GOODBYE);
         let frame = frame.expect("a goodbye");
         Reader::new(&frame[1..]).str(1 << 16).expect("a reason")
     }
 
     /// Waits for a message or a part of a stream whose type is `kind`: the rest of its header, and its payload.
     pub fn message(&self, kind: u8) -> (Vec<u8>, Vec<u8>) {
-        self.message_within(kind, PATIENCE)
+        self.message_within(kind, TIMEOUT)
             .unwrap_or_else(|| panic!("no message {kind}"))
     }
 

@@ -10,7 +10,7 @@ use kvpipe_core::work::Then;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::Buffer;
 
-use super::{PATIENCE, TOKEN, bytes, local};
+use super::{TIMEOUT, TOKEN, bytes, local};
 
 /// Both ends of a pipe.
 pub fn pipe(transport: &Transport) -> (Pipe, Pipe) {
@@ -28,14 +28,14 @@ pub fn sender_to(transport: &Transport, receiver: &Pipe) -> Pipe {
         transport.clone(),
         kvpipe_core::Integrity::Auto,
         Duration::ZERO,
-        PATIENCE,
+        TIMEOUT,
     )
     .expect("connect");
-    connected.wait_for(PATIENCE).expect("connected");
+    connected.wait_for(TIMEOUT).expect("connected");
     sender
 }
 
-/// What is said of `len` bytes.
+/// Description of a tensor of `len` bytes.
 pub fn meta(len: usize) -> Meta {
     Meta {
         family: 2,
@@ -69,12 +69,12 @@ pub fn receive(pipe: &Pipe) -> Work<Arc<Received>> {
 
 /// The bytes that were received.
 pub fn content(received: &Work<Arc<Received>>) -> Vec<u8> {
-    let received = received.wait_for(PATIENCE).expect("received");
+    let received = received.wait_for(TIMEOUT).expect("received");
     bytes(received.buffer.as_ref().expect("fresh memory"))
 }
 
 /// Closes and waits for the end of that.
 pub fn close(pipe: &Pipe) -> kvpipe_core::Result<()> {
     let closed = pipe.close(Deadline::default()).expect("close");
-    closed.map_or(Ok(()), |closed| closed.wait_for(PATIENCE))
+    closed.map_or(Ok(()), |closed| closed.wait_for(TIMEOUT))
 }

@@ -1,4 +1,4 @@
-//! What the kernel refuses a process of a test, and the lines that the process logs meanwhile.
+//! System calls that the kernel refuses a process of a test, and the log of that process.
 
 use std::sync::LazyLock;
 
@@ -8,11 +8,11 @@ use super::log_lines::LogLines;
 const ARCHITECTURE: u32 = 0xc000_003e;
 #[cfg(target_arch = "aarch64")]
 const ARCHITECTURE: u32 = 0xc000_00b7;
-/// Where `seccomp_data` has its two first fields.
+/// Positions of the two first fields of `seccomp_data`.
 const SYSTEM_CALL_AT: u32 = 0;
 const ARCHITECTURE_AT: u32 = 4;
 /// A user without rights, and its group.
-const NOBODY: libc::uid_t = 65534;
+const UNPRIVILEGED: libc::uid_t = 65534;
 
 const fn filter(code: u32, jumps: (u8, u8), k: u32) -> libc::sock_filter {
     let (jt, jf) = jumps;
@@ -53,19 +53,19 @@ pub fn refuse_process_vm_readv(errno: i32) {
     assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// Whether this process may become another user.
+/// True if this process may become another user.
 pub fn is_root() -> bool {
     // SAFETY: takes nothing, and cannot fail.
     unsafe { libc::geteuid() == 0 }
 }
 
 /// Makes this process another user's, without rights.
-pub fn become_nobody() {
+pub fn become_unprivileged() {
     // SAFETY: takes numbers; libc changes all threads.
-    let set = unsafe { libc::setresgid(NOBODY, NOBODY, NOBODY) };
+    let set = unsafe { libc::setresgid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED) };
     assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
     // SAFETY: as above.
-    let set = unsafe { libc::setresuid(NOBODY, NOBODY, NOBODY) };
+    let set = unsafe { libc::setresuid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED) };
     assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
 }
 
@@ -77,7 +77,7 @@ pub fn note_log() {
     tracing::subscriber::set_global_default(LINES.clone()).expect("the first one");
 }
 
-/// What has been logged.
+/// The lines that this process has logged so far.
 pub fn logged() -> Vec<String> {
     LINES.get()
 }

@@ -1,4 +1,4 @@
-//! Somebody on the way between two peers, who passes everything on and remembers it.
+//! A relay between two peers, which passes all bytes on and records them.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -9,7 +9,7 @@ type Said = Arc<Mutex<Vec<u8>>>;
 
 /// Between a server and the first client that connects.
 pub struct Relay {
-    /// Where the client connects instead.
+    /// Address to which the client connects in place of the server's.
     pub address: SocketAddr,
     client: Said,
     server: Said,
@@ -22,7 +22,7 @@ impl Relay {
         Self::at(TcpListener::bind("127.0.0.1:0").expect("listen"), server)
     }
 
-    /// The client may have connected already: until now nobody has heard it.
+    /// The client may have connected already: its bytes wait in the socket until now.
     pub fn at(listener: TcpListener, server: SocketAddr) -> Self {
         let relay = Self {
             address: listener.local_addr().expect("address"),

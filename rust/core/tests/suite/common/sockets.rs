@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 const LISTEN: &str = "0A";
 
-/// Where this process listens, over IPv4 and IPv6.
+/// Addresses at which this process listens, over IPv4 and IPv6.
 pub fn listening() -> HashSet<SocketAddr> {
     let own = own_inodes();
     ["/proc/self/net/tcp", "/proc/self/net/tcp6"]

@@ -39,7 +39,7 @@ pub fn library() -> Option<Arc<Library>> {
         .ok()
 }
 
-/// Where Python has UCX's wheel. A start of Python takes longer than most tests: it is asked only where nothing else says.
+/// Directory of UCX's wheel, as Python finds it. A start of Python takes longer than most tests: it is the last resort.
 fn wheel_dir() -> Option<PathBuf> {
     let code = "import libucx; print(list(libucx.__path__)[0])";
     let output = Command::new("python3").args(["-c", code]).output().ok()?;
@@ -141,7 +141,7 @@ pub fn sleep_on(worker: &Worker, timeout_ms: i32) -> bool {
     unsafe { libc::poll(&raw mut poll, 1, timeout_ms) == 1 }
 }
 
-/// What a node tells another to be reached.
+/// Addresses and key by which another node reaches this one.
 pub struct Card {
     pub worker: Vec<u8>,
     pub region: u64,

@@ -1,4 +1,4 @@
-//! What an agent that was closed says of reads that UCX has not ended. That it hears of them is a test of reactors.
+//! Errors of a closed agent about UCX reads that have not ended. The tests of reactors cover how it learns of them.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::blocks::{AgentConfig, Options, Peer};
 use crate::integrity::Integrity;
 use crate::transport::{MemoryPath, Transport};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn agent() -> Agent {
     let transport = Transport::Memory(MemoryPath::RemoteRead);
@@ -20,7 +20,7 @@ fn agent() -> Agent {
 fn agent_with_region() -> (Agent, Region) {
     let agent = agent();
     let region = agent.register("kv", Buffer::zeroed(64), 64, 64);
-    let region = region.expect("open").wait_for(PATIENCE).expect("region");
+    let region = region.expect("open").wait_for(TIMEOUT).expect("region");
     (agent, region)
 }
 
@@ -53,7 +53,7 @@ fn a_region_that_is_closed_after_its_agent_says_that_reads_have_not_ended() {
     let (agent, region) = agent_with_region();
     agent.close();
     agent.reactor.pending_reads().pretend(2);
-    let close = || agent.close_region(&region, None)?.wait_for(PATIENCE);
+    let close = || agent.close_region(&region, None)?.wait_for(TIMEOUT);
     assert_told(close());
     assert_told(close());
     agent.reactor.pending_reads().pretend(0);

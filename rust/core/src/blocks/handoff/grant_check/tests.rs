@@ -1,4 +1,4 @@
-//! Whether a load without checksums counts.
+//! Grant checks of loads without checksums.
 
 mod another_producer;
 mod any_moment;

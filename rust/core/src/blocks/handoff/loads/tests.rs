@@ -18,7 +18,7 @@ use crate::{FailureCause, Integrity};
 
 pub(in crate::blocks::handoff) const BLOCK: usize = 1 << 10;
 pub(in crate::blocks::handoff) const ID: [u8; 16] = [7; 16];
-/// Where a header has the kind of its message, after the session's id.
+/// Position of the kind of a message in its header, after the session's id.
 pub(in crate::blocks::handoff) const KIND_AT: usize = 0;
 
 pub(in crate::blocks::handoff) struct Side {
@@ -193,7 +193,7 @@ pub(in crate::blocks::handoff) fn load_in_part(
     (producer, consumer)
 }
 
-/// What a load of two blocks lacks, and why.
+/// Failure of a load of two blocks.
 fn failure(ended: Option<Event>) -> LoadFailure {
     let Some(Event::LoadFailed(_, failure)) = ended else {
         panic!("{ended:?}");

@@ -37,7 +37,7 @@ pub(super) struct Inserts {
     /// They wait to be sent.
     pub(super) queue: VecDeque<QueuedInsert>,
     deadlines: Earliest,
-    /// When to look for late answers.
+    /// Time of the next check for late answers.
     next_look: Option<Instant>,
     pub(super) sent: HashMap<u64, SentInsert>,
 }

@@ -1,3 +1,3 @@
-//! What tests of several files of the lookup buffer share.
+//! Helpers that several test files of the lookup buffer share.
 
 pub(in crate::entries) mod manual;

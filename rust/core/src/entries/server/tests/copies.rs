@@ -1,4 +1,4 @@
-//! When the server copies inserts of its own process.
+//! Scheduling of the copies of inserts of the server's own process.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! What a store does with its disk: saves, loads, and the space of both tiers.
+//! Use of the disk by a store: saves, loads, and the space of both tiers.
 
 use super::super::disk::{LOAD_TIMEOUT, SAVE_PAUSE};
 use super::super::{EntryAction, KeptEntry};

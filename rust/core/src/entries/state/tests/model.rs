@@ -114,7 +114,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// What an operation has, as its client knows it.
+/// State of an operation, as its client knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Held {
     Waits,
@@ -139,7 +139,7 @@ enum Write {
     Erase(EntryId),
 }
 
-/// What is known from the store's actions alone.
+/// State that follows from the store's actions alone.
 #[derive(Default)]
 struct Model {
     held: HashMap<Holder, (u8, Held)>,
@@ -397,7 +397,7 @@ impl Run {
         }
     }
 
-    /// What the server does before it answers that an entry is deleted.
+    /// Repeats the server's steps before it answers that an entry is deleted.
     fn answer_erased(&mut self, key: u8, is_on_disk: bool) {
         self.check();
         while is_on_disk && !self.model.disk.writes.is_empty() {
@@ -495,7 +495,7 @@ impl Run {
         assert_eq!(info.num_values, num_listed as u64);
     }
 
-    /// Only what somebody holds goes beyond a quota, and one entry that was held.
+    /// Only held entries may exceed a quota, and one entry that was held.
     fn check_quota(&self, num_bytes: u64) {
         let Some(quota) = self.model.quota else {
             return;
@@ -525,7 +525,7 @@ proptest! {
             run.run(op);
             run.check();
         }
-        // When all clients have ended, and the disk is done, what is left is evictable.
+        // After all clients have ended and the disk is idle, the rest is evictable.
         for client in 1..=CLIENTS {
             run.run(Op::Lose { client });
             run.check();

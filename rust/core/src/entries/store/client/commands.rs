@@ -1,4 +1,4 @@
-//! What callers of a client want, and what they share with its reactor.
+//! Commands of a client's callers, and the state that they share with its reactor.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -60,7 +60,7 @@ pub(in super::super) enum ClientCommand {
 /// State that callers share with the reactor.
 #[derive(Debug, Default)]
 pub(in super::super) struct ClientShared {
-    /// How bytes come, for people.
+    /// Transport of the bytes, for people.
     pub(in super::super) transport: Mutex<String>,
     last_operation: AtomicU64,
 }

@@ -332,7 +332,7 @@ impl Client {
                     EntryMessage::Refused(error) => error.clone(),
                     other => unexpected(other),
                 };
-                // What of it has been hashed does not count any more.
+                // The bytes that were hashed so far do not count any more.
                 let was_held = !std::mem::replace(&mut upload.has_ended, true);
                 if let Some(write) = upload.write.take_if(is_it) {
                     write.fail(error);

@@ -1,4 +1,4 @@
-//! What moves here: how a transfer begins and when it is complete.
+//! Transfers to this side: their start and their completion.
 
 use super::*;
 use crate::transfer::transfer::Corruption;

@@ -68,7 +68,7 @@ fn a_late_stream_is_cancelled_and_fails_alone() {
     assert_eq!(it.sent(), [(cancelled, Message::Cancel, Vec::new())]);
     assert!(is_timeout(it.engine.next_completion()));
     assert!(!it.links.has_failed(SESSION));
-    // What was under way is dropped, and CANCEL may cross the last of it.
+    // Bytes that were under way are dropped, and CANCEL may cross the last of them.
     it.data(cancelled).unwrap();
     it.receive(cancelled, &Message::Cancelled, &[]).unwrap();
     assert!(it.engine.next_completion().is_none());

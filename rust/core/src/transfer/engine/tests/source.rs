@@ -1,4 +1,4 @@
-//! What a peer has asked for.
+//! Requests of a peer.
 
 use super::*;
 use crate::transfer::outgoing_stream::WINDOW;

@@ -7,9 +7,9 @@ use std::rc::Rc;
 use super::*;
 use crate::session::wire;
 
-/// What the consumer loads from the other producer.
+/// The handoff that the consumer loads from the other producer.
 const OTHER: HandoffId = [8; 16];
-/// Where a header has its handoff.
+/// Position of the handoff's id in a header.
 const HANDOFF: Range<usize> = KIND_AT + 1..KIND_AT + 17;
 
 fn kind(message: &HandoffMessage) -> u8 {

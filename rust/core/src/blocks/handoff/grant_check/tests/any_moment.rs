@@ -12,7 +12,7 @@ const NUM_ROUNDS_LATE: usize = 100;
 /// That of the first grant.
 const FIRST_EPOCH: Epoch = 0;
 
-/// What the owner does from one moment on.
+/// Ways in which the owner ends a grant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ending {
     /// It ends the handoff, which the reactor processes in its next round.
@@ -55,10 +55,10 @@ fn first_announced() -> Rc<Cell<Option<Epoch>>> {
     first
 }
 
-/// What became of a load.
+/// Outcome of a load.
 struct Outcome {
     event: Event,
-    /// Whether the end of the grant came before that of the load.
+    /// True if the grant ended before the load.
     has_grant_ended: bool,
     /// Of the first announcement to the load.
     epoch: Option<Epoch>,

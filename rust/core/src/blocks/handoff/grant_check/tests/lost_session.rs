@@ -25,7 +25,7 @@ impl Cable {
         let (leads_to, ends) = (Arc::clone(&cable.leads_to), Arc::clone(&cable.ends));
         std::thread::spawn(move || {
             for near in listener.incoming().flatten() {
-                // Nobody cuts the cable before both ends are known.
+                // The lock keeps `cut` out until both ends are known.
                 let (leads_to, mut ends) = (leads_to.lock(), ends.lock().expect("lock"));
                 let far = TcpStream::connect(*leads_to.expect("lock")).expect("connect");
                 for (from, to) in [(&near, &far), (&far, &near)] {
@@ -53,7 +53,8 @@ fn clone(stream: &TcpStream) -> TcpStream {
     stream.try_clone().expect("clone")
 }
 
-/// How the consumer's load ends. `round` runs others meanwhile, and knows since when.
+/// Runs the consumer until its load ends, and returns the event. `round` runs the others, and gets the time since the
+/// start.
 fn until_ended(consumer: &Side, round: impl Fn(Duration)) -> Event {
     let began = Instant::now();
     loop {
@@ -67,7 +68,7 @@ fn until_ended(consumer: &Side, round: impl Fn(Duration)) -> Event {
     }
 }
 
-/// What becomes of a load whose session is lost while it waits for the answer, when its way leads to `next` afterwards.
+/// Outcome of a load whose session is lost while it waits for the answer. The cable leads to `next` afterwards.
 fn lost_while_validating(producer: &Side, next: &Side) -> Event {
     let consumer = side(MemoryPath::RemoteRead, 0);
     let cable = Cable::to(producer);

@@ -1,4 +1,4 @@
-//! What a load without checksums sends, and what it makes of a byte that changes on its way.
+//! Messages of a load without checksums, and its reaction to a byte that changes on its way.
 
 use std::cell::Cell;
 use std::rc::Rc;
