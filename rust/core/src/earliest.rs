@@ -14,7 +14,7 @@ impl Earliest {
 
     /// True if a deadline may have passed, which clears the bound. The caller then checks all deadlines, and adds those
     /// to come again.
-    pub(crate) fn take_if_past(&mut self, now: Instant) -> bool {
+    pub(crate) fn clear_if_past(&mut self, now: Instant) -> bool {
         self.0.take_if(|at| *at <= now).is_some()
     }
 

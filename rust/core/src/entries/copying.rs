@@ -78,7 +78,7 @@ fn copy(
     }
     let (copied, at) = match partial.take() {
         Some(partial) => partial,
-        None => (pool.take(len, |fresh| Ok(Arc::new(fresh)))?, 0),
+        None => (pool.acquire(len, |fresh| Ok(Arc::new(fresh)))?, 0),
     };
     let slice = max_bytes.min(len - at);
     copied.copy_from(at, buffer.bytes(at, slice).ok_or_else(not_host)?);

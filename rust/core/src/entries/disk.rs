@@ -197,7 +197,7 @@ impl OpenedDisk {
             reports: self.reports,
             waker: waker.clone(),
         };
-        let writer = threads::Writer::new(self.database.clone());
+        let writer = threads::DiskWriter::new(self.database.clone());
         let (jobs, to) = (self.write_jobs, reporter.clone());
         let writer = Thread::spawn("kvpipe-disk-w", move || writer.run(&jobs, &to))?;
         let mut threads = vec![writer];

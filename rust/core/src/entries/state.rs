@@ -20,7 +20,7 @@ use crate::reactor::Timers;
 use disk::{DiskCopy, DiskTier, SAVING_BYTES};
 use holds::{Hold, Holds};
 use index::{Index, OrderedIndex};
-use memory::Memory;
+use memory::MemoryUsage;
 use waiting::Waiting;
 
 pub(super) use disk::KeptEntry;
@@ -159,7 +159,7 @@ pub(super) struct Entries<C> {
     rules: Rules,
     /// Entries that a consumer has had. It counts those that are still leased, and not those that have come back.
     num_consumed: u64,
-    memory: Memory,
+    memory: MemoryUsage,
     next_tick: Tick,
     index: Index,
     by_id: BTreeMap<EntryId, Entry<C>>,
@@ -178,18 +178,18 @@ impl<C: Clone> Entries<C> {
         reservation: Duration,
     ) -> Self {
         let index = Index::Unique(HashMap::new());
-        let memory = Memory::new(capacity_bytes, quota_bytes);
+        let memory = MemoryUsage::new(capacity_bytes, quota_bytes);
         Self::new(capacity_bytes, Rules::Store { reservation }, index, memory)
     }
 
     /// The state of an empty lookup buffer.
     pub(super) fn of_buffer(capacity_bytes: u64) -> Self {
         let index = Index::Ordered(OrderedIndex::default());
-        let memory = Memory::new(capacity_bytes, None);
+        let memory = MemoryUsage::new(capacity_bytes, None);
         Self::new(capacity_bytes, Rules::Buffer, index, memory)
     }
 
-    fn new(capacity_bytes: u64, rules: Rules, index: Index, memory: Memory) -> Self {
+    fn new(capacity_bytes: u64, rules: Rules, index: Index, memory: MemoryUsage) -> Self {
         let info = StoreInfo {
             capacity_bytes,
             ..StoreInfo::default()

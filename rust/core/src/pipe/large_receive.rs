@@ -117,7 +117,7 @@ impl Receiver {
         }
         let memory = match &receive.out {
             Some((_, out)) => cx.links.register(out.clone()),
-            None => (cx.pool).take(buffer.len, |fresh| cx.links.register(fresh)),
+            None => (cx.pool).acquire(buffer.len, |fresh| cx.links.register(fresh)),
         };
         let memory = match memory {
             Ok(memory) => memory,

@@ -27,7 +27,7 @@ pub(super) struct QueuedSend {
 impl Sender {
     /// Withdraws tensors that have not been posted in time.
     pub(super) fn expire_queued(&mut self, now: Instant) {
-        if !self.deadlines.take_if_past(now) {
+        if !self.deadlines.clear_if_past(now) {
             return;
         }
         let late = |queued: &QueuedSend| queued.meet_by.is_some_and(|at| at <= now);

@@ -113,7 +113,7 @@ impl Receiver {
     }
 
     fn expire_receives(&mut self, now: Instant) {
-        if !self.deadlines.take_if_past(now) {
+        if !self.deadlines.clear_if_past(now) {
             return;
         }
         let late = |receive: &PendingReceive| receive.deadline.meet_by.is_some_and(|at| at <= now);

@@ -35,25 +35,25 @@ impl Cx<'_> {
     /// Registered memory for at least `len` bytes, with any content.
     ///
     /// # Errors
-    /// As of [`Pool::take`].
+    /// As of [`Pool::acquire`].
     pub(crate) fn memory(&self, len: usize) -> Result<Arc<Memory>> {
         if len < HUGE {
             self.links.register(Buffer::zeroed(len))
         } else {
-            self.pool.take(len, |fresh| self.links.register(fresh))
+            self.pool.acquire(len, |fresh| self.links.register(fresh))
         }
     }
 
     /// As [`memory`](Self::memory), but for bytes that stay: no larger memory of the pool is used for them.
     ///
     /// # Errors
-    /// As of [`Pool::take`].
+    /// As of [`Pool::acquire`].
     pub(crate) fn exact_memory(&self, len: usize) -> Result<Arc<Memory>> {
         if len < HUGE {
             return self.memory(len);
         }
         self.pool
-            .take_exact(len, |fresh| self.links.register(fresh))
+            .acquire_exact(len, |fresh| self.links.register(fresh))
     }
 
     /// The first `len` bytes of [`memory`](Self::memory) for that many. With the buffer, pooled memory goes back.

@@ -70,33 +70,33 @@ impl<M: Borrow<Buffer> + Send + Sync + 'static> Pool<M> {
     ///
     /// # Errors
     /// The machine or the system has no such memory (`Exhausted`), or the transport cannot register it.
-    pub(crate) fn take(
+    pub(crate) fn acquire(
         &self,
         len: usize,
         make: impl FnOnce(Buffer) -> Result<Arc<M>>,
     ) -> Result<Arc<M>> {
-        self.take_within(len, len.saturating_mul(2).max(GRAIN), make)
+        self.acquire_within(len, len.saturating_mul(2).max(GRAIN), make)
     }
 
     /// As [`take`](Self::take), but memory of the pool only if a fresh one would have its size.
     ///
     /// # Errors
     /// As of [`take`](Self::take).
-    pub(crate) fn take_exact(
+    pub(crate) fn acquire_exact(
         &self,
         len: usize,
         make: impl FnOnce(Buffer) -> Result<Arc<M>>,
     ) -> Result<Arc<M>> {
-        self.take_within(len, fresh_size(len), make)
+        self.acquire_within(len, fresh_size(len), make)
     }
 
-    fn take_within(
+    fn acquire_within(
         &self,
         len: usize,
         most: usize,
         make: impl FnOnce(Buffer) -> Result<Arc<M>>,
     ) -> Result<Arc<M>> {
-        if let Some(memory) = take_fitting(&mut lock(&self.0), len..=most) {
+        if let Some(memory) = remove_fitting(&mut lock(&self.0), len..=most) {
             return Ok(memory);
         }
         check_len(len)?;
@@ -136,7 +136,7 @@ fn fresh_size(len: usize) -> usize {
 }
 
 /// Removes the smallest memory whose size is one of these.
-fn take_fitting<M: Borrow<Buffer>>(
+fn remove_fitting<M: Borrow<Buffer>>(
     free: &mut Vec<(Arc<M>, Instant)>,
     fitting: RangeInclusive<usize>,
 ) -> Option<Arc<M>> {
@@ -189,7 +189,7 @@ mod tests {
     }
 
     fn take(pool: &Pool<Buffer>) -> Arc<Buffer> {
-        let memory = pool.take(LEN, |buffer| Ok(Arc::new(buffer)));
+        let memory = pool.acquire(LEN, |buffer| Ok(Arc::new(buffer)));
         memory.expect("memory")
     }
 
@@ -206,7 +206,7 @@ mod tests {
     #[test]
     fn memory_that_the_machine_does_not_have_is_refused_before_it_is_asked_for() {
         let len = 1 << 46;
-        let taken = Pool::<Buffer>::default().take(len, |_| unreachable!("it was allocated"));
+        let taken = Pool::<Buffer>::default().acquire(len, |_| unreachable!("it was allocated"));
         let error = taken.expect_err("64 TiB").to_string();
         assert!(error.contains("70368744177664 bytes is larger"), "{error}");
     }

@@ -112,13 +112,13 @@ impl Batch {
     }
 }
 
-pub(super) struct Writer {
+pub(super) struct DiskWriter {
     database: SharedDatabase,
     /// Erasures that failed: each batch tries them again.
     unerased: Vec<EntryId>,
 }
 
-impl Writer {
+impl DiskWriter {
     pub(super) fn new(database: SharedDatabase) -> Self {
         Self {
             database,

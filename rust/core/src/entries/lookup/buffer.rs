@@ -170,7 +170,8 @@ impl LookupBuffer {
     ) -> Result<Operation<()>> {
         if tokens.is_empty() {
             return Err(Error::Config(
-                "the entry has no tokens under its roi: nobody could select it by them".to_owned(),
+                "the entry has no tokens under its roi: no query could select it by them"
+                    .to_owned(),
             ));
         }
         let now = clock::now();

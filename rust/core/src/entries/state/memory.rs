@@ -46,7 +46,7 @@ impl Usage {
 }
 
 #[derive(Debug)]
-pub(super) struct Memory {
+pub(super) struct MemoryUsage {
     capacity_bytes: u64,
     /// Limit of each namespace.
     quota_bytes: Option<u64>,
@@ -55,7 +55,7 @@ pub(super) struct Memory {
     of_namespaces: HashMap<Box<[u8]>, Usage>,
 }
 
-impl Memory {
+impl MemoryUsage {
     pub(super) fn new(capacity_bytes: u64, quota_bytes: Option<u64>) -> Self {
         Self {
             capacity_bytes,

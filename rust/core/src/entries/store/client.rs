@@ -204,7 +204,7 @@ impl Client {
     /// Ends operations whose answer is overdue.
     fn end_overdue(&mut self, cx: &mut Cx<'_>) {
         let Some(session) = self.session else { return };
-        if !self.next_looks.take_if_past(cx.links.now()) {
+        if !self.next_looks.clear_if_past(cx.links.now()) {
             return;
         }
         let mut overdue = Vec::new();

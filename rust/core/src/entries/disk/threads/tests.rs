@@ -8,7 +8,7 @@ use super::*;
 use crate::checksum;
 
 struct Disk {
-    writer: Writer,
+    writer: DiskWriter,
     directory: PathBuf,
 }
 
@@ -18,7 +18,7 @@ impl Disk {
         let directory = std::env::temp_dir().join(name);
         let _ = std::fs::remove_dir_all(&directory);
         let database = ValueDatabase::open(&directory).expect("made");
-        let writer = Writer::new(SharedDatabase::new(&directory, database));
+        let writer = DiskWriter::new(SharedDatabase::new(&directory, database));
         Self { writer, directory }
     }
 

@@ -173,7 +173,7 @@ impl LookupClient {
 
     /// Ends queued inserts whose deadline has passed, and looks for answers that are late.
     pub(super) fn expire_inserts(&mut self, cx: &mut Cx<'_>) {
-        if self.inserts.deadlines.take_if_past(cx.links.now()) {
+        if self.inserts.deadlines.clear_if_past(cx.links.now()) {
             let is_late =
                 |insert: &QueuedInsert| insert.deadline.is_some_and(|at| at <= cx.links.now());
             let queued = std::mem::take(&mut self.inserts.queue);

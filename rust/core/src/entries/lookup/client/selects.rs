@@ -249,7 +249,7 @@ impl LookupClient {
 
     /// Ends selects whose grace period is over. An entry on its way goes back.
     pub(super) fn expire_selects(&mut self, cx: &mut Cx<'_>) {
-        if !self.next_looks.take_if_past(cx.links.now()) {
+        if !self.next_looks.clear_if_past(cx.links.now()) {
             return;
         }
         let mut ended = Vec::new();

@@ -163,7 +163,7 @@ fn a_disk_that_hangs_has_no_more_waiting_for_it_than_there_are_values() {
 }
 
 #[test]
-fn a_load_that_nobody_waits_for_any_more_claims_no_space() {
+fn a_load_without_a_waiting_select_claims_no_space() {
     let mut store = Store::with_disk(DISK_CAPACITY);
     for content in ["a", "b", "c", "d"] {
         store.put_on_disk(content);
