@@ -72,7 +72,7 @@ def hand_over(way, there, advertised):
     def step():
         output = engine.scheduler.schedule()
         worker.begin_step(output.kv_connector_metadata)
-        received, outcomes = worker.finished()[1], worker.take_outcomes()
+        received, outcomes = worker.finished()[1], worker.drain_outcomes()
         engine.end(output, finished_recving=received or None, kv_connector_worker_meta=outcomes)
         return output.kv_connector_metadata
 

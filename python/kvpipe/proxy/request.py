@@ -66,7 +66,7 @@ class RetryBudget:
         return True
 
 
-class Request:
+class RoutedRequest:
     """The instances that one request may still be sent to, its failures, and what its client has got.
 
     A connection that was refused reached no engine: it counts for nothing.

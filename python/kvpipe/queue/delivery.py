@@ -25,7 +25,7 @@ from kvpipe.queue.chunks import (
     tokens_of,
     without_tokens,
 )
-from kvpipe.queue.messages import MAX_REPLY_BYTES, Control, Reply, ReplyKind, Request
+from kvpipe.queue.messages import MAX_REPLY_BYTES, DeliveryControl, Reply, ReplyKind, Request
 from kvpipe.queue.topology import SMALL_MESSAGE_BYTES
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ class Delivery:
         self._replies = replies
         self._number = 0
         self._last: Reply | None = None
-        self._controls: asyncio.Queue[Control] = asyncio.Queue()
+        self._controls: asyncio.Queue[DeliveryControl] = asyncio.Queue()
 
-    def receive(self, control: Control) -> None:
+    def receive(self, control: DeliveryControl) -> None:
         """Takes a message of the front end about the request."""
         if control.delivery in ("", self.id):
             self._controls.put_nowait(control)
@@ -152,7 +152,7 @@ class Delivery:
         """Has the front end publish the request again."""
         await self._replies.send_confirmed(self.request.reply_to, self._reply("returned"))
 
-    async def _begin(self) -> Control:
+    async def _begin(self) -> DeliveryControl:
         """Asks what the client has. A front end may be without the broker, too."""
         for _ in range(_NUM_REPEATS):
             await self._send_one("begin")
@@ -163,7 +163,7 @@ class Delivery:
                     return await self._controls.get()
         return self._control("requeue")
 
-    async def _return(self) -> Control:
+    async def _return(self) -> DeliveryControl:
         """Leaves the request to its front end, which publishes it again if it comes back.
 
         One that has died does not. Here its request would be delivered again and again, and become a dead letter.
@@ -171,16 +171,16 @@ class Delivery:
         await self.leave_to_front_end()
         return self._control("drop")
 
-    def _control(self, kind: ControlKind) -> Control:
-        return Control(kind, self.request.id, self.id)
+    def _control(self, kind: ControlKind) -> DeliveryControl:
+        return DeliveryControl(kind, self.request.id, self.id)
 
-    async def _end_control(self) -> Control:
+    async def _end_control(self) -> DeliveryControl:
         """Returns what ends the delivery. A `begin` that was sent twice has two answers."""
         while (control := await self._controls.get()).kind == "continue":
             pass
         return control
 
-    async def _repeat_last_until(self, interrupted: asyncio.Task[Control]) -> Control:
+    async def _repeat_last_until(self, interrupted: asyncio.Task[DeliveryControl]) -> DeliveryControl:
         """Sends the last reply again, until the front end answers it, is away, or has not answered for long."""
         for _ in range(_NUM_REPEATS):
             await asyncio.wait({interrupted}, timeout=_ASK_EVERY_S)
@@ -295,7 +295,7 @@ class Delivery:
         return Reply(kind, self.request.id, self.id, self._replies.queue, self._number, body, **fields)
 
 
-def _finished(control: Control) -> Finished:
+def _finished(control: DeliveryControl) -> Finished:
     """Fate of a message, by the front end's answer."""
     return Finished(is_over=control.kind != "requeue")
 

@@ -1,8 +1,8 @@
 """What front ends and workers send each other, as AMQP 0-9-1 messages. Pure: no input or output, no clock.
 
 A front end publishes a `Request` to the queue of all workers. A worker sends `Reply`s to the front end's queue, several
-in a message where they are ready together, and gets `Control` messages in its own. The fields are JSON in front of a
-payload: headers of AMQP would have to fit into one frame. docs/reference/wire-queue.md has them.
+in a message where they are ready together, and gets `DeliveryControl` messages in its own. The fields are JSON in front
+of a payload: headers of AMQP would have to fit into one frame. docs/reference/wire-queue.md has them.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def replies(worker: str, framed: Sequence[bytes], *, is_kept: bool = False) -> M
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class DeliveryControl:
     """What a front end has a worker do with a request.
 
     Attributes:

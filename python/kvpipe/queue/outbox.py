@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MAX_UNCONFIRMED_BYTES = 1 << 20
 
 
-class Outbox:
+class ReplyOutbox:
     """Sends one small message at a time to each front end. What becomes ready meanwhile goes together in the next ones.
 
     Args:

@@ -29,12 +29,12 @@ class Outbox(Generic[Step, Stats]):
         self._step_type, self._stats_type = step_type, stats_type
         self.step, self.stats = step_type(), stats_type()
 
-    def take_step(self) -> Step:
+    def drain_step(self) -> Step:
         """Returns the metadata collected since the last call."""
         step, self.step = self.step, self._step_type()
         return step
 
-    def take_stats(self) -> Stats | None:
+    def drain_stats(self) -> Stats | None:
         """Returns what has been counted since the last call; `None` if nothing was."""
         if self.stats.is_empty():
             return None

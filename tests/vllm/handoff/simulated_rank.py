@@ -277,7 +277,7 @@ class Rank:
                 self._loads.blocks_verified(handoff, facts)
             if transfer.ending is not None and handoff in self._loads:
                 self._end(handoff, transfer, *transfer.ending)
-        received, sent = self._loads.take_received(), self._leases.take_sent()
+        received, sent = self._loads.drain_received(), self._leases.drain_sent()
         self._forget_transfers()
         for request_id in sent:
             handoff = self._handoffs[request_id]
@@ -287,8 +287,8 @@ class Rank:
         return KVConnectorOutput(
             finished_recving=received,
             finished_sending=sent,
-            invalid_block_ids=self._loads.take_invalid_block_ids(),
-            kv_connector_worker_meta=self._loads.take_outcomes(),
+            invalid_block_ids=self._loads.drain_invalid_block_ids(),
+            kv_connector_worker_meta=self._loads.drain_outcomes(),
         )
 
     def _end(self, handoff: bytes, transfer: Transfer, is_loaded: bool, missing: list[int]) -> None:  # noqa: FBT001

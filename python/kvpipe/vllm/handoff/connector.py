@@ -139,11 +139,11 @@ class KVPipeConnector(KVConnectorBase_V1):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns missing blocks of the requests that `get_finished` has just returned."""
-        return self._of_worker().take_invalid_block_ids()
+        return self._of_worker().drain_invalid_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Returns how loads ended."""
-        return self._of_worker().take_outcomes()
+        return self._of_worker().drain_outcomes()
 
     # --- scheduler role
 
@@ -196,8 +196,8 @@ class KVPipeConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> KVPipeStats | None:
         """Returns what metrics are to count since the last call; `None` after most steps."""
         if self._scheduler is not None:
-            return self._scheduler.take_stats()
-        if self._worker is None or (num_sessions := self._worker.take_num_sessions()) is None:
+            return self._scheduler.drain_stats()
+        if self._worker is None or (num_sessions := self._worker.drain_num_sessions()) is None:
             return None
         return KVPipeStats.of_sessions(self._worker.rank, *num_sessions)
 

@@ -80,7 +80,7 @@ class ReadyRange:
 
 
 @dataclass(slots=True)
-class Lease:
+class HandoffLease:
     """Producer: a finished request whose blocks are leased to a consumer.
 
     Attributes:
@@ -137,7 +137,7 @@ class StepMetadata:
     ended: list[HandoffEnd] = field(default_factory=list)
     cached: list[ReadyRange] = field(default_factory=list)
     ready: list[ReadyRange] = field(default_factory=list)
-    leased: list[Lease] = field(default_factory=list)
+    leased: list[HandoffLease] = field(default_factory=list)
     progress: list[PrefillRest] = field(default_factory=list)
     control: str = ""
     first_tokens: dict[bytes, int] = field(default_factory=dict)

@@ -252,7 +252,7 @@ class SchedulerRole:
         self._producing.scheduled(output, now_s)
         self._consuming.scheduled(output, now_s)
         self._give_way(output, now_s)
-        step = self._out.take_step()
+        step = self._out.drain_step()
         self._waiting, self._matched_waiting = self._matched_waiting, set()
         has_work = output.total_num_scheduled_tokens or output.finished_req_ids or output.preempted_req_ids
         self._idle_wait.scheduled(is_idle=not has_work and step.is_empty())
@@ -292,9 +292,9 @@ class SchedulerRole:
         if output.invalid_block_ids:
             self._producing.withdraw_invalid(output.invalid_block_ids)
 
-    def take_stats(self) -> KVPipeStats | None:
+    def drain_stats(self) -> KVPipeStats | None:
         """Returns what metrics are to count since the last call; `None` if that is nothing."""
-        return self._out.take_stats()
+        return self._out.drain_stats()
 
     def reset(self) -> None:
         """Withdraws what is announced of all handoffs that this engine produces."""

@@ -289,17 +289,17 @@ class WorkerRole:
             else:
                 outcome = LoadOutcome.of(event, is_loaded="reason" not in event)
                 self._loads.ended(event["handoff"], outcome, event.get("missing", ()))
-        return self._leases.take_sent(), self._loads.take_received()
+        return self._leases.drain_sent(), self._loads.drain_received()
 
-    def take_invalid_block_ids(self) -> set[int]:
+    def drain_invalid_block_ids(self) -> set[int]:
         """Returns missing blocks of the loads that `finished` has just reported."""
-        return self._loads.take_invalid_block_ids()
+        return self._loads.drain_invalid_block_ids()
 
-    def take_outcomes(self) -> WorkerOutcomes | None:
+    def drain_outcomes(self) -> WorkerOutcomes | None:
         """Returns ended and verified loads for the scheduler role; `None` if there is nothing to report."""
-        return self._loads.take_outcomes()
+        return self._loads.drain_outcomes()
 
-    def take_num_sessions(self) -> tuple[int, int] | None:
+    def drain_num_sessions(self) -> tuple[int, int] | None:
         """Returns the number of sessions that read remotely, and of those that stream, if they have changed."""
         if self._agent is None or (num_sessions := self._agent.num_sessions) == self._num_sessions:
             return None

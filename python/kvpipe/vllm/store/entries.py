@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpipe.vllm.outbox import Outbox
-    from kvpipe.vllm.store.lookups import Answer, Lookups
+    from kvpipe.vllm.store.lookups import LookupAnswer, Lookups
     from kvpipe.vllm.store.metadata import StoreStepMetadata
     from kvpipe.vllm.store.names import Names
     from kvpipe.vllm.store.prompts import Prompt
@@ -204,7 +204,7 @@ class Entries:
         until_s = now_s + timeout_s / 2 if self._breaker.allows(now_s) else 0.0
         return self._names.entry_keys(entry.handoff), until_s
 
-    def answered(self, answer: Answer, prompt: Prompt | None, now_s: float) -> None:
+    def answered(self, answer: LookupAnswer, prompt: Prompt | None, now_s: float) -> None:
         """Notes whether an entry is in the store. One that no load will consume is deleted."""
         if answer.failure or not answer.question.entry_keys:
             return

@@ -11,7 +11,7 @@ import numpy as np
 from kvpipe.exceptions import CorruptDataError
 from kvpipe.vllm.store.chunk import HEADER_BYTES
 from kvpipe.vllm.store.client import failure_reason
-from kvpipe.vllm.store.metadata import LoadOutcome
+from kvpipe.vllm.store.metadata import StoreLoadOutcome
 from kvpipe.vllm.store.staging import StagingPool
 from kvpipe.vllm.store.threads import TaskThreads
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpipe.store.base import KVStore, Value
     from kvpipe.vllm.store.cache_bytes import CacheBytes
     from kvpipe.vllm.store.client import StoreClient
-    from kvpipe.vllm.store.metadata import Load
+    from kvpipe.vllm.store.metadata import StoreLoad
     from kvpipe.vllm.store.values import ChunkValues
 
 # A value under a name of ours that is not what the name says is deleted, so that a right one can be saved.
@@ -38,7 +38,7 @@ class ActiveLoad:
         deadline_s: When it ends with what it has, by the clock of `outcome`.
     """
 
-    def __init__(self, load: Load, deadline_s: float) -> None:
+    def __init__(self, load: StoreLoad, deadline_s: float) -> None:
         self.load = load
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class ActiveLoad:
         if not self._is_closed:
             self._is_closed, self._reason = True, self._reason or reason
 
-    def outcome(self, now_s: float) -> LoadOutcome | None:
+    def outcome(self, now_s: float) -> StoreLoadOutcome | None:
         """Returns how the load has ended; `None` while it has not, or while a thread copies into its blocks."""
         with self._lock:
             if now_s >= self._deadline_s:
@@ -98,7 +98,7 @@ class ActiveLoad:
             if num_loaded < self._end and not self._is_closed:
                 return None
             self._is_closed = True
-            return LoadOutcome(num_loaded, self._reason if num_loaded < len(self._is_copied) else "")
+            return StoreLoadOutcome(num_loaded, self._reason if num_loaded < len(self._is_copied) else "")
 
     def _num_loaded(self) -> int:
         return next((index for index, is_copied in enumerate(self._is_copied) if not is_copied), len(self._is_copied))
@@ -131,7 +131,7 @@ class Loader:
         for layer in range(cache.num_layers):
             self._page_thread.submit(functools.partial(cache.make_pages, layer))
 
-    def begin(self, load: Load, namespace: bytes, now_s: float) -> None:
+    def begin(self, load: StoreLoad, namespace: bytes, now_s: float) -> None:
         """Begins a load. `namespace` is that of this rank."""
         active = self._active[load.request_id] = ActiveLoad(load, now_s + load.limit_s)
         for index, part_id in enumerate(load.part_ids):
@@ -142,7 +142,7 @@ class Loader:
         if (active := self._active.get(request_id)) is not None:
             active.cancel("cancelled")
 
-    def ended(self, now_s: float) -> list[tuple[Load, LoadOutcome]]:
+    def ended(self, now_s: float) -> list[tuple[StoreLoad, StoreLoadOutcome]]:
         """Returns loads that have ended, each once."""
         outcomes = [(active.load, active.outcome(now_s)) for active in self._active.values()]
         found = [(load, outcome) for load, outcome in outcomes if outcome is not None]
@@ -150,11 +150,11 @@ class Loader:
             del self._active[load.request_id]
         return found
 
-    def missing_blocks(self, load: Load, outcome: LoadOutcome) -> list[int]:
+    def missing_blocks(self, load: StoreLoad, outcome: StoreLoadOutcome) -> list[int]:
         """Returns the blocks that a load was to fill and did not."""
         return load.block_ids[max(0, outcome.num_loaded * self._chunk_blocks - load.first) :]
 
-    def num_bytes(self, load: Load, outcome: LoadOutcome) -> int:
+    def num_bytes(self, load: StoreLoad, outcome: StoreLoadOutcome) -> int:
         """Returns how many bytes of KV a load has brought."""
         num_blocks = min(load.first + len(load.block_ids), outcome.num_loaded * self._chunk_blocks)
         return num_blocks * int(self._cache.block_bytes)
@@ -221,7 +221,7 @@ class Loader:
 
         return active.copy(index, read)
 
-    def _take_entry(self, store: KVStore, load: Load, key: bytes, slot: np.ndarray) -> str:
+    def _take_entry(self, store: KVStore, load: StoreLoad, key: bytes, slot: np.ndarray) -> str:
         """Reads an entry, which is deleted then, whatever is in it."""
         lease = store.take(key)
         if lease is None:
@@ -238,7 +238,7 @@ class Loader:
             return "foreign"
         return self._values.restore(memory, key, slot, num_blocks)
 
-    def _block_ids(self, load: Load, index: int) -> list[int]:
+    def _block_ids(self, load: StoreLoad, index: int) -> list[int]:
         """The blocks that a chunk goes to; the first chunk's may be fewer."""
         start = index * self._chunk_blocks - load.first
         return load.block_ids[max(0, start) : start + self._chunk_blocks]

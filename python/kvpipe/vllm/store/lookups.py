@@ -38,7 +38,7 @@ class Question(NamedTuple):
     until_s: float
 
 
-class Answer(NamedTuple):
+class LookupAnswer(NamedTuple):
     """What the store has answered.
 
     Attributes:
@@ -63,7 +63,7 @@ class Lookups:
         self._client = client
         self._threads = TaskThreads("kvpipe-lookup", _NUM_THREADS)
         self._waiting = TaskThreads("kvpipe-entry", _NUM_WAITING_THREADS)
-        self._answers: deque[Answer] = deque()
+        self._answers: deque[LookupAnswer] = deque()
         self._threads.submit(client.open)
 
     def ask(self, question: Question) -> None:
@@ -75,11 +75,11 @@ class Lookups:
         """Deletes entries that nobody will consume. Those that this does not reach end by their time."""
         self._threads.submit(lambda: self._delete(keys))
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[LookupAnswer]:
         """Returns the answers that have come since the last call."""
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
-    def _answer(self, question: Question) -> Answer:
+    def _answer(self, question: Question) -> LookupAnswer:
         began_s = time.monotonic()
         try:
             records = self._client.run(lambda store: _records(store, question.entry_keys, question.until_s))
@@ -87,8 +87,8 @@ class Lookups:
             is_present = self._client.run(lambda store: store.lookup(question.keys).is_present) if question.keys else ()
             failure = "error" if len(is_present) != len(question.keys) else ""
         except Exception as error:  # noqa: BLE001 - a user's store may raise anything; the request is computed
-            return Answer(question, failure=failure_reason(error), elapsed_s=time.monotonic() - began_s)
-        return Answer(question, is_present, records, failure, time.monotonic() - began_s)
+            return LookupAnswer(question, failure=failure_reason(error), elapsed_s=time.monotonic() - began_s)
+        return LookupAnswer(question, is_present, records, failure, time.monotonic() - began_s)
 
     def _delete(self, keys: list[bytes]) -> None:
         with suppress(Exception):  # as above

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 
 @dataclass(frozen=True)
-class Load:
+class StoreLoad:
     """Chunks to load into the blocks of a request, and the KV in its entry, which follows them.
 
     Attributes:
@@ -98,7 +98,7 @@ class StoreStepMetadata(KVConnectorMetadata):
 
     namespace: bytes = b""
     identification: int = 0
-    loads: list[Load] = field(default_factory=list)
+    loads: list[StoreLoad] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     copies: list[EntryCopy] = field(default_factory=list)
@@ -108,7 +108,7 @@ class StoreStepMetadata(KVConnectorMetadata):
 
 
 @dataclass(frozen=True)
-class LoadOutcome:
+class StoreLoadOutcome:
     """How a load ended.
 
     Attributes:
@@ -120,7 +120,7 @@ class LoadOutcome:
     num_loaded: int
     reason: str = ""
 
-    def merged(self, other: LoadOutcome) -> LoadOutcome:
+    def merged(self, other: StoreLoadOutcome) -> StoreLoadOutcome:
         """Returns the outcome of both ranks: what both have loaded counts."""
         return min(self, other, key=lambda outcome: outcome.num_loaded)
 
@@ -137,7 +137,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """
 
     properties: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
-    outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
+    outcomes: dict[str, StoreLoadOutcome] = field(default_factory=dict)
     unforced: list[int] = field(default_factory=list)
     identification: int = 0
 

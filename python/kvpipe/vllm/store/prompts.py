@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from kvpipe.vllm.store.break_even import Decision
     from kvpipe.vllm.store.entries import Entry
-    from kvpipe.vllm.store.metadata import LoadOutcome
+    from kvpipe.vllm.store.metadata import StoreLoadOutcome
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Prompt:
     num_local_tokens: int = 0
     load_began_s: float = 0.0
     num_loading: int = 0
-    outcome: LoadOutcome | None = None
+    outcome: StoreLoadOutcome | None = None
     last_block_id: int | None = None
     next_chunk: int = 0
     num_preemptions: int = 0

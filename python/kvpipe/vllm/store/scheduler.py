@@ -24,7 +24,7 @@ from kvpipe.vllm.store.client import StoreClient
 from kvpipe.vllm.store.entries import Entries
 from kvpipe.vllm.store.keys import entry_id
 from kvpipe.vllm.store.lookups import Lookups, Question
-from kvpipe.vllm.store.metadata import Load, Save, StoreStepMetadata, WorkerReport
+from kvpipe.vllm.store.metadata import Save, StoreLoad, StoreStepMetadata, WorkerReport
 from kvpipe.vllm.store.names import Names
 from kvpipe.vllm.store.prompts import Prompt
 from kvpipe.vllm.store.stats import KVStoreStats
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
     from kvpipe.vllm.store.config import StoreConnectorConfig
     from kvpipe.vllm.store.entries import Entry
-    from kvpipe.vllm.store.lookups import Answer
+    from kvpipe.vllm.store.lookups import LookupAnswer
 
 logger = init_logger("vllm.kvpipe.store")
 
 _CLOSE_S = 2.0
 
 
-class SchedulerRole:
+class StoreSchedulerRole:
     """The prompts of one engine, on the side of its scheduler.
 
     Args:
@@ -162,7 +162,7 @@ class SchedulerRole:
         for answer in self._lookups.answers():
             self._answered(answer, now_s)
 
-    def _answered(self, answer: Answer, now_s: float) -> None:
+    def _answered(self, answer: LookupAnswer, now_s: float) -> None:
         self._out.stats.add("operations", "lookup")
         self._out.stats.add("seconds", "lookup", answer.elapsed_s)
         if answer.failure:
@@ -250,7 +250,7 @@ class SchedulerRole:
         if prompt.num_local_tokens + num_external_tokens == request.num_prompt_tokens:
             prompt.last_block_id = block_ids[-1]
         entry = prompt.entry if prompt.is_stored_to_end else None
-        load = Load(
+        load = StoreLoad(
             request_id=request.request_id,
             chunk_ids=prompt.chunk_ids[first_chunk : prompt.num_matched],
             first=first - first_chunk * self._chunk_blocks,
@@ -285,7 +285,7 @@ class SchedulerRole:
                 self._restore(prompt, num_before, num_new)
                 self._save(prompt, output, num_before + num_new)
                 self._entries.scheduled(prompt, num_before, num_new, is_final=not output.has_sync_kv_loads)
-        step = self._out.take_step()
+        step = self._out.drain_step()
         step.namespace = self._names.namespace
         return step
 
@@ -380,9 +380,9 @@ class SchedulerRole:
         if "closed" in (state, before) and state != before:
             logger.warning("store.breaker loads are %s: %s", "used again" if state == "closed" else "not tried", what)
 
-    def take_stats(self) -> KVStoreStats | None:
+    def drain_stats(self) -> KVStoreStats | None:
         """Returns what has been counted since the last call; `None` if nothing was."""
-        return self._out.take_stats()
+        return self._out.drain_stats()
 
     def reset(self) -> None:
         """Uses nothing that is stored before the workers have said which weights they have now: they may be others."""

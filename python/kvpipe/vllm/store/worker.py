@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvpipe.vllm.store.config import StoreConnectorConfig
-    from kvpipe.vllm.store.metadata import LoadOutcome
+    from kvpipe.vllm.store.metadata import StoreLoadOutcome
 
 logger = init_logger("vllm.kvpipe.store")
 
@@ -41,7 +41,7 @@ _DRAIN_S = 2.0
 _CLOSE_S = 5.0
 
 
-class WorkerRole:
+class StoreWorkerRole:
     """Loads chunks into the KV cache of one rank, and saves chunks from it."""
 
     def __init__(self, vllm_config: VllmConfig, config: StoreConnectorConfig) -> None:
@@ -62,7 +62,7 @@ class WorkerRole:
         self._is_introduced = False
         self._identification = 0
         self._invalid_block_ids: set[int] = set()
-        self._outcomes: dict[str, LoadOutcome] = {}
+        self._outcomes: dict[str, StoreLoadOutcome] = {}
         self._stats = KVStoreStats()
         self._breaker_state = "closed"
 
@@ -172,12 +172,12 @@ class WorkerRole:
             self._stats.add("bytes", "load", self._loader.num_bytes(load, outcome))
         return received
 
-    def take_invalid_block_ids(self) -> set[int]:
+    def drain_invalid_block_ids(self) -> set[int]:
         """Returns missing blocks of the loads that `finished` has just reported."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
-    def take_report(self) -> WorkerReport | None:
+    def drain_report(self) -> WorkerReport | None:
         """Returns the report of this step for the scheduler role; `None` if there is nothing to report."""
         is_first = not self._is_introduced and self._loader is not None
         properties = {self._rank: self._properties} if is_first else {}
@@ -188,7 +188,7 @@ class WorkerRole:
         self._is_introduced = True
         return WorkerReport(properties, outcomes, unforced, self._identification)
 
-    def take_stats(self) -> KVStoreStats | None:
+    def drain_stats(self) -> KVStoreStats | None:
         """Returns what has been counted since the last call; `None` if nothing was."""
         if self._stats.is_empty():
             return None

@@ -107,17 +107,17 @@ class RankLoads:
         self._received.add(load.request_id)
         self._outcomes[load.request_id] = outcome
 
-    def take_received(self) -> set[str]:
+    def drain_received(self) -> set[str]:
         """Returns requests whose load has ended."""
         received, self._received = self._received, set()
         return received
 
-    def take_invalid_block_ids(self) -> set[int]:
-        """Returns missing blocks of the loads that `take_received` has just returned."""
+    def drain_invalid_block_ids(self) -> set[int]:
+        """Returns missing blocks of the loads that `drain_received` has just returned."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
-    def take_outcomes(self) -> WorkerOutcomes | None:
+    def drain_outcomes(self) -> WorkerOutcomes | None:
         """Returns ended, verified and broken loads for the scheduler role; `None` if there is nothing to report.
 
         After a step without tokens, vLLM calls the scheduler role only if there is a report. So commits are always

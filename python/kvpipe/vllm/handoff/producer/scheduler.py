@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 from kvpipe import transfer_params
 from kvpipe.exceptions import ConfigError
 from kvpipe.vllm.handoff.handoffs import Handoffs
-from kvpipe.vllm.handoff.metadata import HandoffEnd, Lease, PrefillRest
+from kvpipe.vllm.handoff.metadata import HandoffEnd, HandoffLease, PrefillRest
 from kvpipe.vllm.prefill_clock import PrefillClock
 from kvpipe.vllm.prompt_hash import prompt_hash
 from kvpipe.vllm.scheduler_output import scheduled
@@ -200,7 +200,7 @@ class ProducerScheduler:
         produced.is_leased, produced.num_leased_blocks = True, len(block_ids)
         self._count_leased(len(block_ids))
         self._out.trace.instant("sampled", produced.handoff)
-        self._out.step.leased.append(Lease(produced.handoff, request.request_id))
+        self._out.step.leased.append(HandoffLease(produced.handoff, request.request_id))
         self._out.control.finish(
             produced.handoff,
             list(request.output_token_ids),
