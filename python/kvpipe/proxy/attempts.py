@@ -1,4 +1,4 @@
-"""The attempts at one request, one after the other: `RoutedRequest` decides who is asked, and these ask."""
+"""The attempts at one request, one after the other. `RoutedRequest` chooses the instances; the attempts ask them."""
 
 import logging
 from http import HTTPStatus
@@ -26,10 +26,10 @@ class Attempts:
     """The attempts at one request.
 
     Args:
-        services: what all attempts share.
+        services: services that all attempts share.
         call: the client's request.
-        request: decides who is asked next.
-        way: how KV gets from P to D.
+        request: chooses the next instance.
+        way: path of KV from P to D.
     """
 
     def __init__(

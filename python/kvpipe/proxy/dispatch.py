@@ -178,7 +178,7 @@ class Dispatcher:
         return Attempts(self._services, call, request, self._way)
 
     def _alone_reason(self, call: Call) -> str:
-        """Why D gets a request alone, as far as the request tells; empty if it does not."""
+        """Reason in the request for which D gets it alone; empty if there is none."""
         if call.path not in HANDED_OFF:
             return "endpoint"
         if goes_to_decode_alone(call.body):

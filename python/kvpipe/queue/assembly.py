@@ -42,7 +42,7 @@ _SHOWN_BYTES = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What follows from a reply.
+    """Result of processing a reply.
 
     Attributes:
         control: answer to the worker.
@@ -62,7 +62,7 @@ class Assembly:
 
     Args:
         id: the request's id.
-        has_one_sequence: whether the answer can be continued: it has one sequence, without the prompt.
+        has_one_sequence: true if the answer can be continued: it has one sequence, without the prompt.
 
     Attributes:
         worker: queue of the worker that has the request, as far as is known.
@@ -206,7 +206,7 @@ class _Repetition:
         return self._num_repeated < len(self._tokens)
 
     def rest_of(self, reply: Reply) -> Reply | None:
-        """What is new in a piece; `None` if the client has all of it.
+        """The new part of a piece; `None` if the client has all of it.
 
         Raises:
             AnswerMismatchError: It differs from what the client has.

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from kvpipe.proxy.upstream import Upstream
     from kvpipe.queue.messages import ControlKind
 
-# How often a front end is sent a reply that it has to answer. One that does not is without the broker, or has died.
+# Interval and number of repeats of a reply that a front end has to answer. One that does not is without the broker, or
+# has died.
 _ASK_EVERY_S = 2.0
 _NUM_REPEATS = 15
 # Of a reply that goes in parts. Each with its other fields is a small message.
@@ -56,10 +57,10 @@ class Replies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a delivery has ended.
+    """End of a delivery.
 
     Attributes:
-        is_over: whether the request has ended; else another worker is to have it.
+        is_over: true if the request has ended; else another worker is to have it.
         failure: D's failure, for which another one is to be asked.
     """
 
@@ -77,11 +78,11 @@ class Delivery:
 
     Args:
         request: the request.
-        is_redelivered: whether another worker may have begun with it.
+        is_redelivered: true if another worker may have begun with it.
         decode: D.
         upstream: HTTP client of D.
-        replies: where its answer goes.
-        is_read: whether a front end reads its queue.
+        replies: destination of its answer.
+        is_read: returns true if a front end reads its queue.
 
     Attributes:
         id: chosen here; the front end tells the deliveries of a request apart by it.
@@ -175,7 +176,7 @@ class Delivery:
         return DeliveryControl(kind, self.request.id, self.id)
 
     async def _end_control(self) -> DeliveryControl:
-        """Returns what ends the delivery. A `begin` that was sent twice has two answers."""
+        """Returns the control that ends the delivery. A `begin` that was sent twice has two answers."""
         while (control := await self._controls.get()).kind == "continue":
             pass
         return control
@@ -193,7 +194,7 @@ class Delivery:
         return self._control("requeue")
 
     async def _answer(self, tokens: tuple[int, ...]) -> InstanceError | None:
-        """Sends D's answer; returns why another D should be asked."""
+        """Sends D's answer. Returns the failure for which another D should be asked."""
         body, hides_tokens = _body(self.request, tokens)
         headers = CIMultiDict(self.request.headers)
         try:
@@ -246,7 +247,7 @@ class Delivery:
         await self._send_one("end")
 
     def _visible(self, event: bytes, *, hides_tokens: bool) -> tuple[bytes, tuple[int, ...]]:
-        """What the front end gets of an event: the bytes for the client, and the token ids.
+        """The part of an event for the front end: the bytes for the client, and the token ids.
 
         Raises:
             InstanceError: D breaks off with it.

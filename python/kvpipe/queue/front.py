@@ -183,7 +183,7 @@ class DecodeQueue:
         return {"broker": self._broker.address, "queues": depths, "workers": self._nodes.all(now_s)}
 
     def forget(self, id: str) -> None:  # noqa: A002 - as in the messages
-        """Waits for a request no longer; whoever has it aborts it."""
+        """Forgets a request, and has its worker abort it."""
         pending = self._pending.pop(id, None)
         if pending is not None:
             self._send(DeliveryControl("cancel", id), pending.assembly.worker)
@@ -232,7 +232,7 @@ class DecodeQueue:
     async def _open(self, connection: AbstractConnection) -> FrontLink:
         channel = await connection.channel(publisher_confirms=False)
         await self._topology.declare(channel)
-        # Replies have ended with a queue from which nobody consumed for too long.
+        # The broker deletes a queue that is idle for too long, with the replies in it.
         has_lost_replies = self._pending and await num_consumers(connection, self._replies) is None
         queue = await self._topology.declare_replies(channel, self._name)
         link = FrontLink(
@@ -338,7 +338,7 @@ class DecodeQueue:
             pending.put(queue_error(f"the request went to the dead-letter queue: {reason}", "given_up"))
 
     def _send(self, control: DeliveryControl, worker: str) -> None:
-        """Sends to a worker, or to all as long as nobody knows which one has the request."""
+        """Sends to a worker, or to all workers while the owner of the request is unknown."""
         link = self._broker.link
         if link is not None:  # else the worker repeats what has to be answered
             sending = link.send(control, worker) if worker else link.send_to_all(control.message())

@@ -39,7 +39,7 @@ class FrontLink:
     """Channels and queues of a front end.
 
     Attributes:
-        max_message_bytes: what larger messages are refused by; the broker's refusals lower it.
+        max_message_bytes: limit above which messages are refused; the broker's refusals lower it.
     """
 
     connection: AbstractConnection

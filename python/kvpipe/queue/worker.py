@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Link:
-    """What a worker has open on one connection, and the deliveries that it has on it."""
+    """Channels, queues and deliveries of a worker on one connection."""
 
     connection: AbstractConnection
     requests: AbstractChannel
@@ -183,7 +183,7 @@ class Worker:
         await self._topology.declare(replies)
         controls = await self._topology.declare_controls(replies, self._name)
         of_workers = await replies.get_exchange(self._topology.of_workers, ensure=False)
-        # Nobody waits for a reply that comes back: the front end's queue has ended.
+        # A reply comes back if the front end's queue has ended. Its delivery is dropped.
         outbox = ReplyOutbox(
             controls.name, replies, lambda it: link.receive(DeliveryControl("drop", it.id, it.delivery))
         )

@@ -14,7 +14,7 @@ Stats = TypeVar("Stats", bound=_Stats)
 
 
 class Outbox(Generic[Step, Stats]):
-    """Outgoing messages of the scheduler role, which vLLM takes once a step.
+    """Outgoing messages of the scheduler role, which vLLM drains once a step.
 
     Args:
         step_type: Class of the metadata.
@@ -22,7 +22,7 @@ class Outbox(Generic[Step, Stats]):
 
     Attributes:
         step: Metadata for the workers, sent before the next step's forward pass.
-        stats: What metrics are to count after this step.
+        stats: Counts for metrics after this step.
     """
 
     def __init__(self, step_type: type[Step], stats_type: type[Stats]) -> None:
@@ -35,7 +35,7 @@ class Outbox(Generic[Step, Stats]):
         return step
 
     def drain_stats(self) -> Stats | None:
-        """Returns what has been counted since the last call; `None` if nothing was."""
+        """Returns the counts since the last call; `None` if there are none."""
         if self.stats.is_empty():
             return None
         stats, self.stats = self.stats, self._stats_type()

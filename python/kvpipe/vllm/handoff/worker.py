@@ -38,7 +38,7 @@ logger = logging.getLogger("vllm.kvpipe.worker")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEngine:
-    """What a worker role needs of its engine.
+    """Properties of an engine that a worker role needs.
 
     Attributes:
         rank: Tensor-parallel rank of this worker.
@@ -46,8 +46,9 @@ class WorkerEngine:
         kv_role: vLLM's name of its role, for the trace.
         num_blocks: Blocks of its KV cache.
         device: vLLM's type of the device that has the cache.
-        is_by_layer: Whether vLLM calls `save_layer` once for each layer and step.
-        objection_to_validate: Why its blocks may change before a handoff is marked as ended; empty if they do not.
+        is_by_layer: True if vLLM calls `save_layer` once for each layer and step.
+        objection_to_validate: Reason for which its blocks may change before a handoff is marked as ended; empty if they
+            do not.
     """
 
     rank: int
@@ -102,7 +103,7 @@ class WorkerRole:
 
         Args:
             kv_caches: The cache of each layer, see `layer_cache`.
-            properties: What this rank adds to the engine's fingerprint.
+            properties: This rank's additions to the engine's fingerprint.
 
         Raises:
             TransportUnavailableError: There is no UCX, or the cache is on a device that it cannot reach.
@@ -217,7 +218,7 @@ class WorkerRole:
         )
 
     def _refusal(self, load: Load) -> str:
-        """Why a load cannot begin; empty if it can."""
+        """Reason for which a load cannot begin; empty if it can."""
         if load.refusal:
             return load.refusal
         if load.handoff in self._loads:
@@ -249,7 +250,7 @@ class WorkerRole:
         agent.mark_ready(ready, regions, event)
 
     def _event_failed(self, agent: _kvpipe.Agent, ranges: Sequence[ReadyRange], error: KVPipeError) -> str:
-        """Ends the handoffs whose blocks nobody can say to be computed, and returns the reason."""
+        """Ends the handoffs whose blocks may not be computed, and returns the reason."""
         reason = f"the device records no event: {error}"
         logger.error("event.failed %s", reason)
         for each in ranges:

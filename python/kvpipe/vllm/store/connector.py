@@ -111,7 +111,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         return self._of_worker().drain_invalid_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Returns how loads ended, and once what this rank adds to the fingerprint."""
+        """Returns the outcomes of loads, and once this rank's additions to the fingerprint."""
         return self._of_worker().drain_report()
 
     # --- scheduler role
@@ -122,11 +122,11 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._of_scheduler().bind_kv_cache_manager(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
-        """Asks the store which chunks of a new prompt it has."""
+        """Asks the store for the chunks of a new prompt."""
         self._of_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns how many tokens the store provides; `None` before it has answered."""
+        """Returns the number of tokens in the store; `None` before it has answered."""
         return self._of_scheduler().match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -146,14 +146,14 @@ class KVStoreConnector(KVConnectorBase_V1):
         return False, self._of_scheduler().finished(request)
 
     def reset_cache(self) -> bool:
-        """Has the workers say which weights they have: vLLM's change, it sleeps, or an operator resets it."""
+        """Has the workers identify their weights: vLLM's change, it sleeps, or an operator resets it."""
         self._of_scheduler().reset()
         return True
 
     # --- both
 
     def get_kv_connector_stats(self) -> KVStoreStats | None:
-        """Returns what metrics are to count since the last call; `None` after most steps."""
+        """Returns the counts for metrics since the last call; `None` after most steps."""
         role = self._scheduler or self._worker
         return role.drain_stats() if role is not None else None
 

@@ -21,14 +21,14 @@ _NUM_WAITING_THREADS = 4
 
 
 class Question(NamedTuple):
-    """What the store is asked for a request.
+    """Lookup of one request in the store.
 
     Attributes:
         request_id: The request.
         attempt: `Prompt.attempt`.
         keys: The keys of its chunks.
         entry_keys: The keys of its entry, one for each rank; empty without one.
-        until_s: Until when to wait for the entry, by `time.monotonic`; 0: not at all.
+        until_s: Deadline of the wait for the entry, by `time.monotonic`; 0: no wait.
     """
 
     request_id: str
@@ -39,11 +39,11 @@ class Question(NamedTuple):
 
 
 class LookupAnswer(NamedTuple):
-    """What the store has answered.
+    """Answer of the store.
 
     Attributes:
-        question: What it was asked.
-        is_present: For each key whether it is there.
+        question: The lookup that it answers.
+        is_present: For each key, true if it is there.
         records: The records of the entry; empty if it lacks one in time.
         failure: Kind of the failure; empty if the store has answered.
         elapsed_s: Seconds that it took, without the wait for the entry.
@@ -72,7 +72,7 @@ class Lookups:
         threads.submit(lambda: self._answers.append(self._answer(question)))
 
     def delete(self, keys: list[bytes]) -> None:
-        """Deletes entries that nobody will consume. Those that this does not reach end by their time."""
+        """Deletes obsolete entries. Those that this does not reach expire."""
         self._threads.submit(lambda: self._delete(keys))
 
     def answers(self) -> list[LookupAnswer]:
@@ -95,7 +95,7 @@ class Lookups:
             self._client.run(lambda store: store.delete(keys))
 
     def close(self, timeout: float) -> bool:
-        """Returns whether the threads have ended in time."""
+        """Ends the threads. Returns true if they have ended in time."""
         return all([self._threads.close(timeout), self._waiting.close(timeout)])
 
 

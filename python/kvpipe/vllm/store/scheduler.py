@@ -113,7 +113,7 @@ class StoreSchedulerRole:
         self._ask(prompt, now_s)
 
     def _unnamed(self, request: Request, adapter: str) -> str:
-        """Returns why a prompt's KV has no name that others know, for metrics; empty if it has one."""
+        """Returns the reason, for metrics, for which a prompt's KV has no shared name; empty if it has one."""
         if NOT_COMPARED in adapter:
             used = request.lora_request
             logger.warning_once(
@@ -183,7 +183,7 @@ class StoreSchedulerRole:
             self._compute(prompt, "lookup_failed")
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Returns how many tokens the store provides beyond those here: `(None, False)` before it has answered."""
+        """Returns the number of tokens in the store beyond those here: `(None, False)` before it has answered."""
         # vLLM asks while it is not paused: an update of the weights, for which it was reset, is over.
         if self._is_reset:
             self._is_reset, self._out.step.identification = False, self._num_resets
@@ -275,7 +275,7 @@ class StoreSchedulerRole:
     # --- every step
 
     def build_metadata(self, output: SchedulerOutput) -> StoreStepMetadata:
-        """Returns what the worker role has to do in this step."""
+        """Returns the worker role's tasks of this step."""
         now_s = time.monotonic()
         self._receive(now_s)
         self._clock.scheduled(output.total_num_scheduled_tokens, now_s)
@@ -331,9 +331,9 @@ class StoreSchedulerRole:
                 self._load_ended(prompt, now_s)
 
     def _introduced(self, report: WorkerReport, now_s: float) -> None:
-        """Asks for the prompts that have waited, once all workers have reported what they add to the fingerprint."""
+        """Asks for the prompts that have waited, once all workers have reported their additions to the fingerprint."""
         self._are_forcing = self._are_forcing and not report.unforced
-        # What was said before the latest reset is not true any more.
+        # Reports from before the latest reset are outdated.
         if report.identification != self._num_resets or not self._names.introduce(report.properties):
             return
         self._out.stats.set_namespace(self._names.namespace, is_shared=self._names.is_shared)
@@ -381,7 +381,7 @@ class StoreSchedulerRole:
             logger.warning("store.breaker loads are %s: %s", "used again" if state == "closed" else "not tried", what)
 
     def drain_stats(self) -> KVStoreStats | None:
-        """Returns what has been counted since the last call; `None` if nothing was."""
+        """Returns the counts since the last call; `None` if there are none."""
         return self._out.drain_stats()
 
     def reset(self) -> None:
@@ -403,7 +403,7 @@ class StoreSchedulerRole:
         now_s = time.monotonic()
         for prompt in self._prompts.values():
             prompt.is_stored = [False] * prompt.num_chunks
-            # What was computed with other weights before is not saved, nor what follows it.
+            # KV that was computed with other weights is not saved, nor the KV after it.
             prompt.next_chunk = prompt.num_chunks if prompt.request.num_computed_tokens else 0
             if prompt.phase in ("asked", "answered"):
                 self._ask(prompt, now_s)

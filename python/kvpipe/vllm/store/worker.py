@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvpipe.store")
 
-# What threads have begun may end in this time, each.
+# Seconds for the threads of loads, and for those of saves, to end: before the store is closed, and after that.
 _DRAIN_S = 2.0
 _CLOSE_S = 5.0
 
@@ -93,7 +93,7 @@ class StoreWorkerRole:
         self._kept = KeptBlocks(kv_caches.values())
 
     def _identified(self, weights: str) -> list[tuple[str, str]]:
-        """Returns what this rank adds to the fingerprint."""
+        """Returns this rank's additions to the fingerprint."""
         return [*attention_properties(self._vllm_config), ("layout", self._layout), (PROPERTY, weights)]
 
     def _chunk_values(self, kv_caches: dict[str, torch.Tensor], chunk_blocks: int, cache: CacheBytes) -> ChunkValues:
@@ -189,7 +189,7 @@ class StoreWorkerRole:
         return WorkerReport(properties, outcomes, unforced, self._identification)
 
     def drain_stats(self) -> KVStoreStats | None:
-        """Returns what has been counted since the last call; `None` if nothing was."""
+        """Returns the counts since the last call; `None` if there are none."""
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, KVStoreStats()

@@ -1,4 +1,4 @@
-"""What one rank reports to vLLM of its leases, each exactly once. It knows neither vLLM nor the agent."""
+"""Reports of one rank's leases to vLLM, each exactly once. The module knows neither vLLM nor the agent."""
 
 from __future__ import annotations
 

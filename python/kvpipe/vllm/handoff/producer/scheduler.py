@@ -40,7 +40,7 @@ class ProducerScheduler:
     Args:
         outbox: Outgoing messages to consumers and workers.
         adapters: Identifies the LoRA adapters of requests.
-        sampling: How this engine samples first tokens.
+        sampling: This engine's sampling of first tokens.
         engine_id: Name of this engine.
         block_size: Tokens of a block.
 
@@ -95,7 +95,7 @@ class ProducerScheduler:
             self._out.control.open(produced.handoff, *what)
 
     def matched(self, request_id: str, num_local_tokens: int) -> None:
-        """Notes how many tokens of a request were in this engine's prefix cache."""
+        """Notes the number of a request's tokens in this engine's prefix cache."""
         self._num_local_tokens[request_id] = num_local_tokens
 
     def scheduled(self, output: SchedulerOutput, now_s: float) -> None:
@@ -188,7 +188,7 @@ class ProducerScheduler:
                 produced.is_withdrawn = True
 
     def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Returns whether a finished request's blocks are leased to a consumer, and parameters for its response."""
+        """Returns true if a finished request's blocks are leased to a consumer, and parameters for its response."""
         produced = self._produced.get(request.request_id)
         if produced is None:
             return False, None
