@@ -20,7 +20,7 @@ class Front:
     """Keeps what it gets, and answers as a test says.
 
     Attributes:
-        is_reading: whether it reads its replies.
+        is_reading: true if it reads its replies.
     """
 
     queue = "the worker's"
@@ -204,7 +204,7 @@ def test_what_is_meant_for_another_delivery_ends_nothing():
     run(scene)
 
 
-def test_after_an_answer_that_nobody_reads_the_request_is_left_to_its_front_end():
+def test_after_an_unread_answer_the_request_is_left_to_its_front_end():
     async def scene():
         async with delivered(is_read=False) as (_, front, _, running):
             assert (await running).is_over

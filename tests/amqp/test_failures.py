@@ -1,4 +1,4 @@
-"""What happens to a broker, and what clients see of it: whole answers, or errors that say why."""
+"""Failures of a broker, and the answers of clients: whole ones, or errors with the reason."""
 
 import asyncio
 from types import SimpleNamespace

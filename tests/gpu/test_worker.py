@@ -155,7 +155,7 @@ def test_without_events_the_same_load_brings_wrong_kv(pair: Pair) -> None:
 
 
 def launch_earlier_step(pair: Pair) -> list[torch.Tensor]:
-    """Launches what reads the destination blocks late, and then writes into them. Returns what it reads."""
+    """Launches a late read of the destination blocks, then a write into them. Returns the bytes that it reads."""
     at = torch.tensor(TARGET, device="cuda:0")
     for _ in range(5):
         torch.cuda._sleep(PAUSE_CYCLES)

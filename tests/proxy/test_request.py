@@ -1,4 +1,4 @@
-"""Which instance is asked next: a table of routes and failures, without a proxy."""
+"""The next instance of a request: a table of routes and failures, without a proxy."""
 
 import pytest
 from multidict import CIMultiDict

@@ -1,4 +1,4 @@
-"""Which integrity a worker's agent has: validation only where blocks change after their handoff is marked as ended."""
+"""Integrity of a worker's agent: validation only where blocks change after their handoff is marked as ended."""
 
 import logging
 import time
@@ -261,8 +261,8 @@ def computed_again(pair: Producing, request: Request, block_ids: list[int]) -> N
 
 
 LEASE_S = 0.05
-# What ends a handoff: its reason, and the length of a prompt that it ends. One of 300 tokens has two steps, one of 100
-# one.
+# Events that end a handoff: the reason, and the length of a prompt that it ends. One of 300 tokens has two steps, one
+# of 100 one.
 ENDS = {
     aborted: ("the producer ended the request: FINISHED_ABORTED", 300),
     preempted: ("the producer preempted the request", 300),
@@ -340,7 +340,7 @@ def test_of_the_children_of_one_request_the_first_has_the_handoff(tiny_model: st
     parent = ParentRequest(SimpleNamespace(request_id="parent", external_req_id="parent", params=sampling))
     assert parent.get_child_info(1)[1].extra_args == extra, "vLLM gives each child the same handoff"
     child = pair.add(150)
-    assert pair.run(pair.schedule()).ready == [], "the blocks of another child are nobody's"
+    assert pair.run(pair.schedule()).ready == [], "the blocks of another child have no owner"
     assert child.is_finished()
     target = list(range(len(block_ids)))
     pair.load([*target, len(block_ids)])

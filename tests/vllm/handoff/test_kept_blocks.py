@@ -1,4 +1,4 @@
-"""Which blocks the scheduler role has its workers restore, under vLLM's real scheduler, and how they do it."""
+"""Blocks that workers restore for the scheduler role, under vLLM's real scheduler."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -138,7 +138,7 @@ class Run:
         self.producer.worker.finished()
 
     def check(self) -> None:
-        """What was loaded is the producer's KV; else the blocks that are missing are named."""
+        """Asserts that loaded blocks have the producer's KV, and that other blocks are reported as missing."""
         assert self.outcome is not None
         missing = self.consumer.worker.drain_invalid_block_ids()
         loaded = [block for block in self.target if block not in missing]

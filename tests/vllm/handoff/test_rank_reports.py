@@ -1,4 +1,4 @@
-"""What one rank reports of loads and leases, when two steps are under way."""
+"""Reports of one rank on loads and leases, when two steps are under way."""
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator

@@ -292,7 +292,7 @@ def test_a_load_ends_only_with_the_sequence_state(pair: Pair) -> None:
 
 
 def verified(worker: WorkerRole) -> dict[str, Any]:
-    """What a worker says of loads that lack the sequence state only."""
+    """A worker's report of loads that lack the sequence state only."""
 
     def said() -> WorkerOutcomes | None:
         worker.finished()

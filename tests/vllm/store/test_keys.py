@@ -79,7 +79,7 @@ def ids(token_ids: list[int] | None = None, **facts: Any) -> list[bytes]:
 
 
 def test_keys_stay_what_they_are() -> None:
-    # What a store has is not found under other ones, nor by instances that have not been updated yet.
+    # With other keys, stored KV is not found, and instances that have not been updated yet do not share it.
     engine = engine_namespace(PROPERTIES, **FACTS)
     assert rank_namespace(engine, 1).hex() == "aecac0809d282e993e87704d275c0100"
     assert [each.hex() for each in ids()] == [

@@ -80,23 +80,23 @@ def test_a_chunk_can_be_copied_again_after_a_copy_that_failed() -> None:
 
 def test_a_pool_gives_out_its_slots_and_no_more() -> None:
     pool = StagingPool(100, 32)
-    slots = [pool.take() for _ in range(4)]
+    slots = [pool.acquire() for _ in range(4)]
     assert [slot is None for slot in slots] == [False, False, False, True]
     slots[1][:] = 7
-    pool.give_back(slots[1])
-    assert pool.take()[0] == 7
+    pool.release(slots[1])
+    assert pool.acquire()[0] == 7
 
 
 @pytest.mark.parametrize("slot_bytes", [32, 128 + 4096, (1 << 20) + 8])
 def test_each_slot_of_a_pool_begins_at_a_cache_line(slot_bytes: int) -> None:
     pool = StagingPool(3 * slot_bytes, slot_bytes)
-    slots = [pool.take() for _ in range(3)]
+    slots = [pool.acquire() for _ in range(3)]
     assert [slot.ctypes.data % 64 for slot in slots] == [0, 0, 0]
     assert [slot.nbytes for slot in slots] == [slot_bytes] * 3
 
 
 def test_a_pool_with_its_pages_faults_none_in_when_a_slot_is_written() -> None:
-    slot = StagingPool(3 << 20, 1 << 20, has_pages=True).take()
+    slot = StagingPool(3 << 20, 1 << 20, has_pages=True).acquire()
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     slot.fill(1)
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < slot.nbytes // resource.getpagesize() // 10
