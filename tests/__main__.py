@@ -38,12 +38,12 @@ E2E_QUEUE = ("test_queue",)
 # Benchmarks and builds, which take the other half of what is slow of the rest.
 BENCH = ("test_bench*", "gpu_check/test_*", "test_gpu_check", "test_wheel")
 
-# How often a terminal's line is renewed, and how often a log gets one.
+# Intervals of a terminal's line, and of a log's.
 TERMINAL_S, LOG_S = 0.5, 30.0
 CLEAR_LINE = "\r\033[K"
 # Between SIGTERM and SIGKILL.
 GRACE_S = 10.0
-# What comes before is not needed to understand a failure.
+# Start of a part's failures. The output before it does not explain them.
 FAILURES = re.compile(r"^(=+ (FAILURES|ERRORS) =+|failures:|error(\[E\d+\])?:)", re.MULTILINE)
 NUM_LAST_LINES = 60
 
@@ -85,12 +85,12 @@ class Part:
 
     @property
     def log(self) -> Path:
-        """Where its output is."""
+        """File with its output."""
         return LOGS / f"{self.name}.log"
 
     @property
     def seconds(self) -> float:
-        """How long it has run."""
+        """Seconds since its start."""
         return time.monotonic() - self.began
 
     def text(self) -> str:
@@ -98,7 +98,7 @@ class Part:
         return self.log.read_text(errors="replace")
 
     def progress(self) -> str:
-        """How far it is: pytest counts its tests; cargo names what it compiles."""
+        """Its progress: pytest counts its tests; cargo names the crates that it compiles."""
         text = self.text()
         if counts := re.findall(r"\[ *(\d+/\d+)\]$", text, re.MULTILINE):
             return counts[-1]
@@ -109,7 +109,7 @@ class Part:
         return "compiling" if "Compiling" in text else "starting"
 
     def outcome(self) -> str:
-        """What it counted."""
+        """Its counts of tests."""
         text = self.text()
         if found := re.findall(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored", text, re.MULTILINE):
             passed, failed, ignored = (sum(map(int, column)) for column in zip(*found, strict=True))
@@ -119,7 +119,7 @@ class Part:
         return text.rstrip().rpartition("\n")[2]
 
     def skipped(self) -> Counter[str]:
-        """How many tests it has left out for which reason."""
+        """Number of skipped tests by reason."""
         found = re.findall(r"^SKIPPED \[(\d+)\] [^:]+(?::\d+)?: (.*)$", self.text(), re.MULTILINE)
         return sum((Counter({reason: int(number)}) for number, reason in found), Counter())
 
@@ -143,7 +143,7 @@ def cpu_of_ended_s() -> float:
 
 
 def has_ended(part: Part, failed: list[str]) -> bool:
-    """Whether a part that runs has ended; reports it then."""
+    """True if a part that runs has ended; reports it then."""
     before = cpu_of_ended_s()
     status = None if part.process is None else part.process.poll()
     if status is None:
@@ -160,7 +160,7 @@ def has_ended(part: Part, failed: list[str]) -> bool:
 
 
 def show(running: Sequence[Part], began: float) -> None:
-    """Says how far the running parts are."""
+    """Prints the progress of the running parts."""
     line = f"{time.monotonic() - began:4.0f} s  {'   '.join(f'{part.name}: {part.progress()}' for part in running)}"
     if sys.stdout.isatty():
         print(CLEAR_LINE + line[: shutil.get_terminal_size().columns - 1], end="", flush=True)
@@ -185,7 +185,7 @@ def ended(parts: Sequence[Part]) -> Iterator[None]:
 
 
 def has_place(part: Part, running: Sequence[Part], num_lanes: int) -> bool:
-    """Whether a part may start beside those that run."""
+    """True if a part may start beside those that run."""
     return not running or (len(running) < num_lanes and not (part.is_alone or running[0].is_alone))
 
 

@@ -61,7 +61,7 @@ def _why_no_vllm():
 
 @pytest.fixture(autouse=True, scope="session")
 def no_settings_of_the_user():
-    """What the user has set for himself does not decide how tests end."""
+    """The user's own settings do not change the outcome of tests."""
     with pytest.MonkeyPatch.context() as patch:
         for name in (
             "KVPIPE_TOKEN",

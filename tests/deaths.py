@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 EXPECTED_VARIABLE = "KVPIPE_TEST_DEATHS"
-# What the kernel sends for a fault, and a process itself when it aborts. Nobody sends them to end a process.
+# Signals of the kernel for a fault, and of a process itself when it aborts. They are not used to end a process.
 FAULTS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 )
-# What the kernel's log says of a fault and of a process killed for memory: <linux/printk.h> has the head of a record.
+# Text of a fault, and of a process killed for memory, in the kernel's log: <linux/printk.h> has the head of a record.
 IN_LOG = re.compile(r";(.*(?:segfault at|trap |traps: |general protection|Out of memory: Killed process).*)")
 OF_MEMORY = "Out of memory"
 
@@ -64,7 +64,7 @@ class Death:
 
     @property
     def line(self) -> str:
-        """What a test writes that expects it; nothing fits a line of the log."""
+        """Line of a test that expects it; empty for a line of the log, which no test can expect."""
         return f"{signal.Signals(self.number).name} {self.pid}" if self.number else ""
 
 
@@ -147,7 +147,7 @@ class KernelLog:
             self._file = -1
 
     def deaths(self, *, has_events: bool) -> list[Death]:
-        """What it says since the last call: of processes killed for memory, and of faults where nothing else does."""
+        """Deaths since the last call: of processes killed for memory, and without `has_events` those by faults, too."""
         return [Death(line) for line in self._lines() if not has_events or OF_MEMORY in line]
 
     def _lines(self) -> list[str]:
@@ -226,7 +226,7 @@ def report(said: str, deaths: Sequence[Death]) -> None:
 
 
 def has_events() -> bool:
-    """Whether the kernel reports processes to this one."""
+    """True if the kernel reports processes to this one."""
     try:
         ProcessEvents().close()
     except OSError:

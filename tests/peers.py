@@ -264,7 +264,7 @@ def say_garbage(address, seed):
 
 
 def endless_waits(receiver, sender):
-    """What waits for something that never comes, by name."""
+    """Calls that wait for something that never comes, by name."""
     silent, agent = socket.create_server(("127.0.0.1", 0)), Agent()
 
     def address():
@@ -410,7 +410,7 @@ def pattern(num_blocks, block_bytes):
 
 
 def forked():
-    """What a child of fork() gets from the objects of its parent, and that the parent goes on."""
+    """A child of fork() gets errors from the objects of its parent, and the parent goes on."""
     receiver = Pipe.listen()
     sender = Pipe.connect(receiver.address)
     agent = Agent()
@@ -514,7 +514,7 @@ def interrupted_entries(what, is_remote):
 
 
 def forked_entries():
-    """What a child of fork() gets from the lookup buffers of its parent, and that the parent goes on."""
+    """A child of fork() gets errors from the lookup buffers of its parent, and the parent goes on."""
     server = LookupBuffer()
     server.serve()
     client = LookupBuffer.connect(server.address)

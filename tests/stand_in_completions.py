@@ -25,8 +25,8 @@ class StandIn:
         fails: Statuses of requests by their order; 200 for those not listed.
         num_before_cut: Tokens after which a stream breaks off, by the order of requests.
         error_after: Tokens after which a stream has an error event, by the order of requests.
-        leased: What its metrics show as leased blocks.
-        has_store: Whether it loads prompts that it was asked before, as its metrics show, unless it still has them in
+        leased: Number of leased blocks in its metrics.
+        has_store: True if it loads prompts that it was asked before, as its metrics show, unless it still has them in
             its prefix cache.
         bodies: Requests in their order.
         log: Prompts, and resets of the prefix cache with their success. The first reset after a prompt is refused, as

@@ -13,7 +13,7 @@ BLOCK_BYTES = 4096
 
 
 def is_pinned(memory):
-    """Whether somebody holds the bytes of a bytearray, which then cannot be resized."""
+    """True if the bytes of a bytearray are held, so that it cannot be resized."""
     try:
         memory.append(0)
     except BufferError:
@@ -23,7 +23,7 @@ def is_pinned(memory):
 
 
 def is_stopped(pid):
-    """Whether every thread of a process is stopped."""
+    """True if every thread of a process is stopped."""
     states = [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
     return set(states) == {"T"}
 

@@ -8,7 +8,7 @@ KEPT = "HashMap|BTreeMap|HashSet|BTreeSet|VecDeque|BinaryHeap|Timers|Multimap|Po
 FIELD = re.compile(rf"^    (?:pub(?:\([a-z: ]+\))? )?(\w+): (?:\w+<)*(?:{KEPT})<?.*,$", re.MULTILINE)
 SIZES = re.compile(r"fn (?:sizes|len|num_\w+)\(.*?\n    }\n", re.DOTALL)
 
-# What bounds a field that nothing counts, by file and name.
+# Bound of each field that nothing counts, by file and name.
 NOT_COUNTED = {
     ("blocks/regions.rs", "waiting_for"): "the sessions, for each closing region",
     ("control/producer.rs", "watchers"): "the sessions that watch a handoff, which are counted by session",

@@ -1,4 +1,4 @@
-"""Where the token and UCX come from."""
+"""Sources of the token and of UCX."""
 
 from pathlib import Path
 

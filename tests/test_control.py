@@ -86,7 +86,7 @@ def test_a_port_that_came_back_is_asked_again(client):
     second.close()
 
 
-def test_nobody_there_is_a_connect_error_with_the_address(port, client):
+def test_a_closed_port_is_a_connect_error_with_the_address(port, client):
     address = port.address
     port.close()
     with pytest.raises(ConnectError, match=address):
@@ -100,7 +100,7 @@ def test_a_wrong_token_is_refused(port):
     stranger.close()
 
 
-def test_a_question_that_nobody_answers_in_time_can_be_asked_again(port, client):
+def test_a_question_without_an_answer_in_time_can_be_asked_again(port, client):
     with pytest.raises(TransferTimeoutError, match="did not answer in time"):
         client.describe(port.address, timeout=0).wait(10)
     assert client.describe(port.address).wait(10) == {}

@@ -11,7 +11,7 @@ from kvpipe import Agent, ConfigError, IncompatiblePeerError, LookupBuffer, Pipe
 from kvpipe.store import RemoteStore, StoreServer
 from tests.peers import MIB
 
-PATTERN = b"what nobody else may read"
+PATTERN = b"for the two peers alone"
 TENSOR = np.resize(np.frombuffer(PATTERN, np.uint8), MIB)
 
 

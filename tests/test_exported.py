@@ -1,4 +1,4 @@
-"""What `import kvpipe` gives, and what it does not do."""
+"""Names of `import kvpipe`, and the effects that it does not have."""
 
 import inspect
 import json
@@ -11,7 +11,7 @@ import kvpipe
 
 HEAVY = {"torch", "numpy", "vllm", "aiohttp", "orjson", "uvloop"}
 PUBLIC = [name for name in kvpipe.__all__ if name != "__version__"]
-# What importing may not do, told by a process that does nothing else.
+# Effects that an import may not have, reported by a process that does nothing else.
 LOOK = """
 import json, os, sys, threading
 print(json.dumps({

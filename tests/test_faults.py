@@ -69,7 +69,7 @@ def test_servers_of_blocks_that_are_stopped_while_they_send_over_tcp_survive_tha
 
 @pytest.mark.slow
 def test_what_a_sender_has_back_after_a_late_send_and_a_close_is_not_delivered_changed(monkeypatch):
-    """Where memory is sent as it lies, and without checksums, which would tell.
+    """Memory is sent as it lies, and without checksums, which would detect the change.
 
     The sender survives it too.
     """
@@ -119,7 +119,7 @@ def test_a_server_that_was_killed_and_started_again_is_reached_again_from_the_sa
     strike("restart", data_path)
 
 
-def test_garbage_on_a_port_keeps_nobody_out(strike):
+def test_garbage_on_a_port_keeps_no_peer_out(strike):
     strike("garbage", "default")
 
 

@@ -1,4 +1,4 @@
-"""What the native part logs, in Python's logging."""
+"""The log of the native part, in Python's logging."""
 
 import logging
 import resource
@@ -33,7 +33,7 @@ def full_file(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def level(caplog: pytest.LogCaptureFixture) -> None:
-    """Other tests raise the level, and leave records behind that nobody has forwarded."""
+    """Other tests raise the level, and leave records behind that were not forwarded."""
     caplog.set_level(logging.WARNING, "kvpipe")
     _log.begin()
     _log.forward()
@@ -68,7 +68,7 @@ def run(program: str, *args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
-def test_a_warning_of_a_native_thread_is_logged_although_nobody_calls_kvpipe(caplog, full_file):
+def test_a_warning_of_a_native_thread_is_logged_without_a_call_of_kvpipe(caplog, full_file):
     _kvpipe.Trace(str(full_file), "test").instant("any", HANDOFF)
     wait_until(lambda: caplog.records)
     record = caplog.records[0]
@@ -90,7 +90,7 @@ def test_a_signal_does_not_end_the_thread_that_logs(caplog, full_file):
 def test_an_event_is_queued_while_a_thread_of_python_keeps_the_gil(full_file):
     done = run(
         """
-        assert _kvpipe.begin_log(logging.WARNING) is not None, "so that nobody else takes what is queued"
+        assert _kvpipe.begin_log(logging.WARNING) is not None, "so that nothing else drains the queue"
         sys.setswitchinterval(1000)
         warn(sys.argv[1])
         until = time.monotonic() + 2
@@ -146,7 +146,7 @@ def test_an_event_of_a_disabled_level_is_not_even_queued(level, has_records):
         import kvpipe
         level = int(sys.argv[1])
         logging.getLogger("kvpipe").setLevel(level)
-        assert _kvpipe.begin_log(level) is not None, "so that nobody else takes what is queued"
+        assert _kvpipe.begin_log(level) is not None, "so that nothing else drains the queue"
         kvpipe.info()
         print(bool(_kvpipe.drain_log(level)[0]))
         """,

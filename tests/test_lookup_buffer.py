@@ -142,7 +142,7 @@ def test_consumed_tensors_outlive_the_buffer():
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_memory_is_used_again_but_not_while_somebody_has_it(is_remote):
+def test_memory_is_used_again_but_not_while_it_is_held(is_remote):
     num_entries, size = 16, 8 * MIB
     with contextlib.ExitStack() as stack:
         buffer = stack.enter_context(LookupBuffer())
@@ -317,7 +317,7 @@ def test_a_peek_returns_the_entry_that_would_be_consumed_and_leaves_it_in_its_pl
 
 
 @pytest.mark.parametrize("size", [1, MIB // 4])
-def test_an_entry_that_nobody_looked_at_goes_back_to_its_old_place(place, size):
+def test_an_unread_entry_goes_back_to_its_old_place(place, size):
     buffer, server = place
     for i in range(3):
         insert(buffer, [1, i], np.ones(size, np.uint8))
@@ -441,11 +441,11 @@ def test_threads_may_insert_and_select_at_once(place):
         for i in range(num_each):
             insert(buffer, [first + i], HALF[: 50_000 if i % 10 == 0 else 10])
 
-    def take_some():
+    def consume_some():
         return [select(buffer, None, TIMEOUT_S)[0] for _ in range(num_each)]
 
     producers = [in_thread(lambda first=1000 * i: insert_some(first)) for i in range(num_threads)]
-    consumers = [in_thread(take_some) for _ in range(num_threads)]
+    consumers = [in_thread(consume_some) for _ in range(num_threads)]
     assert [finish(*producer) for producer in producers] == [None] * num_threads
     taken = [number for consumer in consumers for number in finish(*consumer)]
     assert sorted(taken) == [1000 * i + n for i in range(num_threads) for n in range(num_each)]
@@ -562,7 +562,7 @@ def test_a_wrong_token_is_refused():
             insert(client, [1])
 
 
-def test_nobody_listening_is_a_connect_error_with_the_address():
+def test_a_port_without_a_listener_is_a_connect_error_with_the_address():
     with LookupBuffer() as server, LookupBuffer() as other:
         server.serve()
         other.serve()

@@ -15,7 +15,7 @@ from tests.test_lookup_buffer import MOST, TIMEOUT_S, eventually, finish, in_thr
 
 pytestmark = pytest.mark.ucx
 
-BIG = 256 * MIB  # so that there is time to kill somebody who reads it
+BIG = 256 * MIB  # so that there is time to kill a reader
 LOST_WITHIN_S = 2.0
 TRIES = 10
 
@@ -145,7 +145,7 @@ def test_every_entry_of_8_producers_is_consumed_by_one_of_8_consumers_though_som
 
 
 def listen(child, numbers, kill_at):
-    """Notes what a consumer takes, and kills it when it has taken so many."""
+    """Notes the entries that a consumer takes, and kills it after so many."""
     for line in child.process.stdout:
         if line.endswith("\n"):
             numbers.append(int(line))
@@ -167,7 +167,7 @@ def test_a_forked_child_gets_closed_error_and_the_parent_goes_on(start):
     assert child.read() == "[0, 1, 2]"
 
 
-def test_garbage_on_the_port_disturbs_nobody(server):
+def test_garbage_on_the_port_disturbs_no_peer(server):
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 1000)

@@ -1,4 +1,4 @@
-"""How `make test` runs its parts: `tests/__main__.py`."""
+"""Tests of `tests/__main__.py`, which runs the parts of `make test`."""
 
 import re
 import signal
@@ -107,7 +107,7 @@ def test_it_says_how_far_a_part_is(logs, output, progress):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_whoever_ends_it_ends_the_parts_and_what_they_started(logs, number):
+def test_a_signal_ends_the_parts_and_what_they_started(logs, number):
     code = (
         "import pathlib, sys, tests.__main__ as parts\n"
         f"parts.LOGS = pathlib.Path('{logs}')\n"

@@ -26,7 +26,7 @@ LOST_WITHIN_S = 2.0
 
 
 def both_ways(sender, receiver):
-    """Whether the pipe works."""
+    """Asserts that the pipe works."""
     work = sender.isend_tensor(MEDIUM)
     assert np.array_equal(receiver.recv_tensor(timeout=10), MEDIUM)
     work.wait(10)

@@ -1,4 +1,4 @@
-"""Pipe: who may connect, and how it is said that somebody may not."""
+"""Pipe: admission of peers, and the errors of refused ones."""
 
 import socket
 import time
@@ -27,7 +27,7 @@ def test_a_second_sender_is_refused_and_the_first_not_disturbed(pair):
     both_ways(sender, receiver)
 
 
-def test_nobody_listening_is_a_connect_error_with_the_address():
+def test_a_port_without_a_listener_is_a_connect_error_with_the_address():
     with socket.socket() as bound:  # nothing else gets the port
         bound.bind(("127.0.0.1", 0))
         address = "{}:{}".format(*bound.getsockname())
@@ -80,11 +80,11 @@ def test_connecting_to_what_is_no_address_is_refused_by_name(address):
         agent.connect(address)
 
 
-def test_a_name_that_nobody_has_is_a_connect_error():
-    with pytest.raises(ConnectError, match=r"cannot reach nobody\.invalid:80"):
-        Pipe.connect("nobody.invalid:80", timeout=20)
-    with Agent() as agent, pytest.raises(ConnectError, match=r"cannot reach nobody\.invalid:80"):
-        agent.connect("nobody.invalid:80", timeout=20)
+def test_an_unknown_name_is_a_connect_error():
+    with pytest.raises(ConnectError, match=r"cannot reach unknown\.invalid:80"):
+        Pipe.connect("unknown.invalid:80", timeout=20)
+    with Agent() as agent, pytest.raises(ConnectError, match=r"cannot reach unknown\.invalid:80"):
+        agent.connect("unknown.invalid:80", timeout=20)
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", "127.0.0.1:99999", "203.0.113.1:0"])
@@ -93,7 +93,7 @@ def test_a_bad_address_is_named(address):
         Pipe.listen(address, token="secret")
 
 
-def test_garbage_on_the_port_disturbs_nobody():
+def test_garbage_on_the_port_disturbs_no_peer():
     with Pipe.listen() as receiver:
         host, port = receiver.address.split(":")
         with socket.create_connection((host, int(port))) as stranger:

@@ -52,7 +52,7 @@ def test_a_receiver_that_stops_while_it_is_connected_to_costs_no_cpu(start):
 
 
 @pytest.mark.slow
-def test_receivers_that_are_killed_while_they_are_connected_to_end_nobody_else():
+def test_receivers_that_are_killed_while_they_are_connected_to_end_no_other():
     """Over TCP, at any moment of the connection: UCX must neither crash nor hang."""
     code = (
         "import random\n"
@@ -141,7 +141,7 @@ def test_bytes_are_sent_and_received_into_buffers_without_numpy_and_torch():
 
 
 def until_lost(attempt):
-    """When the peer was found to be lost."""
+    """Time of the detection that the peer is lost."""
     with contextlib.suppress(PeerLostError):
         while True:
             attempt()

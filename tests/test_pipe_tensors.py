@@ -1,4 +1,4 @@
-"""What is sent arrives: each test sends to another process, which sends back what it received."""
+"""Tensors arrive as sent: each test sends to another process, which sends them back."""
 
 import gc
 

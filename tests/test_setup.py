@@ -54,7 +54,7 @@ class Machine:
         )
 
     def refusal(self, **env):
-        """What setup says when it refuses, having touched nothing."""
+        """Message of a setup that refuses, and has changed nothing."""
         before = sorted(self.repository.rglob("*"))
         done = self.setup(**env)
         assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""What the soak reads a late detection beside, and what it reports as hit."""
+"""The soak's measurements beside a late detection, and the operations that it reports as hit."""
 
 import random
 import time
@@ -27,7 +27,7 @@ def test_the_clock_measures_a_threads_wait_within_the_requested_time():
     clock = Clock()
     numbers = [random.random() for _ in range(500_000)]
     since = time.monotonic()
-    numbers.sort()  # nobody else gets Python meanwhile
+    numbers.sort()  # no other thread gets Python meanwhile
     until = time.monotonic()
     wait_until(lambda: clock.waits(since, until).longest_s > (until - since) / 2)
     waits = clock.waits(since, until)

@@ -197,7 +197,7 @@ def test_a_connection_on_which_nothing_gets_through_is_given_up_after_the_silenc
     send_through(loses_what_follows, start)
 
 
-def test_memory_that_cannot_be_sent_ends_the_session_and_leaves_nobody_waiting(start, tmp_path, monkeypatch):
+def test_memory_that_cannot_be_sent_ends_the_session_and_leaves_no_waiter(start, tmp_path, monkeypatch):
     """The file behind it was truncated. Connections that have failed to send are closed, the session's own at last."""
     monkeypatch.setenv("KVPIPE_ENCRYPTION", "off")  # to seal it would be a fault of this process
     address = start("receive_in_order").read()

@@ -1,4 +1,4 @@
-"""What can be sent and received into, in one process: no copies, DLPack, buffers, devices, lifetimes.
+"""Tensors to send and to receive into, in one process: no copies, DLPack, buffers, devices, lifetimes.
 
 Every dtype and layout is sent to another process in test_pipe_tensors.py.
 """

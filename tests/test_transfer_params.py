@@ -7,7 +7,7 @@ from kvpipe.transfer_params import ConsumeParams, LoadParams, ProduceParams, par
 
 HANDOFF = "0f" * 16
 ID = bytes.fromhex(HANDOFF)
-# What vLLM's own example of a P/D proxy, and routers made after it, send to the producer.
+# Parameters that vLLM's own example of a P/D proxy, and routers made after it, send to the producer.
 ROUTERS_TO_PRODUCER = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

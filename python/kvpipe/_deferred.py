@@ -34,7 +34,7 @@ class DeferredQueue:
     Only operations that wait, and those behind them, use the thread. The first of them starts it.
 
     Attributes:
-        is_idle: Whether the queue is empty, so that an operation may begin at once.
+        is_idle: True if the queue is empty, so that an operation may begin at once.
     """
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class Deferred:
         return left if timeout is None else min(left, timeout)
 
     def _withdraw_if_late(self) -> bool:
-        """Withdraws an operation that has not begun by its deadline; returns whether that has passed."""
+        """Withdraws an operation that has not begun by its deadline. Returns true if the deadline has passed."""
         is_late = self._until is not None and time.monotonic() >= self._until
         if is_late:
             message = "the tensor's stream was not done in time; the operation was withdrawn, everything is usable"

@@ -19,7 +19,7 @@ def resolve_integrity(
         choices: The values that the callee knows.
         integrity: The argument of this name.
         checksum: The deprecated argument of this name.
-        no_validate: Why it does not know `validate`.
+        no_validate: Reason for which `validate` is not supported; empty if it is.
 
     Raises:
         ConfigError: Both arguments are given, or the value is not one of the choices.

@@ -86,7 +86,7 @@ def cuda_device_of(address: int) -> int:
     """
 
 def cuda_is_exportable(address: int) -> bool:
-    """Whether other processes can open this CUDA memory by IPC handles, as that of cudaMalloc."""
+    """True if other processes can open this CUDA memory by IPC handles, as that of cudaMalloc."""
 
 def drain_log(level: int) -> tuple[list[tuple[int, str, str]], int]:
     """Takes what is queued for the log.
@@ -147,14 +147,14 @@ class CudaMemory:
     def __new__(cls, address: int, num_bytes: int, device: int, owner: object) -> CudaMemory: ...
     @property
     def address(self) -> int:
-        """Where they begin."""
+        """Address of the first byte."""
 
     @property
     def device(self) -> int:
         """The GPU, as the CUDA driver counts them."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of bytes."""
 
 @final
 class CacheLayers:
@@ -193,7 +193,7 @@ class CacheLayers:
 
 @final
 class CudaEvent:
-    """What a stream had been given to do when this was made."""
+    """The work that was queued on a stream when this was made."""
 
     @staticmethod
     def record(device: int, stream: int) -> CudaEvent:
@@ -238,7 +238,7 @@ class Trace:
 
     @property
     def is_on(self) -> bool:
-        """Whether lines go anywhere."""
+        """True if lines are written."""
 
     def instant(self, name: str, handoff: bytes, **facts: int) -> None:
         """Something has happened to a handoff."""
@@ -248,7 +248,7 @@ class Trace:
 
 @final
 class Transport:
-    """What pipes and agents move their bytes with; UCX is opened when the first of them is made."""
+    """Transport of pipes and agents; UCX is opened when the first of them is made."""
 
     @staticmethod
     def host(wheel_dir: str | Path | None) -> Transport: ...
@@ -261,7 +261,7 @@ class Work:
     """An operation under way."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True if it has ended, well or not."""
 
     def watch(self, completions: Completions, key: int) -> bool:
         """Has its end queue `key` in `completions`; False if it has ended already. The keys of a loop differ."""
@@ -346,7 +346,7 @@ class LookupBuffer:
     def serve(self, address: str, token: _ListenerTokens, transport: Transport, is_checksummed: bool) -> None: ...
     @property
     def address(self) -> str:
-        """Where others connect, or where this is connected to, separated by commas; empty if neither."""
+        """Address for clients, or addresses of the servers, separated by commas; empty if neither."""
 
     def insert(
         self, tokens: Any, tensors: Sequence[tuple[_TensorMeta, Any]], timeout: float | None, is_waited: bool
@@ -392,7 +392,7 @@ class StoreClient:
     def address(self) -> str: ...
     @property
     def transport(self) -> str:
-        """How large values come; empty until connected."""
+        """Data path of large values; empty until connected."""
 
     def exists(self, keys: Sequence[bytes]) -> Work:
         """At most 16,384 keys; ends with a list of `bool`."""
@@ -475,7 +475,7 @@ class Peer:
     def transport(self) -> str: ...
     @property
     def lost(self) -> str | None:
-        """Why it is lost."""
+        """Reason for its loss."""
 
     def regions(self) -> list[tuple[str, int, int, str, bool]]:
         """`(name, num_blocks, block_bytes, device, is_writable)` of each, as of now."""
@@ -583,7 +583,7 @@ class Agent:
 
     def commit(self, handoff: bytes) -> None: ...
     def cancel(self, handoff: bytes, reason: str, is_withdrawn: bool) -> None:
-        """Ends a load. `is_withdrawn`: every block is missing, because its producer took it back or nobody uses it."""
+        """Ends a load. `is_withdrawn`: every block is missing, because its producer withdrew it or it is unused."""
 
     def drain(self) -> list[dict[str, Any]]:
         """Events since the last call: `blocks_verified`, `load_completed`, `load_failed`, `acknowledged`, `log`."""
@@ -683,7 +683,7 @@ class RespConnection:
     def __new__(cls, host: str, port: int, timeout_s: float, tls: RespTls | None = None) -> RespConnection: ...
     @property
     def is_idle(self) -> bool:
-        """Whether a command may be sent: the server has neither closed the connection nor sent anything unasked."""
+        """True if a command may be sent: the server has neither closed the connection nor sent anything unasked."""
 
     def subscribe(self) -> RespSubscription:
         """Makes a subscription of the connection, which is broken for everything else then."""
@@ -727,11 +727,11 @@ class RespSubscription:
 
     @property
     def has_received(self) -> bool:
-        """Whether the server has answered at all, other than by an error."""
+        """True if the server has answered at all, other than by an error."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether an error has ended it."""
+        """True if an error has ended it."""
 
     def listen(self, channel: bytes) -> RespWaiter:
         """Begins to wait for messages of a channel.

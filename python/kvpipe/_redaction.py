@@ -12,7 +12,7 @@ _URL = re.compile(rf"({_SCHEME})([^@/?#\s]*@)?({_HOST}(?:,{_HOST})*(?:[/?#][^@]*
 
 
 def redact(url: str) -> str:
-    """Returns what a message may quote of a URL: it never has a password.
+    """Returns the part of a URL that a message may quote, which never has a password.
 
     Where a password would have to be percent-encoded and is not, a part of it may be anywhere: only the scheme is left.
     """

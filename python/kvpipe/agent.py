@@ -52,7 +52,7 @@ class Agent(Closing):
     Args:
         listen: `host:port` where peers connect; loopback by default.
         token: The shared secret; by default `KVPIPE_TOKEN`. Needed for addresses other than loopback.
-        integrity: How blocks that this agent reads and writes are verified. `checksum`: by checksums (CRC-64/NVME)
+        integrity: Verification of the blocks that this agent reads and writes. `checksum`: by checksums (CRC-64/NVME)
             that the source computes. A read then takes one more round trip to the peer. Over CMA and RDMA it also
             fails if blocks change during the read. `none`: not at all. `auto` is `checksum`; blocks on a GPU have no
             checksums in either.
@@ -103,7 +103,7 @@ class Agent(Closing):
             name: Name of the region for peers.
             block_bytes: Bytes of a block.
             stride: Bytes from the start of a block to the start of the next; by default `block_bytes`.
-            writable: Whether peers may write blocks (`Peer.write_blocks`). By default they may not, because any peer
+            writable: True if peers may write blocks (`Peer.write_blocks`). By default they may not, because any peer
                 with the token could then change the memory at any time.
 
         Raises:

@@ -68,7 +68,7 @@ class ControlClient:
         return Work(self._native.ask_description(address, timeout), json.loads)
 
     def release(self, address: str, handoff: str, timeout: float = 5.0) -> Work[bool]:
-        """Releases the blocks of a handoff; returns whether the instance knew it."""
+        """Releases the blocks of a handoff. Returns true if the instance knew it."""
         return Work(self._native.ask_release(address, parse_handoff(handoff), timeout), bool)
 
     def result(self, address: str, handoff: str, timeout: float = 5.0) -> Work[dict[str, Any] | None]:

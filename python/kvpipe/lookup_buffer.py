@@ -90,8 +90,8 @@ class LookupBuffer(Closing):
             addresses: The servers' `address`, one or more.
             token: The shared secret; by default `KVPIPE_TOKEN`.
             timeout: Seconds to wait for all servers, which may begin to serve meanwhile.
-            integrity: How the server verifies large inserted tensors: `checksum` (as of `Pipe.connect`) or `none`;
-                `auto` is `checksum`. Small tensors are always verified.
+            integrity: Verification of large inserted tensors by the server: `checksum` (as of `Pipe.connect`) or
+                `none`; `auto` is `checksum`. Small tensors are always verified.
             checksum: Deprecated: `True` is `integrity="auto"`, `False` is `integrity="none"`.
 
         Raises:
@@ -124,8 +124,8 @@ class LookupBuffer(Closing):
         Args:
             address: `host:port`; port 0 picks a free one, see the property `address`.
             token: The shared secret; by default `KVPIPE_TOKEN`. Required for addresses other than loopback.
-            integrity: How consumers verify large tensors: `checksum` or `none`; `auto` is `checksum`. Small tensors are
-                always verified.
+            integrity: Verification of large tensors by consumers: `checksum` or `none`; `auto` is `checksum`. Small
+                tensors are always verified.
             checksum: As in `connect`.
 
         Raises:
@@ -214,8 +214,8 @@ class LookupBuffer(Closing):
     def peek(self, input_tokens: Any, roi: Any, timeout: float | None = None) -> list[Any]:
         """Returns the entry that `drop_select` would consume, and leaves it in its place.
 
-        Nobody else sees the entry while its bytes are on their way. Arguments, results and errors are those of
-        `drop_select`.
+        The entry is hidden from other calls while its bytes are on their way. Arguments, results and errors are those
+        of `drop_select`.
         """
         return _rebuilt(_wait(self._select(input_tokens, roi, timeout, is_waited=True, is_peek=True)))
 

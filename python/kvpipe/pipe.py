@@ -109,8 +109,8 @@ class Pipe:
             address: The receiver's `address`.
             token: The shared secret; by default `KVPIPE_TOKEN`.
             timeout: Seconds to wait for the receiver, which may begin to listen meanwhile.
-            integrity: How the receiver verifies tensors. `checksum`: by checksums of the sender (CRC-64/NVME; their
-                cost is in docs/benchmarks.md). A mismatch, for example after a change during the send, raises
+            integrity: Verification of tensors by the receiver. `checksum`: by checksums of the sender (CRC-64/NVME;
+                their cost is in docs/benchmarks.md). A mismatch, for example after a change during the send, raises
                 `CorruptDataError` at both ends, and the pipe continues with the next tensor. `validate`: it asks the
                 sender, after the last read of a large tensor, whether the tensor is still offered. Otherwise the tensor
                 is lost. What is sent in messages has checksums, unless it is on a GPU. `none`: not at all. `auto`:
@@ -309,7 +309,7 @@ class Pipe:
             raise TransferTimeoutError(message)
 
     def _drain(self, timeout: float | None) -> tuple[bool, float | None]:
-        """Waits for the streams of sent tensors; returns whether they are done, and the remaining time."""
+        """Waits for the streams of sent tensors. Returns true if they are done, and the remaining time."""
         is_drained, left = True, timeout
         if self._is_sender and not self._deferred.is_idle:
             begun = time.monotonic()

@@ -23,7 +23,7 @@ class RegionInfo:
         num_blocks: Number of blocks; ids start at 0.
         block_bytes: Bytes of a block.
         device: Device of the memory at the peer: `cpu`, or `cuda:0` and so on.
-        is_writable: Whether this side may write blocks, see `Peer.write_blocks`.
+        is_writable: True if this side may write blocks, see `Peer.write_blocks`.
     """
 
     num_blocks: int
@@ -41,7 +41,7 @@ class Region(Closing):
         block_bytes: Bytes of a block.
         stride: Bytes from the start of a block to the start of the next.
         device: Device of the memory: `cpu`, or `cuda:0` and so on.
-        is_writable: Whether peers may write blocks.
+        is_writable: True if peers may write blocks.
     """
 
     def __init__(

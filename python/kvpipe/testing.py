@@ -36,8 +36,8 @@ def memory_transport(data_path: Literal["remote_read", "stream"] = "remote_read"
     The block applies to all threads of the process, so parallel tests need separate processes.
 
     Args:
-        data_path: How bytes reach their destination. With `remote_read`, as over CMA and RDMA, the destination reads
-            them. With `stream`, as over TCP, the source streams them.
+        data_path: The data path of all sessions. With `remote_read`, as over CMA and RDMA, the destination reads the
+            bytes. With `stream`, as over TCP, the source streams them.
 
     Raises:
         ConfigError: The data path is unknown.
@@ -52,7 +52,7 @@ class LateDevice:
     It has the interface of the connector's `CudaOrder`, so that a worker role takes it for the order of its device.
 
     Attributes:
-        is_async: Whether hooks are called before the device has done their work.
+        is_async: True if hooks are called before the device has done their work.
     """
 
     is_async = True
@@ -78,7 +78,7 @@ class LateDevice:
         """Runs what was launched first: `count` kernels and events, or all.
 
         Args:
-            count: How many at most.
+            count: Maximum number of kernels and events; by default all.
             error: With it the kernels do nothing, and events fail with this error.
         """
         left = len(self._waiting) if count is None else min(count, len(self._waiting))

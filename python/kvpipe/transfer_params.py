@@ -152,7 +152,7 @@ def produced(
     block_ids: Sequence[int],
     first_token: int,
 ) -> dict[str, Any]:
-    """Returns what a producer answers: every field that NixlConnector's has, for routers that rebuild the object."""
+    """Returns a producer's answer: every field that NixlConnector's has, for routers that rebuild the object."""
     return consume(handoff, producer) | {
         "remote_block_ids": [list(block_ids)],
         "remote_engine_id": engine_id,

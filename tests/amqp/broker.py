@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MEMORY = "vm_memory_monitor:set_vm_memory_high_watermark({})"
 _DISK = "rabbit_disk_monitor:set_disk_free_limit({})"
 _TICK_MS = 200
-# What sets off each alarm, and what ends it: the broker's own defaults.
+# Settings that set off each alarm, and those that end it: the broker's own defaults.
 _ALARMS = {
     "memory": (_MEMORY.format("{absolute, 1}"), _MEMORY.format("0.4")),
     "disk": (_DISK.format("1 bsl 60"), _DISK.format("50000000")),

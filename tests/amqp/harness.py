@@ -57,13 +57,13 @@ class Decode:
     """A stand-in for a decode instance. A request with `padding` gets so many letters after its second token.
 
     Attributes:
-        bodies: what it was asked.
+        bodies: bodies of its requests.
         num_aborted: requests that ended before their answer.
-        num_waiting: what its metrics say of requests that wait for a place.
+        num_waiting: number of waiting requests in its metrics.
         num_deferred: of those that wait for KV; None is a vLLM that does not tell these apart.
-        is_described: whether its metrics say that it forces tokens; a real one's do from its first request on.
+        is_described: true if its metrics say that it forces tokens; a real one's do from its first request on.
         pause_after: after so many tokens it waits for `go_on`.
-        breaks: how it ends an answer there: `lost`, its connection; `aborted`, as vLLM on SIGTERM; `error`, as vLLM
+        breaks: end of an answer there: `lost`, its connection; `aborted`, as vLLM on SIGTERM; `error`, as vLLM
             whose engine has died.
         prefilled: P's first token and its text, where a request brings P's KV.
     """
@@ -360,7 +360,7 @@ def written(tokens: list[int]) -> str:
 
 
 async def until_state(front: DecodeQueue, is_reached: Callable[[dict[str, Any]], bool]) -> None:
-    """Returns once queues and workers are so; the broker tells nobody when they change."""
+    """Polls queues and workers until they are so; the broker does not report changes."""
     while not is_reached(await front.state()):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
@@ -386,6 +386,6 @@ async def until_letters(url: str, topology: Topology) -> list[DeadLetter]:
 
 
 async def until(is_reached: Callable[[], bool]) -> None:
-    """Returns once something is so of which nobody reports the change."""
+    """Polls a condition without a notification."""
     while not is_reached():  # noqa: ASYNC110
         await asyncio.sleep(0.02)

@@ -63,7 +63,7 @@ def shown(parts):
 
 
 def given(it, replies):
-    """What follows from replies, until the answer has ended: the front end then knows the request no more."""
+    """Outcomes of replies, until the answer has ended: the front end then knows the request no more."""
     outcomes = []
     for reply in replies:
         outcomes.append(it.receive(reply))

@@ -1,4 +1,4 @@
-"""What ends an answer in order although the instance has broken off: as vLLM writes it."""
+"""Answers that end in order although the instance has broken off, as vLLM writes them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from kvpipe.proxy.probed import ProbedInstance
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Upstream, open_session
 from kvpipe.queue.delivery import Delivery
-from kvpipe.queue.messages import Control, Request
+from kvpipe.queue.messages import DeliveryControl, Request
 from kvpipe.queue.topology import SMALL_MESSAGE_BYTES
 from tests.amqp.harness import COMPLETIONS, SILENCE_S, Decode, DecodeControl, body, forced_by, run, text_of, written
 
@@ -20,7 +20,7 @@ class Front:
     """Keeps what it gets, and answers as a test says.
 
     Attributes:
-        is_reading: whether it reads its replies.
+        is_reading: true if it reads its replies.
     """
 
     queue = "the worker's"
@@ -107,12 +107,12 @@ def test_an_answer_of_the_front_end_that_comes_twice_ends_nothing():
             decode.pause_after = 3
             await front.until("begin", 2)
             for _ in range(2):
-                delivery.receive(Control("continue", "request", delivery.id, (7, 8)))
+                delivery.receive(DeliveryControl("continue", "request", delivery.id, (7, 8)))
             await decode.has_paused.wait()
             assert not running.done()
             decode.go_on.set()
             await front.until("end")
-            delivery.receive(Control("done", "request", delivery.id))
+            delivery.receive(DeliveryControl("done", "request", delivery.id))
             assert (await running).is_over
             assert forced_by(decode.bodies[0]) == (7, 8)
             answer = b"".join(reply.body for reply in front.replies if reply.kind == "piece")
@@ -128,7 +128,7 @@ def test_an_instance_that_is_silent_for_too_long_has_failed_the_request_for_good
             decode.pause_after = num_before
             await front.until("failed")
             assert front.replies[-1].status == 504
-            delivery.receive(Control("done", "request", delivery.id))
+            delivery.receive(DeliveryControl("done", "request", delivery.id))
             ended = await running
             assert ended.is_over
             assert ended.failure is None, "no other instance is asked"
@@ -161,7 +161,7 @@ def test_the_end_is_sent_until_the_front_end_has_it():
     async def scene():
         async with delivered() as (_, front, delivery, running):
             await front.until("end", 3)
-            delivery.receive(Control("done", "request", delivery.id))
+            delivery.receive(DeliveryControl("done", "request", delivery.id))
             assert (await running).is_over
 
     run(scene)
@@ -184,7 +184,7 @@ def test_the_front_end_may_end_a_delivery_at_any_time(kind, is_over):
         async with delivered() as (decode, _, delivery, running):
             decode.pause_after = 2
             await decode.has_paused.wait()
-            delivery.receive(Control(kind, "request"))
+            delivery.receive(DeliveryControl(kind, "request"))
             assert (await running).is_over == is_over
             await decode.until(lambda: decode.num_aborted == 1)
 
@@ -196,7 +196,7 @@ def test_what_is_meant_for_another_delivery_ends_nothing():
         async with delivered() as (decode, front, delivery, running):
             decode.pause_after = 1
             await decode.has_paused.wait()
-            delivery.receive(Control("drop", "request", "another"))
+            delivery.receive(DeliveryControl("drop", "request", "another"))
             decode.go_on.set()
             await front.until("end")
             assert not running.done()
@@ -204,7 +204,7 @@ def test_what_is_meant_for_another_delivery_ends_nothing():
     run(scene)
 
 
-def test_after_an_answer_that_nobody_reads_the_request_is_left_to_its_front_end():
+def test_after_an_unread_answer_the_request_is_left_to_its_front_end():
     async def scene():
         async with delivered(is_read=False) as (_, front, _, running):
             assert (await running).is_over

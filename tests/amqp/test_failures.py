@@ -1,4 +1,4 @@
-"""What happens to a broker, and what clients see of it: whole answers, or errors that say why."""
+"""Failures of a broker, and the answers of clients: whole ones, or errors with the reason."""
 
 import asyncio
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from kvpipe.exceptions import ConfigError
 from kvpipe.proxy.upstream import InstanceError
 from kvpipe.queue.front import DecodeQueue
 from kvpipe.queue.messages import Reply
-from kvpipe.queue.outbox import Outbox
+from kvpipe.queue.outbox import ReplyOutbox
 from kvpipe.queue.topology import Topology
 from tests.amqp.harness import (
     COMPLETIONS,
@@ -159,14 +159,14 @@ def test_a_url_that_is_none_of_a_broker_is_refused(url):
 
 def when_returned(monkeypatch):
     """Set once the broker has a request that a worker of this process leaves to its front end."""
-    returned, send = asyncio.Event(), Outbox.send_confirmed
+    returned, send = asyncio.Event(), ReplyOutbox.send_confirmed
 
     async def send_confirmed(self, reply_to, reply):
         await send(self, reply_to, reply)
         if reply.kind == "returned":
             returned.set()
 
-    monkeypatch.setattr(Outbox, "send_confirmed", send_confirmed)
+    monkeypatch.setattr(ReplyOutbox, "send_confirmed", send_confirmed)
     return returned
 
 

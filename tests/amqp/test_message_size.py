@@ -1,4 +1,4 @@
-"""What is larger than one message of the broker: it fails alone, or goes in parts; those beside it do not notice."""
+"""Requests and replies larger than one message of the broker: they fail alone, or go in parts, unnoticed by others."""
 
 import asyncio
 
@@ -34,7 +34,7 @@ def large(num_bytes=LIMIT_BYTES, **fields):
 
 @pytest.mark.parametrize("is_limit_set", [True, False])
 def test_a_request_that_is_too_large_for_the_broker_fails_alone(broker, is_limit_set):
-    """Where the limit is not set, the broker refuses the message, once."""
+    """Without a limit in the settings, the broker refuses the message, once."""
 
     async def scene():
         limit = {"max_message_bytes": LIMIT_BYTES} if is_limit_set else {}

@@ -6,7 +6,7 @@ import contextlib
 import aio_pika
 
 from kvpipe.queue.messages import Reply
-from kvpipe.queue.outbox import Outbox
+from kvpipe.queue.outbox import ReplyOutbox
 from kvpipe.queue.topology import SMALL_MESSAGE_BYTES
 from tests.amqp.harness import run, until
 
@@ -24,7 +24,7 @@ class Scene:
     def __init__(self, channel, queue):
         self.queue = queue
         self.messages, self.unroutable = [], []
-        self.outbox = Outbox("the worker's", channel, self.unroutable.append)
+        self.outbox = ReplyOutbox("the worker's", channel, self.unroutable.append)
 
     async def send(self, *replies):
         for each in replies:

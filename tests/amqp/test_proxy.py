@@ -37,7 +37,7 @@ class Deployment:
             return response.status, await response.read()
 
     async def status(self):
-        """What the proxy reports of P's latest handoff."""
+        """The proxy's report of P's latest handoff."""
         async with self.client.get(f"{self.url}/status/{self.prefill.handoffs[-1]}") as response:
             return response.status, await response.json()
 

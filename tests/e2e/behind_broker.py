@@ -31,7 +31,7 @@ class Queued:
 
     Args:
         broker: URL of the broker.
-        name: what its queues are called.
+        name: prefix of the names of its queues.
         prefill: instances that the proxy asks.
         decode: instances with a worker each.
 
@@ -101,7 +101,7 @@ def address(instance: Instance) -> str:
 
 
 def is_listening(url: str) -> bool:
-    """Whether a front end answers."""
+    """True if a front end answers."""
     try:
         return bool(get(url, "/queue"))
     except OSError:

@@ -1,4 +1,4 @@
-"""What the end-to-end tests ask of the servers: answers, handoff results, metrics."""
+"""Requests of the end-to-end tests to the servers: answers, handoff results, metrics."""
 
 import http.client
 import json
@@ -74,7 +74,7 @@ def get(url: str, path: str) -> bytes:
 
 
 def is_healthy(url: str) -> bool:
-    """Whether a server answers there."""
+    """True if a server answers there."""
     try:
         get(url, "/health")
     except OSError:
@@ -97,7 +97,7 @@ def streamed_text(body: bytes) -> str:
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 90.0) -> Any:
-    """Waits until a condition holds and returns what it gave."""
+    """Waits until a condition holds, and returns its value."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, "the condition did not come to hold in time"
@@ -106,7 +106,7 @@ def until(condition: Callable[[], Any], timeout_s: float = 90.0) -> Any:
 
 
 def result_of(handoff: str, asked: Iterable[Instance]) -> dict[str, Any]:
-    """How a handoff ended, as the control port of one of these instances says."""
+    """Result of a handoff, from the control port of one of these instances."""
     client = ControlClient(TOKEN)
     try:
         return until(lambda: next(filter(None, (client.result(each.control, handoff).wait(5) for each in asked)), None))
@@ -143,11 +143,11 @@ class Servers:
         return text, handoff
 
     def expected(self, path: str, body: dict[str, Any]) -> str:
-        """What one undivided instance answers."""
+        """Answer of the undivided instance."""
         return self.answer(self.undivided.url, path, body)[0]
 
     def result(self, handoff: str, instance: Instance | None = None) -> dict[str, Any]:
-        """How a handoff ended, as its consumer's control port says: that of decode, or prefill where they changed."""
+        """Result of a handoff, from its consumer's control port: that of decode, or prefill where they changed."""
         return result_of(handoff, [instance] if instance is not None else [self.decode, self.prefill])
 
     def metric(self, instance: Instance, name: str) -> float:
@@ -156,11 +156,11 @@ class Servers:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
 
     def holds_no_block(self, instance: Instance) -> bool:
-        """Whether the block pool of an instance is as large as when it was new."""
+        """True if the block pool of an instance is as large as when it was new."""
         return self.metric(instance, "vllm:kv_cache_usage_perc") == 0
 
     def is_idle(self, instance: Instance) -> bool:
-        """Whether no request runs or waits there."""
+        """True if no request runs or waits there."""
         running = self.metric(instance, "vllm:num_requests_running")
         return running + self.metric(instance, "vllm:num_requests_waiting") == 0
 

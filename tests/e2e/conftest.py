@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """What instances are forked from.
+    """The process from which instances are forked.
 
     Each worker has one OpenMP thread: for a tiny model more of them spin for each other most of the time.
     """
@@ -58,7 +58,7 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture(scope="session")
 def groups(zygote: Zygote, order: Path, folder: Path) -> Iterator[Groups]:
-    """What starts the servers; only one group runs at a time."""
+    """Starts the servers; only one group runs at a time."""
     with Groups(zygote, order, folder) as groups:
         yield groups
 
@@ -107,5 +107,5 @@ def bfloat16(groups: Groups) -> Servers:
 
 @pytest.fixture
 def is_validated(request: pytest.FixtureRequest) -> bool:
-    """Whether `tight` validates."""
+    """True if `tight` validates."""
     return "validate" in request.node.callspec.params["tight"]

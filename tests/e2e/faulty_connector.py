@@ -37,7 +37,7 @@ class KVPipeConnector(connector.KVPipeConnector):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Notes the blocks of each load, and of a prompt of several blocks that is computed in this step alone.
 
-        What the scheduler role has committed is spoiled here, before it is used; nobody reports its end.
+        Blocks that the scheduler role has committed are spoiled here, before they are used: no end is reported.
         """
         for load in connector_metadata.loads:
             self._destinations[load.request_id] = load.block_ids[0]

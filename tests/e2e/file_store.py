@@ -34,7 +34,7 @@ class FileStore(KVStore):
         return cls(folder)
 
     def path(self, key: bytes) -> Path:
-        """Where a value is."""
+        """File of a value."""
         if self._is_closed:
             raise ClosedError("the store was closed")
         return self.folder / key.hex()

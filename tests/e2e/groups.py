@@ -41,7 +41,7 @@ TIGHT_BY_ROLE = {
     "undivided": ("--max-model-len", "1024", "--max-num-batched-tokens", "1024"),
 }
 
-# What fits one instance does not fit another.
+# Prompts that fit one instance do not fit another.
 LENGTHS = {"prefill": 512, "decode": 2048, "undivided": 2048}
 LENGTHS_BY_ROLE = {role: ("--max-model-len", str(length)) for role, length in LENGTHS.items()}
 
@@ -57,7 +57,7 @@ BFLOAT16 = (
     *("--dtype", "bfloat16", "--no-enable-prefix-caching"),
     *("--max-model-len", "1024", "--max-num-batched-tokens", "1024"),
 )
-# Where several threads share a sum it is rounded otherwise for one row than for many. They sleep while they wait.
+# Several threads that share a sum round it otherwise for one row than for many. They sleep while they wait.
 # Both variables are read at import, so that this group has a zygote of its own.
 THREADS = {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "passive"}
 

@@ -17,7 +17,7 @@ BY_ID = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs
 
 @dataclass(frozen=True)
 class Said:
-    """What an instance said, and what it thought of the alternatives."""
+    """An instance's answer, with the log probabilities of alternatives."""
 
     token_ids: list[int]
     alternatives: list[dict[str, float]]
@@ -31,7 +31,7 @@ class Said:
         return cls(choice["token_ids"], alternatives, choice["text"], choice["finish_reason"])
 
     def margin(self, other: "Said") -> float | None:
-        """Where the other parts from this one: how much more likely this one's token was. None where it does not."""
+        """Margin of this one's token, in log probability, at the first difference from the other. None without one."""
         for mine, theirs, alternatives in zip(self.token_ids, other.token_ids, self.alternatives, strict=False):
             if mine != theirs:
                 return alternatives[f"token_id:{mine}"] - alternatives.get(f"token_id:{theirs}", float("-inf"))

@@ -35,7 +35,7 @@ def said(url: str, length: int, more: dict[str, Any]) -> tuple[dict[str, Any], s
 
 @cache
 def expected(url: str, length: int, temperature: float) -> dict[str, Any]:
-    """What one instance answers, with log probabilities; asked once for each prompt."""
+    """Answer of one instance, with log probabilities; asked once for each prompt."""
     return said(url, length, {"temperature": temperature, "logprobs": 1})[0]
 
 

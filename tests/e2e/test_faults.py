@@ -66,7 +66,7 @@ def test_clients_that_leave_at_any_moment_leave_no_block_held(servers: Servers) 
     stays_whole(servers)
 
 
-def test_kv_that_nobody_fetches_is_freed_when_its_lease_ends(servers: Servers) -> None:
+def test_unfetched_kv_is_freed_when_its_lease_ends(servers: Servers) -> None:
     with post(servers.prefill.url, COMPLETIONS, completion(prompt(300, seed=23)) | produce(new_handoff())) as response:
         assert response.status == http.HTTPStatus.OK
         response.read()
@@ -96,7 +96,7 @@ def test_released_kv_is_freed_before_its_lease_ends(servers: Servers) -> None:
 
 def test_a_handoff_that_its_producer_does_not_know_is_recomputed(servers: Servers) -> None:
     body = completion(prompt(70, seed=25))
-    # Nobody listens there: the first port is privileged and unused.
+    # There is no listener: the first port is privileged and unused.
     params = consume(new_handoff(), "127.0.0.1:1")
     assert servers.answer(servers.decode.url, COMPLETIONS, body | params)[0] == servers.expected(COMPLETIONS, body)
 

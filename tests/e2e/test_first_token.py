@@ -66,7 +66,7 @@ SAMPLED = {
 
 
 def said(answer: dict[str, Any]) -> dict[str, Any]:
-    """What an answer says, without what differs from run to run."""
+    """Content of an answer, without the fields that differ from run to run."""
     choice = answer["choices"][0]
     facts = {name: choice.get(name) for name in ("text", "message", "finish_reason", "stop_reason")}
     return facts | {

@@ -27,7 +27,7 @@ from tests.e2e.faulty_connector import SPOILT
 
 BLOCK = 32
 NUM_TOKENS = 5 * BLOCK - 10
-# What vLLM says of every request that fails within the engine.
+# vLLM's error for every request that fails within the engine.
 ERROR = {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
 LONG_TEXT = "What becomes of a block whose bytes are not those that were announced? " * 3
 

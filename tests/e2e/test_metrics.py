@@ -1,4 +1,4 @@
-"""What the proxy counts of real requests, and the connector in vLLM's own metrics."""
+"""Counts of real requests, by the proxy, and by the connector in vLLM's own metrics."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ class EngineMetrics:
         return values
 
     def more(self, *key: str) -> float:
-        """How much a counter has grown."""
+        """Growth of a counter."""
         return self.now().get(key, 0) - self._before.get(key, 0)
 
 
@@ -94,7 +94,7 @@ def test_vllms_metrics_of_decode_have_a_full_handoff_with_its_tokens_and_bytes(s
     assert metrics.more("handover_seconds_count") == 1
     assert metrics.more("handover_seconds_sum") == pytest.approx(result["handover_ms"] / 1000)
     now = metrics.now()
-    # Where prefill has been a consumer too, there is a session of its own for that.
+    # If prefill has been a consumer too, there is a session of its own for that.
     assert sum(now["sessions", f"data_path={path}", "rank=0"] for path in ("remote_read", "stream")) in (1, 2)
 
 

@@ -58,10 +58,10 @@ def test_with_fail_a_corrupt_block_fails_its_request_and_no_other(servers: Serve
 def test_kv_that_cannot_come_is_computed_or_fails_its_request(servers: Servers, policy: str) -> None:
     body = completion(prompt(NUM_TOKENS, seed=156))
     handoff = new_handoff()
-    nobody = body | consume(handoff, "127.0.0.1:1")
+    unreachable = body | consume(handoff, "127.0.0.1:1")
     if policy == "recompute":
-        assert servers.answer(servers.decode.url, COMPLETIONS, nobody)[0] == servers.expected(COMPLETIONS, body)
+        assert servers.answer(servers.decode.url, COMPLETIONS, unreachable)[0] == servers.expected(COMPLETIONS, body)
         assert servers.result(handoff)["result"] == "missing"
     else:
-        assert ask(servers.prefill.url, COMPLETIONS, nobody)[:2] == (500, [{"error": ERROR}])
+        assert ask(servers.prefill.url, COMPLETIONS, unreachable)[:2] == (500, [{"error": ERROR}])
         assert_failed(servers, handoff, "cannot reach")

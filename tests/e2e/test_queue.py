@@ -81,7 +81,7 @@ class Behind:
         return self.running.deployment.decode
 
     def expected(self, requests: list[Request]) -> list[str]:
-        """What the undivided instance answers."""
+        """Answers of the undivided instance."""
         return [text for text, _ in at_once(self.running.deployment.undivided[0].url, requests)]
 
 

@@ -50,13 +50,13 @@ class Router:
         self._log = LOGS / "roomy" / f"{servers.decode.child.name}.log"
 
     def results(self) -> list[dict[str, str]]:
-        """What decode has logged of the handoffs that have ended."""
+        """Decode's log of the handoffs that have ended."""
         lines = self._log.read_text(errors="replace").splitlines()
         ended = [line.partition("handoff.end ")[2] for line in lines if "handoff.end " in line]
         return [dict(field.split("=", 1) for field in line.split(" ") if "=" in field) for line in ended]
 
     def result_of(self, body: dict[str, Any], path: str) -> dict[str, str]:
-        """Sends a request, compares its answer with the undivided instance's, and returns how its handoff ended."""
+        """Sends a request, compares its answer with the undivided instance's, and returns its handoff's result."""
         num_ended = len(self.results())
         assert self.servers.answer(self.url, path, body)[0] == self.servers.expected(path, body)
         return until(lambda: self.results()[num_ended:])[0]
@@ -78,7 +78,7 @@ def _command(servers: Servers, name: str) -> list[str]:
 
 @pytest.fixture(scope="module", params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
-    """Which router."""
+    """Name of the router."""
     return request.param
 
 
@@ -157,7 +157,7 @@ def test_requests_at_once_do_not_mix(router: Router) -> None:
 
 @pytest.mark.smoke
 def test_a_request_that_decode_refuses_leaves_nothing_leased(servers: Servers) -> None:
-    """What any router does with prefill's answer: decode's API server refuses before its engine knows the request."""
+    """As any router passes on prefill's answer: decode's API server refuses before its engine knows the request."""
     params = {"do_remote_decode": True, "do_remote_prefill": False}
     body = completion(prompt(200, seed=81))
     with post(servers.prefill.url, COMPLETIONS, body | {"max_tokens": 1, "kv_transfer_params": params}) as response:

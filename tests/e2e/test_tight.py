@@ -103,7 +103,7 @@ def test_resumed_requests_that_decode_preempts_go_on_where_they_were(tight: Serv
 
 @contextmanager
 def crowded(servers: Servers, instance: Instance) -> Iterator[None]:
-    """Plain requests that fill the cache of an instance as they decode, so that whoever comes later is preempted."""
+    """Plain requests that fill the cache of an instance as they decode, so that later ones are preempted."""
     bodies: list[dict[str, Any]] = [
         completion(prompt(60, seed=100 + seed), max_tokens=150, ignore_eos=True) for seed in range(6)
     ]

@@ -37,13 +37,13 @@ def up(groups: Groups) -> Iterator[TwoByTwo]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a client got: a whole answer, or a part of one and an error."""
+    """A client's outcome: a whole answer, or a part of one and an error."""
 
     text: str
     is_whole: bool
     error: str
     has_begun: bool
-    """Whether some of the answer was with the client; a token that is a piece of a character has no text."""
+    """True if the client had a part of the answer; a token that is a piece of a character has no text."""
 
 
 def asked(url: str, path: str, body: dict[str, Any]) -> Outcome:
@@ -69,14 +69,14 @@ def at_once(url: str, requests: list[tuple[str, dict[str, Any]]]) -> list[Outcom
 
 
 def expected(up: TwoByTwo, requests: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """What the undivided instance answers."""
+    """Answers of the undivided instance."""
     outcomes = at_once(up["undivided-0"].url, requests)
     assert all(outcome.is_whole for outcome in outcomes)
     return [outcome.text for outcome in outcomes]
 
 
 def is_busy(up: TwoByTwo, name: str) -> bool:
-    """Whether an instance has requests."""
+    """True if an instance has requests."""
     metrics = get(up[name].url, "/metrics").decode()
     return any(float(count) > 0 for count in COUNT.findall(metrics))
 
@@ -94,9 +94,9 @@ def under_load(up: TwoByTwo, victim: str, requests: list[tuple[str, dict[str, An
 
 
 def had_requests(up: TwoByTwo, victim: str) -> bool:
-    """Whether a killed instance had requests in flight: a connection of the proxy broke, or a stream that had begun.
+    """True if a killed instance had requests in flight: a connection of the proxy broke, or a stream that had begun.
 
-    Of several failures the proxy logs the first one, which may be that nobody listens there any more.
+    Of several failures the proxy logs the first one, which may be a refused connection.
     """
     role, url, control = victim.partition("-")[0], re.escape(up[victim].url), re.escape(str(up[victim].control))
     evidence = (

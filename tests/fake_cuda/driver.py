@@ -8,7 +8,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("libcuda.c")
 SONAME = "libcuda.so.1"
-# What an injected failure returns: no code of CUDA's own.
+# Result of an injected failure: no code of CUDA's own.
 FAILURE = 719
 
 

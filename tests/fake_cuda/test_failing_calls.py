@@ -22,7 +22,7 @@ TIMEOUT_S = 60
 
 
 def run(library, operation, *calls):
-    """How the operation ended while the calls failed, and afterwards; and what the program logged."""
+    """Outcomes of the operation while the calls failed, and afterwards; and the log of the program."""
     command = [sys.executable, "-m", "tests.fake_cuda.scenario", library, operation, *calls]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     first, second, num_current, num_calls = ended.stdout.splitlines()

@@ -14,7 +14,7 @@ TIMEOUT_S = 60
 
 
 def run(library, last, *calls):
-    """How the handoffs before, during and after the failure ended, and whether the calls were made."""
+    """Outcomes of the handoffs before, during and after the failure, and the proof that the calls were made."""
     command = [sys.executable, "-m", "tests.fake_cuda.handoff", library, last, *calls]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     return ended.stdout.splitlines()

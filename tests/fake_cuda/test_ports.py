@@ -1,4 +1,4 @@
-"""Where there is a CUDA driver, UCX is loaded, and has no port: whoever reached one could read and write all memory."""
+"""UCX is loaded beside a CUDA driver, and opens no port: a client of one could read and write all memory."""
 
 import subprocess
 import sys

@@ -18,7 +18,7 @@ from tests.peers import Child
 DATA_PATHS = {"default": None, "tcp": "tcp"}
 # A cable joins hosts that share no memory: whatever UCX may use, it is TCP.
 WIRES = ("tcp",)
-# What Python opens on its way; memory that the allocator keeps.
+# Descriptors that Python opens on its way; memory that the allocator keeps.
 MORE_DESCRIPTORS, MORE_BYTES = 2, 64 << 20
 # So many rounds that most of them say something.
 ENOUGH = 10
@@ -94,7 +94,7 @@ def _p99(times):
 
 
 def leaked(before, after, more_bytes=MORE_BYTES):
-    """What is held now and was not, beyond what Python and the allocator keep; or "nothing"."""
+    """Resources acquired in between, beyond those that Python and the allocator keep; or "nothing"."""
     more = [
         f"{after.num_descriptors - before.num_descriptors} descriptors"
         if after.num_descriptors > before.num_descriptors + MORE_DESCRIPTORS
@@ -109,7 +109,7 @@ def leaked(before, after, more_bytes=MORE_BYTES):
 
 
 def use(data_path):
-    """What is opened from now on goes by this data path."""
+    """Sets the data path of later connections."""
     os.environ.pop("KVPIPE_DATA_PATH", None)
     if DATA_PATHS[data_path]:
         os.environ["KVPIPE_DATA_PATH"] = DATA_PATHS[data_path]

@@ -23,7 +23,7 @@ class Forked(peers.Child):
 
 
 class _Process:
-    """What tests use of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that tests use."""
 
     def __init__(self, program, *arguments):
         stdin, told = _context.Pipe(duplex=False)

@@ -68,7 +68,7 @@ def _lateness(situation, *, is_harmless):
     if is_harmless:
         situation.operate(None)
         return time.monotonic() - begun
-    # What the peer has offered, a reader of its memory (CMA) can still get.
+    # A reader of the peer's memory (CMA) can still get its offers.
     with contextlib.suppress(TransferTimeoutError, PeerLostError):
         situation.operate(DEADLINE_S)
     return max(0.0, time.monotonic() - begun - DEADLINE_S)
@@ -203,7 +203,7 @@ def _insert(buffer, number, within_s):
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a peer, when, and how soon the survivor has to know: in most rounds, and in all."""
+    """A fault of a peer, its stages, and the limits of its detection by the survivor: in most rounds, and in all."""
 
     strike: Callable
     stages: tuple
@@ -225,7 +225,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Holdings:
-    """What this process holds. Memory registered for RDMA is pinned; for other transports that costs nothing."""
+    """Resources of this process. Memory registered for RDMA is pinned; for other transports that costs nothing."""
 
     num_descriptors: int
     num_threads: int
@@ -234,7 +234,7 @@ class Holdings:
 
     @classmethod
     def settled(cls, before):
-        """What it holds once threads that were ending have ended, with what they had open."""
+        """Its resources once ending threads have ended, with their files."""
         give_up_at = time.monotonic() + 2
         while time.monotonic() < give_up_at:
             now = cls.now()

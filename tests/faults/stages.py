@@ -22,7 +22,7 @@ TIMEOUT_S = 15.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a peer is: what the survivor listens on for it, what it listens on, and how it is started."""
+    """Location of a peer: the survivor's address for it, its own address, and the function that starts it."""
 
     near: str = LOOPBACK
     far: str = LOOPBACK
@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Server:
-    """A peer that can be reached again: its address, how it is started there, and what shows that it is reached."""
+    """A peer that can be reached again: its address, the function that starts it there, and one that reaches it."""
 
     address: str
     start: Callable[[str], Child]
@@ -89,7 +89,7 @@ def _open(pipe):
 
 
 def _newcomer(receiver):
-    """What must work although another peer fails: to connect, and to send."""
+    """Operations that must work although another peer fails: to connect, and to send."""
     with Pipe.connect(receiver.address, timeout=5) as sender:
         sender.send_tensor(np.ones(4))
         receiver.recv_tensor(timeout=5)
@@ -119,7 +119,7 @@ def saying_garbage(place, seed):
 
 @contextlib.contextmanager
 def offer_out(place):
-    """It has offered a large tensor that nobody fetches yet."""
+    """It has offered a large tensor that is not fetched yet."""
     with _open(Pipe.listen(place.near)) as receiver, _child(place, "send_for_ever", receiver.address) as child:
         receiver.recv_tensor(timeout=60)
         out = np.empty(LARGE, np.uint8)

@@ -39,7 +39,7 @@ class Instance:
         self.blocks = [LayerCache.of(name, cache, BLOCKS).blocks.view(torch.int16) for name, cache in caches.items()]
 
     def values(self, layer: int, seed: torch.Tensor | int, num_blocks: int) -> torch.Tensor:
-        """What a prompt of this seed has in some blocks of a layer."""
+        """KV of a prompt of this seed in some blocks of a layer."""
         shape = (num_blocks, *self.blocks[layer].shape[1:])
         numbers = torch.arange(torch.Size(shape).numel(), device="cuda:0").view(shape)
         return ((numbers * 40503 + layer * 7919 + seed * 104729) & 0x7FFF).to(torch.int16)
@@ -56,7 +56,7 @@ class Instance:
         self.blocks[layer].index_copy_(0, block_ids, self.values(layer, seed, len(block_ids)))
 
     def has(self, seed: int, block_ids: list[int]) -> list[bool]:
-        """Whether blocks hold the KV of a seed, layer by layer."""
+        """True if blocks hold the KV of a seed, layer by layer."""
         at = torch.tensor(block_ids, device="cuda:0")
         equal = [torch.equal(blocks[at], self.values(layer, seed, len(at))) for layer, blocks in enumerate(self.blocks)]
         return [bool(each) for each in equal]

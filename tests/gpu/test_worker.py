@@ -70,7 +70,7 @@ class Pair:
         while not worker.finished()[1]:
             assert time.monotonic() < deadline, "the load has not ended"
             time.sleep(0.0005)
-        reports = worker.take_outcomes()
+        reports = worker.drain_outcomes()
         assert reports is not None
         return reports.outcomes["consuming"]
 
@@ -155,7 +155,7 @@ def test_without_events_the_same_load_brings_wrong_kv(pair: Pair) -> None:
 
 
 def launch_earlier_step(pair: Pair) -> list[torch.Tensor]:
-    """Launches what reads the destination blocks late, and then writes into them. Returns what it reads."""
+    """Launches a late read of the destination blocks, then a write into them. Returns the bytes that it reads."""
     at = torch.tensor(TARGET, device="cuda:0")
     for _ in range(5):
         torch.cuda._sleep(PAUSE_CYCLES)
@@ -189,7 +189,7 @@ def test_a_handoff_that_ends_while_the_gpu_computes_brings_nothing(pair: Pair) -
     pair.tell("end", pair.handoff, "preempted")
     facts = pair.outcome()
     assert (facts.is_loaded, facts.reason) == (False, "preempted")
-    assert pair.consumer.worker.take_invalid_block_ids() == set(TARGET)
+    assert pair.consumer.worker.drain_invalid_block_ids() == set(TARGET)
     pair.tell("synchronize")
     assert all(bool((blocks == UNTOUCHED).all()) for blocks in pair.consumer.blocks)
 

@@ -61,7 +61,7 @@ def hand_over(way, there, advertised):
     there.tell(f"0.0.0.0:7100 {advertised}")
     control = there.read()
     assert control == f"{advertised}:7100"
-    assert there.read() == "0.0.0.0:7100 0.0.0.0:7200", "nobody listens but these two"
+    assert there.read() == "0.0.0.0:7100 0.0.0.0:7200", "only these two listen"
     handoff, target = new_id(), caches()
     worker = role(listen=f"{way.near}:0")
     worker.register(target)
@@ -72,7 +72,7 @@ def hand_over(way, there, advertised):
     def step():
         output = engine.scheduler.schedule()
         worker.begin_step(output.kv_connector_metadata)
-        received, outcomes = worker.finished()[1], worker.take_outcomes()
+        received, outcomes = worker.finished()[1], worker.drain_outcomes()
         engine.end(output, finished_recving=received or None, kv_connector_worker_meta=outcomes)
         return output.kv_connector_metadata
 

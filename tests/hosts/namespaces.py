@@ -51,7 +51,7 @@ class Host:
         self.run("ip", "link", "set", "lo", "up")
 
     def run(self, *command):
-        """What a command prints there."""
+        """Output of a command there."""
         return run_here(*self.enter, *command)
 
     @contextlib.contextmanager
@@ -132,14 +132,14 @@ class Cable:
 
 
 def two_addresses():
-    """The addresses of a network of two: of the range for benchmarks, which nobody routes (RFC 2544)."""
+    """The addresses of a network of two: of the range for benchmarks, which is not routed (RFC 2544)."""
     subnet = random.SystemRandom().randrange(1 << 15) * 4
     network = f"198.{18 + (subnet >> 16)}.{subnet >> 8 & 255}"
     return [f"{network}.{(subnet & 255) + end}" for end in (1, 2)]
 
 
 def run_here(*command):
-    """What a command prints."""
+    """Output of a command."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         message = f"{' '.join(command)}: {done.stderr.strip()}"
@@ -149,7 +149,7 @@ def run_here(*command):
 
 @functools.cache
 def why_no_hosts():
-    """Why there are no other hosts on this machine; empty when there are."""
+    """Reason for which this machine has no other hosts; empty if it has."""
     if not Path("/proc/self/ns/net").exists():
         return "no network namespaces"
     try:

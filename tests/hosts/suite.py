@@ -193,7 +193,7 @@ def read_again(agent, address, read):
 
 
 def listeners(host):
-    """The addresses at which somebody on a host listens, loopback and all, by what the kernel says."""
+    """The addresses of all listeners on a host, loopback included, as the kernel reports them."""
     lines = host.run("ss", "--listening", "--tcp", "--numeric", "--no-header").splitlines()
     return {line.split()[3].rpartition(":")[0] for line in lines}
 
@@ -296,8 +296,8 @@ def test_a_late_insert_over_a_thin_cable_fails_alone_and_its_buffer_goes_on(thin
 
 FAST = ("tbf", "rate", "200mbit", "burst", "64kb", "latency", "50ms")
 SLOW = ("tbf", "rate", "16mbit", "burst", "64kb", "latency", "50ms")
-# What a message may find on its way, a part and what the socket holds, takes 0.1 s; all that is on its way when a
-# transfer is cancelled, 4 MiB, takes 0.5 s. A peer is taken for silent when it has not answered for 0.25 s.
+# Bytes in front of a message, a part and the socket's, take 0.1 s; all bytes on their way when a transfer is
+# cancelled, 4 MiB, take 0.5 s. A peer is taken for silent when it has not answered for 0.25 s.
 BETWEEN = ("tbf", "rate", "64mbit", "burst", "64kb", "latency", "50ms")
 SIZES = [1, 100, 32 << 10, (32 << 10) + 1, MIB, 7, 3 * MIB, 64 << 10, 0, MIB // 2]
 

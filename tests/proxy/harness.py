@@ -204,7 +204,7 @@ async def breaks_off(request):
 
 @contextmanager
 def dead_port():
-    """A port at which nobody listens, and that nobody else gets meanwhile."""
+    """A port without a listener, which no other process gets meanwhile."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         yield holder.getsockname()[1]
@@ -232,7 +232,7 @@ class Stage:
 async def stage(
     prefill=None, decode=None, control=None, ports=("", ""), *, has_control=True, **settings
 ) -> AsyncIterator[Stage]:
-    """A proxy before instances with these behaviours; `DEAD` is one that nobody listens at. One with a URL runs.
+    """A proxy before instances with these behaviours; `DEAD` is one without a listener. One with a URL runs.
 
     `control` is a real client and `ports` are the addresses of all P's and of all D's, where there are real ones.
     """

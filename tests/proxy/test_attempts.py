@@ -1,4 +1,4 @@
-"""What a failure costs: how many engines one request takes, who is asked next, and what is released."""
+"""Costs of a failure: the engines of one request, the next instance, and the released handoffs."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What the HTTP parser refuses, at the proxy and at its instances."""
+"""Messages that the HTTP parser refuses, at the proxy and at its instances."""
 
 import asyncio
 import logging

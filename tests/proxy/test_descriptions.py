@@ -1,4 +1,4 @@
-"""What the proxy knows of the engines without a request that waits for it."""
+"""Descriptions of the engines, which the proxy has before a request waits for them."""
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager

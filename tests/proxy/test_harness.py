@@ -1,4 +1,4 @@
-"""What stands in for others has to follow them."""
+"""Stand-ins have to follow the real classes."""
 
 import inspect
 
@@ -8,7 +8,7 @@ from .harness import RecordingControl
 
 
 def _questions(kind):
-    """What can be asked: the methods and their parameters, by name."""
+    """The public methods and their parameters, by name."""
     methods = inspect.getmembers(kind, inspect.isfunction)
     return {name: list(inspect.signature(method).parameters) for name, method in methods if not name.startswith("_")}
 

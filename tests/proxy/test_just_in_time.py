@@ -47,7 +47,7 @@ class Scene:
         self.producer.finish(handoff, [7], "length", 0, bytes(32))
 
     async def is_received(self):
-        """What was said before has been taken by P's port, and its answers by the proxy's loop."""
+        """Waits until P's port has processed earlier messages, and the proxy's loop the answers."""
         await self.client.describe(self.producer.address)
 
     def close(self):

@@ -1,4 +1,4 @@
-"""What the proxy counts, asked of a real one at `/metrics`."""
+"""Counts of a real proxy at `/metrics`."""
 
 import asyncio
 
@@ -180,7 +180,7 @@ def test_a_proxy_that_stops_does_not_wait_before_it_asks_once_more(monkeypatch):
     run(scene)
 
 
-def test_attempts_that_nobody_knows_are_counted_and_so_are_the_instances_that_were_replaced(monkeypatch):
+def test_unknown_attempts_are_counted_and_so_are_the_instances_that_were_replaced(monkeypatch):
     monkeypatch.setattr("kvpipe.proxy.results._ABORTED_AFTER_S", 0.0)
 
     async def scene():

@@ -1,10 +1,10 @@
-"""Which instance is asked next: a table of routes and failures, without a proxy."""
+"""The next instance of a request: a table of routes and failures, without a proxy."""
 
 import pytest
 from multidict import CIMultiDict
 
 from kvpipe.proxy.instances import Instance
-from kvpipe.proxy.request import Request, RetryBudget, Step
+from kvpipe.proxy.request import RetryBudget, RoutedRequest, Step
 from kvpipe.proxy.upstream import Answer, InstanceError
 
 P1, P2, P3, D1, D2, D3 = (Instance(f"http://{name}:1") for name in ("p1", "p2", "p3", "d1", "d2", "d3"))
@@ -22,7 +22,7 @@ def failure(instance, kind):
 
 def steps(route, *failures, prefill=BOTH["prefill"], decode=BOTH["decode"], budget=None, shown="", **options):
     """The steps of one request, with `shown` before its first failure."""
-    request = Request(route, prefill, decode, budget or RetryBudget(), **options)
+    request = RoutedRequest(route, prefill, decode, budget or RetryBudget(), **options)
     taken = [request.first()]
     if shown:
         getattr(request, f"{shown}_shown")()
@@ -96,7 +96,7 @@ def test_after_text_of_decode_no_instance_is_asked():
 
 
 def test_a_prefill_that_broke_beside_a_decode_counts_and_only_once():
-    request = Request("handoff", *BOTH.values(), RetryBudget())
+    request = RoutedRequest("handoff", *BOTH.values(), RetryBudget())
     broken = failure(P1, "broken")
     assert request.failed(failure(D1, "unreached"), broken) == Step("same", decode=D2)
     assert request.failed(failure(D2, "unreached"), broken) == Step("same", decode=D3)
@@ -140,7 +140,7 @@ def test_a_request_leaves_a_frozen_instance_without_a_retry_of_the_budget():
     ],
 )
 def test_a_request_leaves_a_frozen_instance_only_where_another_can_answer(instance, options, may_leave):
-    request = Request("handoff", **BOTH | {"budget": RetryBudget()} | options)
+    request = RoutedRequest("handoff", **BOTH | {"budget": RetryBudget()} | options)
     role = "prefill" if instance == P1 else "decode"
     assert request.may_leave(role, instance) == may_leave
     request.text_shown()

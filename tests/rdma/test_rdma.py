@@ -28,7 +28,7 @@ LOST_WITHIN_S = 10
 
 @pytest.fixture(autouse=True, scope="module")
 def over_verbs():
-    """What the user's environment says here: UCX has rc, with ud to connect by, and nothing else."""
+    """The user's environment of these tests: UCX has rc, with ud to connect by, and nothing else."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", "rc_verbs,ud_verbs,self")
         patch.setenv("KVPIPE_DATA_PATH", "rdma")
@@ -77,7 +77,7 @@ def test_the_machine_has_a_device_and_a_ucx_for_it():
 
 
 def echoed(child, tensors):
-    """What comes back of each tensor, and what carried it there."""
+    """The echo of each tensor, and the transport that carried it there."""
     with Pipe.listen(LISTEN) as receiver, Pipe.connect(child.read(), timeout=TIMEOUT_S) as sender:
         child.tell(receiver.address)
         back = []
@@ -144,7 +144,7 @@ def test_a_region_is_pinned_while_it_is_registered_and_no_longer(agent):
 
 
 def until_lost(attempt):
-    """When the peer was found to be lost."""
+    """Time of the detection that the peer is lost."""
     with contextlib.suppress(PeerLostError):
         while True:
             attempt()
@@ -235,7 +235,7 @@ def test_blocks_under_way_when_the_rdma_link_goes_down_arrive_as_streams_of_the_
         assert {transport, destination.read(), destination.read()} == {"tcp"}
 
 
-# What starts a process without the right to read any other: Yama would not count for root.
+# Starts a process without the right to read any other: Yama would not count for root.
 RESTRICTED = SimpleNamespace(enter=["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"])
 
 

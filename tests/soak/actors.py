@@ -1,4 +1,4 @@
-"""Who does what in a round. Each goes on until the round is over, and raises when something is wrong."""
+"""Actors of a round. Each goes on until the round is over, and raises when something is wrong."""
 
 import contextlib
 import itertools
@@ -50,7 +50,7 @@ class Late:
 
 @dataclass
 class Round:
-    """What the actors of a round share with who watches them."""
+    """State that the actors of a round share with their observer."""
 
     ends_at: float
     counts: Counter
@@ -194,7 +194,7 @@ def lookups(rng, shared):
 
 
 def _insert_and_consume(rng, shared, buffers):
-    """What a consumer had that was killed, comes back when its loss is known, unless it had taken it: one at most."""
+    """The entry of a killed consumer comes back when its loss is known, unless it was consumed: one at most."""
     server, producer, consumer = buffers
     entries = {number: _bytes(rng, 1 + _size(rng) // 4) for number in rng.sample(range(1 << 40), rng.randrange(1, 12))}
     for number, key in entries.items():

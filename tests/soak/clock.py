@@ -1,4 +1,4 @@
-"""How late the machine itself was, to read a late detection beside: threads wait for a CPU, and for Python."""
+"""Lateness of the machine itself, beside a late detection: threads wait for a CPU, and for Python."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ NUM_TICKS = 10_000
 
 @dataclass(frozen=True)
 class Tick:
-    """When the clock should have ticked, by how much it was late, and how much of that it waited for a CPU."""
+    """Due time of a tick, its lateness, and the part of that spent waiting for a CPU."""
 
     due: float
     late_s: float
@@ -22,7 +22,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Waits:
-    """What a thread had to wait that had next to nothing to do: once at most, in all, and of that for a CPU."""
+    """Waiting times of a thread with next to nothing to do: the longest, all together, and of those for a CPU."""
 
     longest_s: float
     total_s: float
@@ -34,14 +34,14 @@ class Waits:
 
 
 class Clock:
-    """A thread that does nothing but note how late it is woken. What it had to wait, others had to as well."""
+    """A thread that only notes its own late wake-ups. Other threads wait as long."""
 
     def __init__(self):
         self._ticks = deque(maxlen=NUM_TICKS)
         threading.Thread(target=self._tick, name="clock", daemon=True).start()
 
     def waits(self, since, until):
-        """What it had to wait in this time. Work of several threads waits more often than one does."""
+        """Its waiting times in this period. Work of several threads waits more often than one does."""
         ticks = [tick for tick in tuple(self._ticks) if tick.due <= until and tick.due + tick.late_s >= since]
         late = [tick.late_s for tick in ticks]
         return Waits(max(late, default=0.0), sum(late), sum(tick.queued_s for tick in ticks))
@@ -55,10 +55,10 @@ class Clock:
             woken = time.monotonic()
             before, queued_s = queued_s, _queued_s(schedstat)
             self._ticks.append(Tick(due, woken - due, queued_s - before))
-            # What it has to wait in between, to read a file, is late as well.
+            # The time until here, which reads a file, counts as late, too.
             due = woken + TICK_S
 
 
 def _queued_s(schedstat):
-    """For how long a thread has been ready to run and had no CPU."""
+    """Seconds that a thread has been ready to run without a CPU."""
     return int(schedstat.read_text().split()[1]) / 1e9

@@ -1,4 +1,4 @@
-"""Healthy operations between peers that nobody kills, beside others on the same sessions that are late or cancelled.
+"""Healthy operations between peers that stay alive, beside others on the same sessions that are late or cancelled.
 
 A healthy operation has a generous deadline. It must not fail, not be later than that, and not be tried again: whatever
 else happens, happens to others. One to which it happens all the same is a hit. Late tensors and entries, and what is
@@ -23,8 +23,8 @@ from tests.strangers import strangers
 
 DEADLINE_S = 20.0
 PAUSE_S = 0.005
-# Each block has one actor: healthy reads, loads, loads that are cancelled, late reads, and writes, which nobody
-# reads meanwhile.
+# Each block has one actor: healthy reads, loads, loads that are cancelled, late reads, and writes, which are not read
+# meanwhile.
 NUM_BLOCKS = 64
 READ, LOADED, CANCELLED, LATE, WRITTEN = range(8), range(8, 12), range(12, 16), range(16, 60), range(60, 64)
 # The longest deadline of a late read. Half of them have a quarter of it at most, so that some are late on any machine.
@@ -51,7 +51,7 @@ class Hit:
 
 
 class Pair:
-    """Two agents of this process, a pipe that nobody disturbs and one that has late tensors, and a lookup buffer."""
+    """Two agents of this process, an undisturbed pipe and one that has late tensors, and a lookup buffer."""
 
     def __init__(self, integrity=INTEGRITIES[0]):
         self._numbers = itertools.count()
@@ -109,7 +109,7 @@ class Pair:
         self.producer.mark_ready(ready, [self._leased])
 
     def load_end(self, handoff, within_s=DEADLINE_S):
-        """How a load has ended; `None` if it has not in time. Several threads may ask."""
+        """Outcome of a load; `None` if it has not ended in time. Several threads may ask."""
         give_up_at = time.monotonic() + within_s
         while time.monotonic() < give_up_at:
             with self._lock:
@@ -184,7 +184,7 @@ def healthy_loads(_rng, shared):
 
 
 def healthy_tensors(rng, shared):
-    """Tensors go through a pipe that nobody disturbs."""
+    """Tensors go through an undisturbed pipe."""
     pair = shared.pair
 
     def move():
@@ -225,19 +225,19 @@ def select_entry(buffers, rng, tokens, timeout=DEADLINE_S):
 
 
 def check_entry(found, tokens, key):
-    """Whether this entry was found."""
+    """Asserts that this entry was found."""
     assert found[0] is not None, "the entry is lost"
     assert np.array_equal(found[0], tokens), f"entry {found[0]} instead of {tokens}"
     assert np.array_equal(found[2], key), "wrong bytes"
 
 
 def check_consumed(buffers, rng, tokens):
-    """Whether an entry is there no more."""
+    """Asserts that an entry is there no more."""
     assert select_entry(buffers, rng, tokens, timeout=0)[0] is None, "the entry was delivered twice"
 
 
 def late_reads(rng, shared):
-    """Large reads that have 0 to 50 ms, and large reads of which nobody awaits the end after that."""
+    """Large reads that have 0 to 50 ms, and large reads whose end is not awaited after that."""
     pair = shared.pair
     while shared.goes_on("late_reads"):
         late_s, is_cancelled = LATEST_S * rng.random() ** 2, bool(rng.randrange(2))

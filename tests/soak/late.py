@@ -48,12 +48,12 @@ class LateTensors:
             raise
 
     def _send_alone(self, late_s):
-        assert failed_late(self._sender.isend_tensor(self._tensor, timeout=late_s)), "sent, and nobody received it"
+        assert failed_late(self._sender.isend_tensor(self._tensor, timeout=late_s)), "sent, and not received"
         self._count(lost=False)
         self._move_next()
 
     def _receive_alone(self, late_s):
-        assert failed_late(self._receiver.irecv_tensor(timeout=late_s)), "received, and nobody sent it"
+        assert failed_late(self._receiver.irecv_tensor(timeout=late_s)), "received, and not sent"
         self._count(lost=False)
         self._move_next()
 
@@ -62,7 +62,7 @@ class LateTensors:
         value = self._fill()
         received = self._receiver.irecv_tensor(timeout=DEADLINE_S)
         late = failed_late(self._sender.isend_tensor(self._tensor, timeout=late_s))
-        self._tensor.fill(0)  # nobody reads it any more
+        self._tensor.fill(0)  # it is not read any more
         if not late:
             assert is_filled(received.wait(DEADLINE_S), value), "wrong bytes"
             return
@@ -90,7 +90,7 @@ class LateTensors:
             found = self._receiver.recv_tensor(timeout=DEADLINE_S) if late else received.result()
             assert is_filled(found, value), "wrong bytes"
             sent.wait(DEADLINE_S)
-        self._out.fill(0)  # nobody writes into it any more
+        self._out.fill(0)  # it is not written into any more
         if late:
             self._count(lost=is_lost)
         self._move_next()
@@ -112,12 +112,12 @@ class LateTensors:
 
 
 def is_filled(tensor, value):
-    """Whether it is a late tensor with this value."""
+    """True for a late tensor with this value."""
     return tensor.size == TENSOR_BYTES and bool((tensor == value).all())
 
 
 def failed_late(work):
-    """Why an operation failed at its deadline, or "" if it did not. It is settled then."""
+    """Reason for which an operation failed at its deadline, or "" if it did not. It is settled then."""
     try:
         work.wait(DEADLINE_S)
     except TransferTimeoutError as error:
@@ -162,7 +162,7 @@ class LateEntries:
     def _select_nothing(self, late_s):
         tokens, key = self._entry()
         found = select_entry(self._buffers, self._rng, tokens, late_s)
-        assert found[0] is None, f"entry {found[0]}, which nobody has inserted"
+        assert found[0] is None, f"entry {found[0]}, which was not inserted"
         self._count()
         self._insert_within(DEADLINE_S, tokens, key)
         check_entry(select_entry(self._buffers, self._rng, tokens), tokens, key)

@@ -42,7 +42,7 @@ SHORT_S = 0.2
 
 
 class StoreContract:
-    """What callers of a store may rely on. A subclass provides `connect`.
+    """Guarantees of a store to its callers. A subclass provides `connect`.
 
     Attributes:
         reservation_s: Seconds after which the store under test ends a reservation that is not used.
@@ -305,7 +305,7 @@ class StoreContract:
 
     # --- take
 
-    def test_a_value_that_is_taken_is_seen_by_nobody_else_and_deleted_when_it_is_acknowledged(
+    def test_a_value_that_is_taken_is_hidden_and_deleted_when_it_is_acknowledged(
         self, store: KVStore, other: KVStore, key: bytes
     ) -> None:
         assert store.put(key, b"abc", b"record")
@@ -545,7 +545,7 @@ def _reserved(store: KVStore, key: bytes, num_bytes: int):
 
 
 def eventually(is_so: Callable[[], bool]) -> None:
-    """Waits until something is so of which nobody reports the change."""
+    """Polls a condition without a notification."""
     deadline_s = time.monotonic() + LONG_S
     while not is_so():
         assert time.monotonic() < deadline_s, "not seen in time"

@@ -142,7 +142,7 @@ def test_the_packing_is_that_of_vllms_cpu_attention(dtype, packing):
     layout = layout_of(dtype, packing=packing, num_layers=1)
     slabs = slabs_of(layout)
     _, blocks, heads, tokens, channels = layout.shape
-    # What a model hands to its attention: [num_tokens, num_heads, head_size].
+    # Inputs of a model's attention: [num_tokens, num_heads, head_size].
     floats = torch.from_numpy(slabs[0].astype(np.float32)).to(getattr(torch, dtype))
     keys, values = floats.permute(2, 0, 3, 1, 4).reshape(2, blocks * tokens, heads, channels)
     cache = torch.zeros(blocks, heads, tokens, 2 * channels, dtype=floats.dtype)

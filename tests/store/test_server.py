@@ -252,7 +252,7 @@ def test_an_address_that_others_reach_needs_a_token(monkeypatch):
         StoreServer("0.0.0.0:0")
 
 
-def test_a_store_that_nobody_serves_is_not_connected_to():
+def test_a_store_that_is_not_served_is_not_connected_to():
     with pytest.raises(ConnectError):
         RemoteStore.open("kvpipe://127.0.0.1:9", timeout=0.3)
 

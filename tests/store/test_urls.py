@@ -1,4 +1,4 @@
-"""Which implementation a URL names."""
+"""The implementation that a URL names."""
 
 import subprocess
 import sys

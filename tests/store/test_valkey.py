@@ -223,7 +223,7 @@ return 1
 
 
 def serves_slots(server, other):
-    """Whether a server of a cluster knows that another one has slots."""
+    """True if a server of a cluster knows that another one has slots."""
     with server.client() as client:
         slots = client.execute_command("CLUSTER", "SLOTS")
     return other.port in [node[1] for _, _, node, *_ in slots]

@@ -108,7 +108,7 @@ def test_aborted_reservations_and_handoffs_leave_nothing(client, store, number):
     for key in (b"%d" % index for index in range(number)):
         with store.reserve(key, 10) as reservation:
             reservation.write(b"abc")
-        # The handoff of a request that is aborted once it was committed: whoever has taken it acknowledges it unread.
+        # The handoff of a request that is aborted once it was committed: its consumer acknowledges it unread.
         assert store.put(key, b"abc")
         with store.take(key) as lease:
             lease.acknowledge()

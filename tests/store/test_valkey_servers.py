@@ -34,7 +34,7 @@ def test_a_password_is_used_and_a_wrong_one_is_an_authentication_error(running, 
     with running(tmp_path, "--requirepass", "right%word") as server:
         with ValkeyStore.open(server.url(login=":right%25word@")) as store:
             assert_works(store)
-        for login in ("", ":wrong@", "nobody:right%25word@"):
+        for login in ("", ":wrong@", "unknown:right%25word@"):
             with pytest.raises(AuthenticationError):
                 ValkeyStore.open(server.url(login=login))
 
@@ -298,12 +298,12 @@ def test_a_replica_is_a_connect_error(running, server, tmp_path):
         ValkeyStore.open(replica.url())
 
 
-def test_nobody_at_the_port_is_a_connect_error_and_the_next_host_is_tried(server):
-    nobody = free_port()
+def test_a_port_without_a_listener_is_a_connect_error_and_the_next_host_is_tried(server):
+    unused = free_port()
     for host in ("127.0.0.1", "[::1]"):
-        with pytest.raises(ConnectError, match=re.escape(f"cannot connect to {host}:{nobody}: ")):
-            ValkeyStore.open(f"redis://{host}:{nobody}")
-    with ValkeyStore.open(f"redis://127.0.0.1:{nobody},127.0.0.1:{server.port}/0?prefix=hosts") as store:
+        with pytest.raises(ConnectError, match=re.escape(f"cannot connect to {host}:{unused}: ")):
+            ValkeyStore.open(f"redis://{host}:{unused}")
+    with ValkeyStore.open(f"redis://127.0.0.1:{unused},127.0.0.1:{server.port}/0?prefix=hosts") as store:
         assert_works(store)
 
 

@@ -47,7 +47,7 @@ class Zygote:
     """A process that has imported modules and forks programs. A context manager that ends it; programs go on.
 
     Args:
-        modules: What it imports.
+        modules: Modules that it imports.
         env: More variables of its environment; those that are read at import hold for all its programs.
         log: Its own output; none where it is None.
     """
@@ -92,5 +92,5 @@ class Zygote:
         self._process.wait()
 
     def command(self, module: str = API_SERVER) -> tuple[str, ...]:
-        """What runs as `python -m module` does, with arguments to follow; its process group is that of its start."""
+        """Command that runs as `python -m module`, with arguments to follow, in the process group of its start."""
         return (sys.executable, "-I", "-S", str(CLIENT), self._path, module)

@@ -1,4 +1,4 @@
-"""What tests have a zygote fork: `python -m tests.zygote.programs ACTION`."""
+"""Program that a zygote forks for tests: `python -m tests.zygote.programs ACTION`."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Says what it has, or ends as asked."""
+    """Prints its environment, or ends as asked."""
     action = sys.argv[1]
     if action == "facts":
         facts = {

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 NUM_DESCRIPTORS = 3
-# What libraries and the interpreter read once.
+# Variables that libraries and the interpreter read once.
 READ_AT_IMPORT = (
     "GOMP_SPINCOUNT",
     "LD_LIBRARY_PATH",
@@ -42,7 +42,7 @@ AT_START = dict(os.environ)
 
 
 class RefusedError(Exception):
-    """Why no program is forked."""
+    """Refusal to fork a program."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def test_a_client_that_is_killed_before_its_program_was_forked_ends_alone(zygote
 
 
 def links(pid):
-    """What the descriptors of a process are."""
+    """Targets of the descriptors of a process."""
     found = [""]
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -112,7 +112,7 @@ def test_a_zygote_ends_when_its_owner_is_killed():
 
 
 def has_ended(pid):
-    """Whether a process has ended whose parent has, too; init may not have looked at it yet."""
+    """True if a process has ended whose parent has, too; init may not have reaped it yet."""
     try:
         return ") Z " in Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

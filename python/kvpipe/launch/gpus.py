@@ -20,7 +20,7 @@ _QUERY_TIMEOUT_S = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class GpuShare:
-    """What an instance gets of some GPUs.
+    """An instance's share of some GPUs.
 
     Attributes:
         gpus: As `CUDA_VISIBLE_DEVICES` names them; empty if the instance chooses itself.

@@ -55,7 +55,7 @@ class Instance:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DeploymentPlan:
     """The processes of a deployment, with their addresses, before their start."""
 
     prefill: list[Instance]
@@ -81,7 +81,7 @@ class Planner:
         self._gpu_shares = iter(assign_gpus(num_engines + spec.num_undivided, spec.gpus, spec.vllm_args))
         self._store_url = f"kvpipe://{LOOPBACK}:{next(self._ports)}" if spec.store == OWN_STORE else spec.store
 
-    def plan(self) -> Plan:
+    def plan(self) -> DeploymentPlan:
         """Returns the processes of the spec."""
         spec = self._spec
         store = self._store() if spec.store == OWN_STORE else None
@@ -91,7 +91,7 @@ class Planner:
         proxy = None
         if spec.proxy_command is not None:
             proxy = self._proxy(spec.proxy_command, [*prefill, *decode])
-        return Plan(prefill, decode, undivided, proxy, store)
+        return DeploymentPlan(prefill, decode, undivided, proxy, store)
 
     def _store(self) -> Instance:
         """The store, whose state is known by its metrics."""

@@ -32,7 +32,7 @@ class DeploymentSpec:
     port: int = 0
     """Port of the proxy; 0 picks a free one."""
     dispatch: Literal["just-in-time", "sequential"] = "just-in-time"
-    """When D gets a request; without meaning where there is a store."""
+    """Time at which D gets a request; without meaning if there is a store."""
     store: str = ""
     """URL of a KV store through which the instances share KV, without handoffs; `own` starts one. Empty: handoffs."""
     split_from: int | None = None

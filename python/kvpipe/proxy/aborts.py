@@ -18,7 +18,7 @@ class AbortCheck:
     """Looks for an abort in a stream.
 
     Attributes:
-        has_found: whether there was one.
+        has_found: true if there was one.
     """
 
     def __init__(self) -> None:

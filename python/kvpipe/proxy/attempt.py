@@ -47,9 +47,9 @@ class Attempt(ABC):
     """One attempt at a request. It owns what it has begun at instances until `settle`.
 
     Args:
-        services: what all attempts share.
+        services: services that all attempts share.
         call: the client's request.
-        may_leave: whether another instance can be asked instead of one that is frozen.
+        may_leave: true if another instance can be asked instead of one that is frozen.
 
     Attributes:
         handoff: id of the handoff; empty where one instance works alone.
@@ -146,9 +146,9 @@ class SplitAttempt(Attempt):
     """P computes the prompt, and D answers: after P's answer, or beside P from when `_until_due` returns.
 
     Args:
-        services: what all attempts share.
+        services: services that all attempts share.
         call: the client's request.
-        may_leave: whether another instance can be asked instead of one that is frozen.
+        may_leave: true if another instance can be asked instead of one that is frozen.
         prefill: P.
         decode: D; another one replaces it where it did not answer.
     """

@@ -1,4 +1,4 @@
-"""The attempts at one request, one after the other: `Request` decides who is asked, and these ask."""
+"""The attempts at one request, one after the other. `RoutedRequest` chooses the instances; the attempts ask them."""
 
 import logging
 from http import HTTPStatus
@@ -10,7 +10,7 @@ from kvpipe.proxy.early_token import EarlyToken
 from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.handoff import HandoffAttempt, ResumedHandoff
 from kvpipe.proxy.instances import Instance
-from kvpipe.proxy.request import Request, Step
+from kvpipe.proxy.request import RoutedRequest, Step
 from kvpipe.proxy.upstream import Answer, InstanceError
 
 # P and D by a handoff, or by a store that they share; and a D that goes on after P's token.
@@ -26,13 +26,15 @@ class Attempts:
     """The attempts at one request.
 
     Args:
-        services: what all attempts share.
+        services: services that all attempts share.
         call: the client's request.
-        request: decides who is asked next.
-        way: how KV gets from P to D.
+        request: chooses the next instance.
+        way: path of KV from P to D.
     """
 
-    def __init__(self, services: Services, call: Call, request: Request, way: Literal["handoff", "store"]) -> None:
+    def __init__(
+        self, services: Services, call: Call, request: RoutedRequest, way: Literal["handoff", "store"]
+    ) -> None:
         self._services = services
         self._call = call
         self._request = request

@@ -35,12 +35,12 @@ class ProxyConfig:
             their workers take the requests.
         host: interface to listen on. Default: loopback only.
         port: TCP port to listen on; 0 picks a free one, which the log names.
-        dispatch: when D gets a request. `sequential`: after P's answer. `just-in-time`: before the predicted end of the
-            prefill, by the time that D takes to admit a request. `store`: after P's answer. P and D share a KV store,
-            from which D loads what P has computed. `amqp`: after P's answer, through a broker, to a D that has room.
-        on_prefill_failure: what happens when no P is left for a request. `decode`: D computes its prompt. `fail`: the
-            client gets an error.
-        early_token: whether the client of a plain stream is sent P's token before D's stream begins.
+        dispatch: time and path of a request to D. `sequential`: after P's answer. `just-in-time`: before the predicted
+            end of the prefill, by the time that D takes to admit a request. `store`: after P's answer. P and D share a
+            KV store, from which D loads the KV of P. `amqp`: after P's answer, through a broker, to a D that has room.
+        on_prefill_failure: policy for a request without a P left. `decode`: D computes its prompt. `fail`: the client
+            gets an error.
+        early_token: true if the client of a plain stream is sent P's token before D's stream begins.
         split_from: prompts of fewer tokens go to D alone. Tokens are counted where the prompt is token ids, and else
             estimated from its bytes.
         token: shared secret for the control ports; None leaves the choice to the control client.
@@ -48,7 +48,7 @@ class ProxyConfig:
         allowed_origins: web pages that may use the proxy from a browser, as `https://host`; `*` allows all of them.
         allowed_methods: methods that such a page may use; `*` allows all of them.
         allowed_headers: headers that such a page may send; `*` allows all of them.
-        allow_credentials: whether such a page may send the browser's cookies and credentials.
+        allow_credentials: true if such a page may send the browser's cookies and credentials.
         connect_timeout_s: limit for name lookup, TCP and TLS of a connection to an instance, and for a health probe.
         frozen_after_s: silence of an instance that owes an answer, on HTTP and on its control port, after which it is
             frozen: it gets nothing, and its requests go to another one. Without a control port six times as long.

@@ -45,7 +45,7 @@ class Control(Describes, Protocol):
         """Return a handoff's result at `address`; None if it is unknown there."""
 
     def check(self, address: str, producer: str, timeout: float = ...) -> Awaitable[str]:
-        """Have the consumer at `address` connect to a producer; returns why it cannot use it, or an empty text."""
+        """Have the consumer at `address` connect to a producer. Returns its refusal; empty if it can use it."""
 
     def subscribe(self, address: str, handoff: str, lead_s: float, timeout: float = ...) -> Awaitable[Moment]:
         """Wait until a prefill at `address` is predicted to end within `lead_s`, has ended, or cannot end."""
@@ -62,7 +62,7 @@ class FailureLog:
         self._num_suppressed: dict[tuple[str, str], int] = {}
 
     def note(self, role: str, url: str, reason: str, now_s: float) -> bool:
-        """Log a failure unless one was logged within a minute; returns whether it was logged."""
+        """Log a failure unless one was logged within a minute. Returns true if it was logged."""
         key = (role, url)
         last_s = self._logged_at_s.get(key)
         if last_s is not None and now_s - last_s < _LOG_INTERVAL_S:

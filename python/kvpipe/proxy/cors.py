@@ -23,7 +23,7 @@ class Cors:
         origins: origins that may read answers; `*` is all of them.
         methods: methods that they may use; `*` is all of them.
         headers: headers that they may send; `*` is all of them.
-        allow_credentials: whether a browser may send cookies and its own credentials.
+        allow_credentials: true if a browser may send cookies and its own credentials.
     """
 
     origins: tuple[str, ...]

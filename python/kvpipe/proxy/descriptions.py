@@ -51,7 +51,7 @@ class StoreDescriber(_PageDescriber):
     """Describes engines with KVStoreConnector by its samples among vLLM's metrics."""
 
     async def describe(self, address: str, timeout: float = 5.0) -> dict[str, Any]:  # noqa: ASYNC109 - of `Describes`
-        """Returns whether the engine at this URL forces first tokens, and its reasoning parser.
+        """Returns the engine's support for forced first tokens, and its reasoning parser, by its URL.
 
         Raises:
             InstanceError: it is not reached, or answers with an error.
@@ -82,7 +82,7 @@ class ModelDescriber(_PageDescriber):
 
 
 def described_in(metrics: str) -> dict[str, Any]:
-    """Returns what the metrics of an engine with KVStoreConnector say of it; they do so from its first request on.
+    """Returns the description of an engine with KVStoreConnector in its metrics. It begins with the first request.
 
     Raises:
         ProtocolError: they cannot be parsed.
@@ -126,7 +126,7 @@ class Descriptions:
         return self._known.get(address)
 
     def error(self, address: str) -> str:
-        """Why the last question to this address failed; empty if it was answered."""
+        """Error of the last question to this address; empty if it was answered."""
         return self._errors.get(address, "")
 
     def refresh(self, address: str) -> None:

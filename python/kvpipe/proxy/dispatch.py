@@ -26,7 +26,7 @@ from kvpipe.proxy.limits import LengthCheck, is_contradictory, output_limit
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.pools import Asks, BrokerPool, HttpPool, Pool
 from kvpipe.proxy.prompt_length import PromptLengths
-from kvpipe.proxy.request import Request, RetryBudget, Route
+from kvpipe.proxy.request import RetryBudget, Route, RoutedRequest
 from kvpipe.proxy.results import RecentHandoffs, ResultRecorder, Results
 from kvpipe.proxy.routing import goes_to_decode_alone
 from kvpipe.proxy.tasks import OwnedTasks
@@ -172,13 +172,13 @@ class Dispatcher:
             route = "prefill"
         if route != "decode" and not self._falls_back:
             self._pools["prefill"].check()
-        request = Request(
+        request = RoutedRequest(
             route, prefill, decode, self._budget, falls_back=self._falls_back, is_available=self._is_available
         )
         return Attempts(self._services, call, request, self._way)
 
     def _alone_reason(self, call: Call) -> str:
-        """Why D gets a request alone, as far as the request tells; empty if it does not."""
+        """Reason in the request for which D gets it alone; empty if there is none."""
         if call.path not in HANDED_OFF:
             return "endpoint"
         if goes_to_decode_alone(call.body):

@@ -166,7 +166,7 @@ class Continuation:
         return all(isinstance(message, dict) and isinstance(message.get(field) or "", str) for message in messages)
 
     def _strip(self, choice: dict[str, Any]) -> bool:
-        """Remove the early token from a choice; returns whether anything else is left."""
+        """Remove the early token from a choice. Returns true if anything else is left."""
         message, field = (choice.get("delta") or {}, "content") if self._is_chat else (choice, "text")
         text = message.get(field) or ""
         if message.pop("role", None) is not None and not text and choice.get("finish_reason") is None:

@@ -22,5 +22,5 @@ class Events:
         return [bytes(event) for event in events if event.strip()]
 
     def end(self) -> bytes:
-        """Returns what is left at the end of the stream."""
+        """Returns the rest at the end of the stream."""
         return bytes(self._rest)

@@ -96,7 +96,7 @@ class Health:
         self._is_slow = True
 
     def freeze(self) -> bool:
-        """Freeze it if it has been silent for too long; returns whether that is new."""
+        """Freeze it if it has been silent for too long. Returns true if that is new."""
         is_new = not self.is_frozen and self.left_s <= 0
         if is_new:
             self._state = "frozen"

@@ -115,7 +115,7 @@ class Timing:
         lead_s: planned time between asking D and the predicted end.
         num_bytes: size of the client's request.
         trigger: event on which D was asked: `due` or `finished` from P's control port, or P's `answer`.
-        reason: why the control port reported neither.
+        reason: reason for which the control port reported neither.
         admission_s: time from asking D until it watched the handoff.
         predicted_at_s: predicted end of the prefill.
         answered_at_s: time of P's answer.

@@ -43,7 +43,7 @@ class Fit:
     Attributes:
         prefill: P's that have; none where D has to answer alone.
         decode: D's that have; all of them if none has, because D's refusal is the answer then.
-        alone: why D has to answer alone; empty if it has not.
+        alone: reason for which D has to answer alone; empty if there is none.
     """
 
     prefill: Sequence[Instance]

@@ -29,8 +29,8 @@ class Pair:
     """One answer.
 
     Attributes:
-        reason: why the pair is of no use, or why that is not known; empty if it can be used.
-        is_usable: whether handoffs between the two may succeed.
+        reason: reason for which the pair cannot be used, or that is not known; empty if it can be used.
+        is_usable: true if handoffs between the two may succeed.
     """
 
     reason: str
@@ -69,7 +69,7 @@ class Pairs:
         return pair is None or pair.is_usable
 
     def failures(self) -> dict[str, dict[str, str]]:
-        """Why pairs are of no use, or not known to be: by the URL of D, then of P."""
+        """Reasons for which pairs cannot be used, or are not known to be usable: by the URL of D, then of P."""
         found: dict[str, dict[str, str]] = {}
         for (decode, prefill), pair in self._known.items():
             if pair.reason:

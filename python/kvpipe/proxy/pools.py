@@ -72,8 +72,8 @@ class Pool(ABC):
         Args:
             instance: the instance that owes it.
             exchange: the exchange; it is cancelled where the instance freezes.
-            may_leave: whether another instance can be asked then; else the exchange goes on.
-            is_generation: whether its answer shows that a half-open instance works again.
+            may_leave: true if another instance can be asked then; else the exchange goes on.
+            is_generation: true if its answer shows that a half-open instance works again.
 
         Raises:
             InstanceError: that of the exchange, or the instance is frozen.
@@ -134,7 +134,7 @@ class HttpPool(Pool):
     Args:
         role: their role.
         config: the instances, and limits.
-        asks: what they are asked with.
+        asks: clients with which they are asked.
     """
 
     def __init__(self, role: Role, config: ProxyConfig, asks: Asks) -> None:

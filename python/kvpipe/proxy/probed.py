@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# HTTP stalls while a healthy API server tokenizes. Without a control port its silence has to last so much longer.
-_PATIENCE = 6
+# HTTP stalls while a healthy API server tokenizes. Without a control port it may be silent so many times longer.
+_HTTP_SILENCE_FACTOR = 6
 # A request leaves a frozen instance so long after the freeze, and looks again so often whether another one takes it:
 # several may freeze, or thaw, at about the same time.
 _LOOK_S = 1.0
@@ -58,7 +58,7 @@ class ProbedInstance:
         tasks: OwnedTasks,
     ) -> None:
         self.instance = instance
-        self.health = Health(frozen_after_s * (1 if instance.control else _PATIENCE))
+        self.health = Health(frozen_after_s * (1 if instance.control else _HTTP_SILENCE_FACTOR))
         self._role: Role = role
         self._upstream = upstream
         self._control = control
@@ -82,8 +82,8 @@ class ProbedInstance:
 
         Args:
             exchange: the exchange; it is cancelled where the instance freezes.
-            may_leave: whether another instance can be asked then; else the exchange goes on.
-            is_generation: whether its answer shows that a half-open instance works again.
+            may_leave: true if another instance can be asked then; else the exchange goes on.
+            is_generation: true if its answer shows that a half-open instance works again.
 
         Raises:
             InstanceError: that of the exchange, or the instance is frozen.

@@ -19,7 +19,7 @@ _LONGEST_S = 30.0
 
 logger = logging.getLogger(__name__)
 
-# Asks a port; returns whether it has answered. Anything but silence is an answer.
+# Asks a port. Returns true if it has answered. Anything but silence is an answer.
 Ask = Callable[[], Awaitable[bool]]
 
 

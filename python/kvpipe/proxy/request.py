@@ -21,7 +21,7 @@ _MAX_SAVED_RETRIES = 10.0
 
 # True if an instance may be sent a request now.
 Available = Callable[[Role, Instance], bool]
-# How a request is answered: P and D by a handoff or through a store that they share, or one of them alone.
+# Route of a request: P and D by a handoff or through a store that they share, or one of them alone.
 Route = Literal["handoff", "store", "prefill", "decode"]
 # `split`: P, and D on a new handoff. `same`: another D on the handoff that P has begun. `alone`: the instance that the
 # step has. `resume`: another D, from P's token on. `final`: none, the failure is the answer.
@@ -37,8 +37,8 @@ class Step:
         kind: the kind of step.
         prefill: the P that is asked; None if none is.
         decode: the D that is asked; None if none is.
-        denial: why no other instance of the role that failed may be asked; None if one may, or none is left.
-        is_fallback: whether D computes the prompt because no P may be asked.
+        denial: reason against asking another instance of the role that failed; None if one may be, or none is left.
+        is_fallback: true if D computes the prompt because no P may be asked.
     """
 
     kind: Kind
@@ -66,17 +66,17 @@ class RetryBudget:
         return True
 
 
-class Request:
+class RoutedRequest:
     """The instances that one request may still be sent to, its failures, and what its client has got.
 
     A connection that was refused reached no engine: it counts for nothing.
 
     Args:
-        route: how it is answered, as long as no P fails.
+        route: route of the request, as long as no P fails.
         prefill: P's, in the order in which they are asked.
         decode: D's, likewise.
         budget: the proxy's budget of retries.
-        falls_back: whether D computes the prompt where no P may be asked any more.
+        falls_back: true if D computes the prompt when no P may be asked any more.
         is_available: tells which of them may be sent a request now.
     """
 
@@ -159,7 +159,7 @@ class Request:
         return self._begin()
 
     def _resume_after(self, error: InstanceError) -> Step:
-        """Another D; where there is none, the one that failed gets a second chance, if it was reached."""
+        """Another D; if there is none, the one that failed gets a second chance, if it was reached."""
         has_resumed, self._has_resumed = self._has_resumed, True
         is_again = not has_resumed and error.failure not in ("unreached", "frozen")
         left = self._usable("decode") or ([error.instance] if is_again else [])
@@ -198,7 +198,7 @@ class Request:
             left.remove(failure.instance)
 
     def _denial(self, error: InstanceError) -> Denial | None:
-        """Why no other instance may be asked after this failure; uses the budget where one may."""
+        """Reason against asking another instance after this failure. If one may be asked, uses the budget."""
         if error.failure in ("timeout", "given_up"):
             return "timeout"
         if self._num_broken >= _MAX_BROKEN:

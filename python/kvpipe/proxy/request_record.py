@@ -24,7 +24,7 @@ class AttemptRecord:
         handoff: id of the handoff; empty where an instance works alone.
         prefill: URL of P; empty if none was asked.
         decode: URL of D; empty if none was to be asked.
-        reason: why it was given up; empty for the last one.
+        reason: reason for giving it up; empty for the last one.
     """
 
     handoff: str
@@ -43,14 +43,14 @@ class RequestRecord:
 
     Attributes:
         path: API path.
-        metrics: where the times of a stream are counted.
+        metrics: metrics that count the times of a stream.
         request_id: the client's name for it, its header `X-Request-Id`.
-        outcome: how it ended; the default applies when the client leaves.
+        outcome: its outcome; the default applies when the client leaves.
         status: HTTP status of the answer; 0 if none was sent.
         attempts: attempts in their order.
-        alone: why D gets the request alone; empty if it does not.
+        alone: reason for which D gets the request alone; empty if it does not.
         usage: tokens of prompt and answer.
-        error: why the answer is an error, or broke off.
+        error: reason for which the answer is an error, or broke off.
     """
 
     path: str

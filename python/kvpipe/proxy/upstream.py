@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from kvpipe.proxy.instances import Instance
 
 Role = Literal["prefill", "decode"]
-# How an instance failed: no connection; silence after it was reached; a reset or a broken answer; a server error; a
-# stream that contradicts the early token; no broker or instance that takes requests, or no broker that takes one
-# so large; as many instances as may be asked; silence of all its ports while another instance can be asked.
+# Kind of an instance's failure: no connection; silence after it was reached; a reset or a broken answer; a server
+# error; a stream that contradicts the early token; no broker or instance that takes requests, or no broker that takes
+# one so large; as many instances as may be asked; silence of all its ports while another instance can be asked.
 Failure = Literal[
     "unreached", "timeout", "broken", "answered", "contradicted", "unavailable", "too_large", "given_up", "frozen"
 ]
@@ -50,7 +50,7 @@ class InstanceError(KVPipeError):
     Attributes:
         role: the role in which it was asked.
         instance: the instance.
-        reason: what happened, without the instance's name.
+        reason: text of the failure, without the instance's name.
         failure: the kind of failure.
         answer: the error response, if there was one.
     """
@@ -131,7 +131,7 @@ class Answer:
         headers: headers for the client.
         body: all bytes, or the first bytes of a stream; empty for a stream that has not begun.
         stream: the rest of an unfinished stream; `close` ends it.
-        is_complete: whether the last byte has arrived.
+        is_complete: true if the last byte has arrived.
         first_bytes: waits for the first bytes of a stream that has not begun.
     """
 

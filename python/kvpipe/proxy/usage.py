@@ -55,7 +55,7 @@ class Usage:
         return body if self.cached_tokens is None else with_cached_tokens(body, self.cached_tokens)
 
     def feed(self, piece: bytes) -> bytes:
-        """Returns what can be sent of a stream after this piece; an event that is corrected waits for its end."""
+        """Returns the bytes that can be sent after this piece; an event that is corrected waits for its end."""
         piece = self._rest + piece
         at = piece.rfind(_EVENT_END)
         end = 0 if at < 0 else at + len(_EVENT_END)

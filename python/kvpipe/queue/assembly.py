@@ -28,7 +28,7 @@ from kvpipe.queue.chunks import (
     text_of,
     without_text,
 )
-from kvpipe.queue.messages import MAX_REPLY_BYTES, Control, Reply
+from kvpipe.queue.messages import MAX_REPLY_BYTES, DeliveryControl, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,7 @@ _SHOWN_BYTES = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What follows from a reply.
+    """Result of processing a reply.
 
     Attributes:
         control: answer to the worker.
@@ -51,7 +51,7 @@ class Outcome:
         has_more_of_part: True if the reply is the next beginning of a head or piece that is not complete.
     """
 
-    control: Control | None = None
+    control: DeliveryControl | None = None
     part: Reply | None = None
     decode_control: str = ""
     has_more_of_part: bool = False
@@ -62,7 +62,7 @@ class Assembly:
 
     Args:
         id: the request's id.
-        has_one_sequence: whether the answer can be continued: it has one sequence, without the prompt.
+        has_one_sequence: true if the answer can be continued: it has one sequence, without the prompt.
 
     Attributes:
         worker: queue of the worker that has the request, as far as is known.
@@ -90,13 +90,13 @@ class Assembly:
         if self._delivery and (reply.delivery != self._delivery or reply.number < self._next):
             # Of a worker that has lost the request, or it came twice.
             is_overtaken = reply.delivery != self._delivery and self._next > 0 and reply.is_last
-            return Outcome(Control("drop", self._id, reply.delivery) if is_overtaken else None)
+            return Outcome(DeliveryControl("drop", self._id, reply.delivery) if is_overtaken else None)
         if reply.kind == "failed":
-            return Outcome(Control("done", self._id, reply.delivery), reply)
+            return Outcome(DeliveryControl("done", self._id, reply.delivery), reply)
         if not self._delivery or reply.number > self._next:
             self._delivery = ""
             self._clear_parts()
-            return Outcome(Control("requeue", self._id, reply.delivery))
+            return Outcome(DeliveryControl("requeue", self._id, reply.delivery))
         self._next += 1
         return self._add(reply)
 
@@ -163,7 +163,7 @@ class Assembly:
         if self._repetition is not None:
             try:
                 part = self._repetition.rest_of(reply)
-            except ContradictionError as error:
+            except AnswerMismatchError as error:
                 return self._failure(str(error))
         if part is not None:
             self._tokens.extend(part.tokens)
@@ -174,11 +174,11 @@ class Assembly:
         failed = Reply("failed", self._id, self._delivery, self.worker, status=HTTPStatus.BAD_GATEWAY, reason=reason)
         return Outcome(self._control("drop"), failed)
 
-    def _control(self, kind: ControlKind, tokens: tuple[int, ...] = ()) -> Control:
-        return Control(kind, self._id, self._delivery, tokens)
+    def _control(self, kind: ControlKind, tokens: tuple[int, ...] = ()) -> DeliveryControl:
+        return DeliveryControl(kind, self._id, self._delivery, tokens)
 
 
-class ContradictionError(Exception):
+class AnswerMismatchError(Exception):
     """A worker's answer does not go on after what the client has."""
 
 
@@ -206,21 +206,21 @@ class _Repetition:
         return self._num_repeated < len(self._tokens)
 
     def rest_of(self, reply: Reply) -> Reply | None:
-        """What is new in a piece; `None` if the client has all of it.
+        """The new part of a piece; `None` if the client has all of it.
 
         Raises:
-            ContradictionError: It differs from what the client has.
+            AnswerMismatchError: It differs from what the client has.
         """
         known = self._tokens[self._num_repeated : self._num_repeated + len(reply.tokens)]
         if tuple(known) != reply.tokens[: len(known)]:
             message = "another instance sampled other tokens than those that the client has"
-            raise ContradictionError(message)
+            raise AnswerMismatchError(message)
         was_repeating = self.is_repeating
         self._num_repeated += len(known)
         chunk = chunk_of(reply.body)
         if was_repeating and (chunk is None or (not reply.tokens and not is_empty(chunk))):
             message = f"another instance sent {reply.body[:_SHOWN_BYTES]!r} before what the client has"
-            raise ContradictionError(message)
+            raise AnswerMismatchError(message)
         if not was_repeating:
             return self._new(reply, chunk)
         if len(known) < len(reply.tokens):
@@ -245,6 +245,6 @@ class _Repetition:
         text = None if chunk is None else text_of(chunk)
         if chunk is None or text is None or self._text is None or not text.startswith(self._text) or has_more(chunk):
             message = "the worker was lost in the middle of a chunk that cannot be cut"
-            raise ContradictionError(message)
+            raise AnswerMismatchError(message)
         body = event_of(without_text(chunk, len(self._text)) | self._head)
         return dataclasses.replace(reply, body=body, tokens=reply.tokens[num_known:])

@@ -33,7 +33,7 @@ CALL_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 1.0
-# What a broker raises that cannot be used, or not now.
+# Errors of a broker that cannot be used, or not now.
 BROKER_ERRORS = (AMQPError, ChannelInvalidStateError, OSError, TimeoutError)
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Broker(Generic[L]):
 
     Args:
         url: `amqp://` or `amqps://`, with user, password, host, port and virtual host.
-        name: what the broker shows of this connection.
+        name: name of this connection at the broker.
         open_link: opens channels, queues and consumers on a new connection.
     """
 
@@ -83,14 +83,14 @@ class Broker(Generic[L]):
         return self._link
 
     async def until_open(self) -> L:
-        """Waits for a connection, and returns what is open on it."""
+        """Waits for a connection, and returns its link."""
         while self._link is None:
             await self._is_open.wait()
         return self._link
 
     @property
     def reason(self) -> str:
-        """Why nothing is open."""
+        """Reason for which nothing is open."""
         return self._reason
 
     async def __aenter__(self) -> Self:
@@ -228,7 +228,7 @@ async def publish_alone(
 
 
 async def num_consumers(connection: AbstractConnection, queue: str) -> int | None:
-    """Returns how many consumers a queue has; `None` if the broker has no such queue."""
+    """Returns the number of consumers of a queue; `None` if the broker has no such queue."""
 
     async def ask() -> int | None:
         # A channel of its own: the broker closes it where there is no such queue.
@@ -246,7 +246,7 @@ async def num_consumers(connection: AbstractConnection, queue: str) -> int | Non
 
 
 async def _first_end(connection: AbstractConnection, channels: Sequence[AbstractChannel]) -> BaseException | None:
-    """Returns why a connection, one of its channels or a consumer has ended first."""
+    """Waits for the first end of a connection, one of its channels or a consumer, and returns its error."""
     ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
 
     def note(_: object, error: BaseException | None = None) -> None:

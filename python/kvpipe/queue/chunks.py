@@ -25,7 +25,7 @@ def chunk_of(event: bytes) -> dict[str, Any] | None:
 
 
 def failure_in(event: bytes) -> str:
-    """Why D breaks off with this event; empty if it does not, or the fault is the request's.
+    """Reason of D for breaking off with this event; empty if it does not, or the fault is the request's.
 
     vLLM ends a stream in order also where its engine has died.
     """

@@ -48,7 +48,7 @@ class DecodeCapacity:
         health: D's health; while it is frozen D is not asked.
 
     Attributes:
-        reason: why it takes no request; empty if it does.
+        reason: reason for taking no request; empty if it takes some.
         description: its engine, by itself; empty while it is not known.
     """
 

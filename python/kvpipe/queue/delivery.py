@@ -25,7 +25,7 @@ from kvpipe.queue.chunks import (
     tokens_of,
     without_tokens,
 )
-from kvpipe.queue.messages import MAX_REPLY_BYTES, Control, Reply, ReplyKind, Request
+from kvpipe.queue.messages import MAX_REPLY_BYTES, DeliveryControl, Reply, ReplyKind, Request
 from kvpipe.queue.topology import SMALL_MESSAGE_BYTES
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from kvpipe.proxy.upstream import Upstream
     from kvpipe.queue.messages import ControlKind
 
-# How often a front end is sent a reply that it has to answer. One that does not is without the broker, or has died.
+# Interval and number of repeats of a reply that a front end has to answer. One that does not is without the broker, or
+# has died.
 _ASK_EVERY_S = 2.0
 _NUM_REPEATS = 15
 # Of a reply that goes in parts. Each with its other fields is a small message.
@@ -56,10 +57,10 @@ class Replies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a delivery has ended.
+    """End of a delivery.
 
     Attributes:
-        is_over: whether the request has ended; else another worker is to have it.
+        is_over: true if the request has ended; else another worker is to have it.
         failure: D's failure, for which another one is to be asked.
     """
 
@@ -77,11 +78,11 @@ class Delivery:
 
     Args:
         request: the request.
-        is_redelivered: whether another worker may have begun with it.
+        is_redelivered: true if another worker may have begun with it.
         decode: D.
         upstream: HTTP client of D.
-        replies: where its answer goes.
-        is_read: whether a front end reads its queue.
+        replies: destination of its answer.
+        is_read: returns true if a front end reads its queue.
 
     Attributes:
         id: chosen here; the front end tells the deliveries of a request apart by it.
@@ -109,9 +110,9 @@ class Delivery:
         self._replies = replies
         self._number = 0
         self._last: Reply | None = None
-        self._controls: asyncio.Queue[Control] = asyncio.Queue()
+        self._controls: asyncio.Queue[DeliveryControl] = asyncio.Queue()
 
-    def receive(self, control: Control) -> None:
+    def receive(self, control: DeliveryControl) -> None:
         """Takes a message of the front end about the request."""
         if control.delivery in ("", self.id):
             self._controls.put_nowait(control)
@@ -152,7 +153,7 @@ class Delivery:
         """Has the front end publish the request again."""
         await self._replies.send_confirmed(self.request.reply_to, self._reply("returned"))
 
-    async def _begin(self) -> Control:
+    async def _begin(self) -> DeliveryControl:
         """Asks what the client has. A front end may be without the broker, too."""
         for _ in range(_NUM_REPEATS):
             await self._send_one("begin")
@@ -163,7 +164,7 @@ class Delivery:
                     return await self._controls.get()
         return self._control("requeue")
 
-    async def _return(self) -> Control:
+    async def _return(self) -> DeliveryControl:
         """Leaves the request to its front end, which publishes it again if it comes back.
 
         One that has died does not. Here its request would be delivered again and again, and become a dead letter.
@@ -171,16 +172,16 @@ class Delivery:
         await self.leave_to_front_end()
         return self._control("drop")
 
-    def _control(self, kind: ControlKind) -> Control:
-        return Control(kind, self.request.id, self.id)
+    def _control(self, kind: ControlKind) -> DeliveryControl:
+        return DeliveryControl(kind, self.request.id, self.id)
 
-    async def _end_control(self) -> Control:
-        """Returns what ends the delivery. A `begin` that was sent twice has two answers."""
+    async def _end_control(self) -> DeliveryControl:
+        """Returns the control that ends the delivery. A `begin` that was sent twice has two answers."""
         while (control := await self._controls.get()).kind == "continue":
             pass
         return control
 
-    async def _repeat_last_until(self, interrupted: asyncio.Task[Control]) -> Control:
+    async def _repeat_last_until(self, interrupted: asyncio.Task[DeliveryControl]) -> DeliveryControl:
         """Sends the last reply again, until the front end answers it, is away, or has not answered for long."""
         for _ in range(_NUM_REPEATS):
             await asyncio.wait({interrupted}, timeout=_ASK_EVERY_S)
@@ -193,7 +194,7 @@ class Delivery:
         return self._control("requeue")
 
     async def _answer(self, tokens: tuple[int, ...]) -> InstanceError | None:
-        """Sends D's answer; returns why another D should be asked."""
+        """Sends D's answer. Returns the failure for which another D should be asked."""
         body, hides_tokens = _body(self.request, tokens)
         headers = CIMultiDict(self.request.headers)
         try:
@@ -246,7 +247,7 @@ class Delivery:
         await self._send_one("end")
 
     def _visible(self, event: bytes, *, hides_tokens: bool) -> tuple[bytes, tuple[int, ...]]:
-        """What the front end gets of an event: the bytes for the client, and the token ids.
+        """The part of an event for the front end: the bytes for the client, and the token ids.
 
         Raises:
             InstanceError: D breaks off with it.
@@ -295,7 +296,7 @@ class Delivery:
         return Reply(kind, self.request.id, self.id, self._replies.queue, self._number, body, **fields)
 
 
-def _finished(control: Control) -> Finished:
+def _finished(control: DeliveryControl) -> Finished:
     """Fate of a message, by the front end's answer."""
     return Finished(is_over=control.kind != "requeue")
 

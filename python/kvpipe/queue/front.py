@@ -24,7 +24,7 @@ from kvpipe.proxy.upstream import Answer, InstanceError, failed
 from kvpipe.queue.acks import Acks
 from kvpipe.queue.broker import BROKER_ERRORS, Broker, called, num_consumers
 from kvpipe.queue.front_link import FrontLink, MessageTooLargeError, depths_of
-from kvpipe.queue.messages import Control, Reply, Request, publication_of
+from kvpipe.queue.messages import DeliveryControl, Reply, Request, publication_of
 from kvpipe.queue.nodes import Nodes
 from kvpipe.queue.pending import TOO_LATE, Pending, queue_error
 
@@ -183,10 +183,10 @@ class DecodeQueue:
         return {"broker": self._broker.address, "queues": depths, "workers": self._nodes.all(now_s)}
 
     def forget(self, id: str) -> None:  # noqa: A002 - as in the messages
-        """Waits for a request no longer; whoever has it aborts it."""
+        """Forgets a request, and has its worker abort it."""
         pending = self._pending.pop(id, None)
         if pending is not None:
-            self._send(Control("cancel", id), pending.assembly.worker)
+            self._send(DeliveryControl("cancel", id), pending.assembly.worker)
 
     def _opened(self) -> FrontLink:
         """Channels and queues on the connection to the broker; raises without one."""
@@ -232,7 +232,7 @@ class DecodeQueue:
     async def _open(self, connection: AbstractConnection) -> FrontLink:
         channel = await connection.channel(publisher_confirms=False)
         await self._topology.declare(channel)
-        # Replies have ended with a queue from which nobody consumed for too long.
+        # The broker deletes a queue that is idle for too long, with the replies in it.
         has_lost_replies = self._pending and await num_consumers(connection, self._replies) is None
         queue = await self._topology.declare_replies(channel, self._name)
         link = FrontLink(
@@ -267,7 +267,7 @@ class DecodeQueue:
     def _receive_reply(self, reply: Reply) -> None:
         pending = self._pending.get(reply.id)
         if pending is None:
-            self._send(Control("drop", reply.id, reply.delivery), reply.worker)
+            self._send(DeliveryControl("drop", reply.id, reply.delivery), reply.worker)
             return
         if reply.kind == "returned":
             self._return(pending, reply)
@@ -337,8 +337,8 @@ class DecodeQueue:
         else:
             pending.put(queue_error(f"the request went to the dead-letter queue: {reason}", "given_up"))
 
-    def _send(self, control: Control, worker: str) -> None:
-        """Sends to a worker, or to all as long as nobody knows which one has the request."""
+    def _send(self, control: DeliveryControl, worker: str) -> None:
+        """Sends to a worker, or to all workers while the owner of the request is unknown."""
         link = self._broker.link
         if link is not None:  # else the worker repeats what has to be answered
             sending = link.send(control, worker) if worker else link.send_to_all(control.message())
@@ -361,7 +361,7 @@ class DecodeQueue:
         finally:
             self._is_blocked = False
 
-    async def _sent(self, control: Control, sending: Awaitable[None]) -> None:
+    async def _sent(self, control: DeliveryControl, sending: Awaitable[None]) -> None:
         try:
             await sending
         except MessageTooLargeError as error:

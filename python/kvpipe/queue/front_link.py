@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aio_pika import Message
     from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractExchange, AbstractQueue
 
-    from kvpipe.queue.messages import Control
+    from kvpipe.queue.messages import DeliveryControl
 
 # A message is a transfer, too.
 _SLOWEST_BYTES_PER_S = 1 << 20
@@ -39,7 +39,7 @@ class FrontLink:
     """Channels and queues of a front end.
 
     Attributes:
-        max_message_bytes: what larger messages are refused by; the broker's refusals lower it.
+        max_message_bytes: limit above which messages are refused; the broker's refusals lower it.
     """
 
     connection: AbstractConnection
@@ -66,7 +66,7 @@ class FrontLink:
         """
         await self._publish(self.requests, message, queue, timeout_s, mandatory=True)
 
-    async def send(self, control: Control, worker: str) -> None:
+    async def send(self, control: DeliveryControl, worker: str) -> None:
         """Sends to a worker, if it is there.
 
         Raises:

@@ -32,7 +32,7 @@ class DeadLetter:
 
     Attributes:
         id: of the request.
-        reason: what D said, or `delivery_limit` or `expired` where the broker gave it up.
+        reason: D's reason, or `delivery_limit` or `expired` if the broker gave it up.
         path: API path.
         num_bytes: size of its body.
     """
@@ -44,7 +44,7 @@ class DeadLetter:
 
     @classmethod
     def of(cls, message: AbstractIncomingMessage) -> DeadLetter:
-        """Reads a message of the dead-letter queue, whoever has written it."""
+        """Reads a message of the dead-letter queue, from any writer."""
         deaths: Any = message.headers.get("x-death") or [{}]
         reason = message.headers.get("reason") or deaths[0].get("reason", "unknown")
         try:
@@ -70,7 +70,7 @@ async def replay(url: str, topology: Topology, ids: Sequence[str], timeout_s: fl
     Args:
         url: of the broker.
         topology: its queues.
-        ids: which requests; all without any.
+        ids: the ids of the requests; empty for all.
         timeout_s: limit for one answer.
         show: gets the id of each, its status, and its answer or why there is none.
 

@@ -1,8 +1,8 @@
-"""What front ends and workers send each other, as AMQP 0-9-1 messages. Pure: no input or output, no clock.
+"""Messages between front ends and workers, as AMQP 0-9-1 messages. Pure: no input or output, no clock.
 
 A front end publishes a `Request` to the queue of all workers. A worker sends `Reply`s to the front end's queue, several
-in a message where they are ready together, and gets `Control` messages in its own. The fields are JSON in front of a
-payload: headers of AMQP would have to fit into one frame. docs/reference/wire-queue.md has them.
+in a message where they are ready together, and gets `DeliveryControl` messages in its own. The fields are JSON in front
+of a payload: headers of AMQP would have to fit into one frame. docs/reference/wire-queue.md has them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # it has the answer.
 # `interrupted`: the worker lost a connection or channel, or D was frozen, which was not the request's fault.
 ReplyKind = Literal["begin", "head", "piece", "part", "end", "failed", "returned", "interrupted"]
-# `continue`: go on after the tokens. `done`: the front end has all of the answer. `drop`: nobody waits for it.
+# `continue`: go on after the tokens. `done`: the front end has all of the answer. `drop`: the front end needs no more.
 # `requeue`: pieces were lost on the way; have another worker go on. `cancel`: the client has left.
 ControlKind = Literal["continue", "done", "drop", "requeue", "cancel"]
 
@@ -55,7 +55,7 @@ class Request:
         path: API path.
         headers: HTTP headers for D.
         body: body for D, JSON.
-        publication: how often it was published before. The client may have a part of its answer then.
+        publication: number of earlier publications. After one the client may have a part of its answer.
         parsed: the body, as it was read with the message; None at a front end.
     """
 
@@ -85,7 +85,7 @@ class Request:
 
         Args:
             message: the message.
-            fronts: what the names of front ends' queues begin with.
+            fronts: prefix of the names of front ends' queues.
 
         Raises:
             ProtocolError: It is no request of a front end.
@@ -113,7 +113,7 @@ def publication_of(message: AbstractMessage) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a worker reports to a front end about one delivery of a request.
+    """Report of a worker to a front end about one delivery of a request.
 
     Attributes:
         kind: see `ReplyKind`.
@@ -123,9 +123,9 @@ class Reply:
         number: place of a head, piece, part or end in the answer; from 0.
         body: of an answer, or of a piece.
         tokens: token ids that D has sampled, as far as this piece has them.
-        status: of a head; of a failure, what the client gets.
+        status: of a head; of a failure, the status that the client gets.
         headers: HTTP headers of a head.
-        is_stream: of a head, whether pieces follow.
+        is_stream: of a head, true if pieces follow.
         decode_control: of a head, address of D's control port; empty if its worker does not have it.
         reason: of a failure.
     """
@@ -218,8 +218,8 @@ def replies(worker: str, framed: Sequence[bytes], *, is_kept: bool = False) -> M
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
-    """What a front end has a worker do with a request.
+class DeliveryControl:
+    """Command of a front end to a worker about a request.
 
     Attributes:
         kind: see `ControlKind`.

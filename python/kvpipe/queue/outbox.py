@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MAX_UNCONFIRMED_BYTES = 1 << 20
 
 
-class Outbox:
+class ReplyOutbox:
     """Sends one small message at a time to each front end. What becomes ready meanwhile goes together in the next ones.
 
     Args:
@@ -88,7 +88,7 @@ class Outbox:
 
 
 def _first_of(waiting: deque[tuple[Reply, bytes]]) -> list[tuple[Reply, bytes]]:
-    """Removes and returns what goes together in a small message; at least one reply."""
+    """Removes and returns the replies that fit into one small message; at least one."""
     batch = [waiting.popleft()]
     left = SMALL_MESSAGE_BYTES - len(batch[0][1])
     while waiting and len(waiting[0][1]) <= left:

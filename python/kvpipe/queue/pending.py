@@ -23,7 +23,7 @@ TOO_LATE = "no answer in time (--silence-timeout)"
 
 
 class Pending:
-    """A request whose answer is not complete: its parts in order, for whoever reads them.
+    """A request whose answer is not complete, with the received parts in order.
 
     Args:
         request: the request.
@@ -32,7 +32,7 @@ class Pending:
 
     Attributes:
         request: the request, as it was published last.
-        assembly: what has come of its answer.
+        assembly: the received part of its answer.
         returned_by: the deliveries that have left it to the front end.
         interrupted: the deliveries of this publication that have ended without its fault.
     """
@@ -80,7 +80,7 @@ class Pending:
 
 
 def queue_error(reason: str, failure: Failure) -> InstanceError:
-    """Why no instance behind the queue answers."""
+    """Error for a request that no instance behind the queue answers."""
     return InstanceError("decode", QUEUE, reason, failure)
 
 

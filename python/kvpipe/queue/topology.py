@@ -30,8 +30,8 @@ class Topology:
     """Names and limits of a deployment's queues.
 
     Attributes:
-        name: what all names begin with. Deployments of different names share a broker without meeting.
-        delivery_limit: how often a request is delivered again before it goes to the dead-letter queue.
+        name: prefix of all names. Deployments of different names share a broker without meeting.
+        delivery_limit: number of redeliveries of a request before it goes to the dead-letter queue.
         max_message_bytes: largest request that is published; at most the broker's `max_message_size`.
     """
 
@@ -116,8 +116,8 @@ class Topology:
     async def declare_replies(self, channel: AbstractChannel, front: str) -> AbstractQueue:
         """Declares the queue of a front end, which gets replies, dead letters and what workers report.
 
-        It outlives a connection and the broker's restart, so that replies come to whoever waits for them. One consumer
-        at a time gets them: the broker may notice late that an earlier one has ended.
+        It outlives a connection and the broker's restart, so that no reply is lost with either. One consumer at a time
+        gets them: the broker may notice late that an earlier one has ended.
         """
         arguments: dict[str, Any] = {"x-expires": REPLIES_EXPIRE_S * 1000, "x-single-active-consumer": True}
         queue = await channel.declare_queue(self.replies(front), durable=True, arguments=arguments)

@@ -21,8 +21,8 @@ from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.queue.broker import BROKER_ERRORS, CALL_TIMEOUT_S, Broker, called, num_consumers, publish_alone
 from kvpipe.queue.decode_capacity import DecodeCapacity
 from kvpipe.queue.delivery import Delivery
-from kvpipe.queue.messages import Control, Reply, Request
-from kvpipe.queue.outbox import Outbox
+from kvpipe.queue.messages import DeliveryControl, Reply, Request
+from kvpipe.queue.outbox import ReplyOutbox
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         AbstractQueue,
     )
 
-    from kvpipe.proxy.control import Control as ControlClient
+    from kvpipe.proxy.control import Control
     from kvpipe.proxy.instances import Instance
     from kvpipe.proxy.upstream import InstanceError, Upstream
     from kvpipe.queue.delivery import Finished
@@ -57,12 +57,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Link:
-    """What a worker has open on one connection, and the deliveries that it has on it."""
+    """Channels, queues and deliveries of a worker on one connection."""
 
     connection: AbstractConnection
     requests: AbstractChannel
     replies: AbstractChannel
-    outbox: Outbox
+    outbox: ReplyOutbox
     is_read: Callable[[str], Awaitable[bool]]
     of_workers: AbstractExchange
     interrupted: list[Delivery]
@@ -88,7 +88,7 @@ class _Link:
         for _, task in self.deliveries.values():
             task.cancel()
 
-    def receive(self, control: Control) -> None:
+    def receive(self, control: DeliveryControl) -> None:
         """Gives a control to the deliveries of its request."""
         for delivery, _ in list(self.deliveries.values()):
             if delivery.request.id == control.id:
@@ -116,7 +116,7 @@ class Worker:
         *,
         num_slots: int,
         upstream: Upstream,
-        control: ControlClient,
+        control: Control,
         frozen_after_s: float = DEFAULT_FROZEN_AFTER_S,
     ) -> None:
         self._topology = topology
@@ -183,8 +183,10 @@ class Worker:
         await self._topology.declare(replies)
         controls = await self._topology.declare_controls(replies, self._name)
         of_workers = await replies.get_exchange(self._topology.of_workers, ensure=False)
-        # Nobody waits for a reply that comes back: the front end's queue has ended.
-        outbox = Outbox(controls.name, replies, lambda it: link.receive(Control("drop", it.id, it.delivery)))
+        # A reply comes back if the front end's queue has ended. Its delivery is dropped.
+        outbox = ReplyOutbox(
+            controls.name, replies, lambda it: link.receive(DeliveryControl("drop", it.id, it.delivery))
+        )
         is_read = partial(_is_read, connection)
         link = _Link(connection, requests, replies, outbox, is_read, of_workers, self._interrupted)
         await controls.consume(partial(self._receive_control, link), no_ack=True)
@@ -225,7 +227,7 @@ class Worker:
         """Has other workers go on with all requests."""
         link = self._broker.link
         for delivery, _ in [] if link is None else list(link.deliveries.values()):
-            delivery.receive(Control("requeue", delivery.request.id))
+            delivery.receive(DeliveryControl("requeue", delivery.request.id))
 
     async def _update_consumers(self, link: _Link | None = None) -> None:
         """Consumes if D has capacity, and else consumes no more. A half-open D gets one request, its trial."""
@@ -357,7 +359,7 @@ class Worker:
                 await self._report(link)
             return
         try:
-            control = Control.of(message)
+            control = DeliveryControl.of(message)
         except ProtocolError as error:
             logger.warning("queue.message dropped: %s", error)
             return

@@ -1,4 +1,4 @@
-"""Databases for KV that waits for whoever needs it: the protocol `KVStore`, and its implementations."""
+"""Databases that keep KV for later use by other instances: the protocol `KVStore`, and its implementations."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

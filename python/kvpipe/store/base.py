@@ -1,4 +1,4 @@
-"""KVStore: the protocol of a database for KV that waits for whoever needs it.
+"""KVStore: the protocol of a database that keeps KV for later use by other instances.
 
 ::
 
@@ -35,10 +35,10 @@ LEASE_S = 30.0
 
 @dataclass(frozen=True)
 class Match:
-    """What a store has of a sequence of keys.
+    """Result of looking up a sequence of keys.
 
     Attributes:
-        is_present: For each key whether it can be selected now.
+        is_present: For each key, true if it can be selected now.
     """
 
     is_present: tuple[bool, ...]
@@ -56,7 +56,7 @@ class ValueInfo:
     Attributes:
         key: Its name.
         num_bytes: Size of its bytes, without the record.
-        is_leased: Whether a `take` holds it.
+        is_leased: True while a `take` holds it.
     """
 
     key: bytes
@@ -111,7 +111,7 @@ class StoreStats:
 
 
 class Reservation(ABC):
-    """Space for a value that nobody sees yet. As a context manager it aborts unless it was committed.
+    """Space for a value that is not visible yet. As a context manager it aborts unless it was committed.
 
     One thread uses it. It ends by itself `RESERVATION_S` after its last call, and when the store loses its holder.
 
@@ -199,7 +199,7 @@ class Value(Closing):
 
         Returns:
             The checksum of the bytes, CRC-64/NVME, if the parts have them and they match the checksum of the commit.
-            `None` otherwise, which is what this method returns where a store does not implement it. The content of the
+            `None` otherwise, as by default in a store that does not implement this method. The content of the
             parts is undefined then: `read_into` reads the value, or raises what is wrong.
 
         Raises:
@@ -234,7 +234,7 @@ class Lease(Value):
 
     @abstractmethod
     def acknowledge(self) -> None:
-        """Deletes the value: this caller has had it, and nobody else will.
+        """Deletes the value, which this caller has consumed.
 
         Raises:
             TransferTimeoutError: The lease has ended, and another caller may have the value. Do not use what was read.
@@ -277,7 +277,7 @@ class KVStore(Closing):
 
     @abstractmethod
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Returns for each key whether it can be selected now, in one round trip. No value's age changes."""
+        """Returns true for each key that can be selected now, in one round trip. No value's age changes."""
 
     def lookup(self, keys: Sequence[bytes]) -> Match:
         """Returns which keys are present, and how long the prefix is that is present."""
@@ -355,7 +355,7 @@ class KVStore(Closing):
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Deletes values that are neither open nor leased, and returns how many there were."""
+        """Deletes values that are neither open nor leased, and returns their number."""
 
     @abstractmethod
     def list(self, prefix: bytes = b"") -> Iterator[ValueInfo]:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="kvpipe store", description="A database for KV that waits for whoever needs it."
+        prog="kvpipe store", description="A database that keeps KV for later use by other instances."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve values from the memory of this machine until SIGTERM or SIGINT")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-# What one message has at most.
+# Limit of one message.
 _KEYS_PER_QUESTION = 1 << 14
 _MOST_BYTES = (1 << 63) - 1
 # Counters of a server that other stores do not have.
@@ -69,7 +69,7 @@ class RemoteStore(KVStore):
         return cls(connect(check_address(url, "kvpipe"), token, timeout))
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Returns for each key whether it can be selected now; see `KVStore.exists`."""
+        """Returns true for each key that can be selected now; see `KVStore.exists`."""
         asked = [self._native.exists(part) for part in _parts(keys)]
         return [is_present for work in asked for is_present in _wait(work)]
 
@@ -100,7 +100,7 @@ class RemoteStore(KVStore):
         return None if opened is None else _RemoteLease(self._native, key, opened)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Deletes values that are neither open nor leased, and returns how many there were."""
+        """Deletes values that are neither open nor leased, and returns their number."""
         return sum(_wait(work) for work in [self._native.delete(part) for part in _parts(keys)])
 
     def list(self, prefix: bytes = b"") -> Iterator[ValueInfo]:

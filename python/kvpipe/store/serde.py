@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
 SERDES = ("naive", "int8", "fp8", "kivi2", "kivi4", "cachegen")
-# What the lossy serdes take.
+# Element types that the lossy serdes accept.
 _FLOATS = ("bfloat16", "float16", "float32")
 _PACKINGS = ("rows", "vec", "vec16")
 # Of the lossy serdes' streams and quantisation: one that changes either has another number.
@@ -27,7 +27,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a chunk lies in memory.
+    """Layout of a chunk in memory.
 
     Attributes:
         dtype: A key of `DTYPES`.
@@ -146,8 +146,8 @@ class Serde:
         Args:
             data: The chunk, contiguous in host memory. What others write to it meanwhile is encoded or not.
             layout: Its layout.
-            out: Where to encode to: writable, contiguous, `max_bytes` or more. By default new memory, and for `naive`
-                none at all: the result is `data`, which must not change while the result is in use.
+            out: Destination: writable, contiguous, `max_bytes` or more. By default new memory, and for `naive` none at
+                all: the result is `data`, which must not change while the result is in use.
 
         Returns:
             The encoded bytes: the first ones of `out`.
@@ -177,7 +177,7 @@ class Serde:
         Args:
             data: The bytes that `encode` of the same serde returned, and no more.
             layout: The chunk's layout, of which the packing may be another one, except for `naive`.
-            out: Where to decode to: writable, contiguous, of the layout's size. An error leaves its content undefined.
+            out: Destination: writable, contiguous, of the layout's size. An error leaves its content undefined.
 
         Raises:
             ConfigError: As `check`; or `out` has another size or is read-only.

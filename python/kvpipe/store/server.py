@@ -31,7 +31,7 @@ class StoreServer(Closing):
             rounded up to 2 MiB), its key and record, and 512 bytes. Memory of deleted values, at most 1 GiB, is kept
             for 60 s beside it.
         quota_bytes: Limit for that memory of each namespace, the first 14 bytes of a key; a shorter key is one of its
-            own. A namespace without room evicts its own values that nobody holds, and no other's; while its held values
+            own. A namespace without room evicts its own values that are not held, and no other's; while its held values
             and reservations leave no room, `reserve` raises `CapacityError` at once, and a value that is on disk alone
             is a miss. By default there is none. The disk has none.
         token: The shared secret; by default `KVPIPE_TOKEN`. Required for addresses other than loopback.

@@ -18,7 +18,7 @@ _XFEATURE_TILE_DATA = 18
 
 
 def permit_tiles() -> bool:
-    """Asks the kernel for AMX tiles, for all threads of this process. Returns whether they may be used.
+    """Asks the kernel for AMX tiles, for all threads of this process. Returns true if they may be used.
 
     Without such a processor or kernel nothing happens.
     """

@@ -85,9 +85,9 @@ def check_parent(policy: str, connector: str = "KVPipeConnector", *, is_consumer
     A connector of MultiConnector gets its own part of that alone. vLLM has all of it while a worker starts.
 
     Args:
-        policy: What this connector does about KV that does not come.
+        policy: This connector's policy for KV that does not come.
         connector: Name of this connector.
-        is_consumer: Whether it loads into blocks that vLLM frees only after the steps that write them, if the engine is
+        is_consumer: True if it loads into blocks that vLLM frees only after the steps that write them, if the engine is
             a consumer.
 
     Raises:

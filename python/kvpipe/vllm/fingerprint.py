@@ -28,7 +28,7 @@ _TOKENIZER_FILES = (
 )
 # Above it vLLM tunes Llama 4's attention (`models/llama4.py`).
 _LLAMA4_TUNED_FROM = 32768
-# What transformers writes into a configuration when it reads it: where it was read from, and by which version.
+# Keys that transformers adds to a configuration when it reads it: the source, and the version of transformers.
 _KEYS_OF_ITS_SOURCE = ("_name_or_path", "_commit_hash", "auto_map", "transformers_version")
 
 
@@ -64,7 +64,7 @@ def fingerprint(config: VllmConfig) -> list[tuple[str, str]]:
 
 
 def attention_properties(config: VllmConfig) -> list[tuple[str, str]]:
-    """Returns what only a worker knows once its model is loaded: the attention backends, and the scales of the KV."""
+    """Returns properties that only a worker with its model knows: the attention backends, and the scales of the KV."""
     from vllm.config import get_layers_from_vllm_config  # noqa: PLC0415 - once
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: PLC0415
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-# How a value begins, or what it has in brackets, that says why something is not compared.
+# Prefix of a value, or text in its brackets, that gives the reason for which something is not compared.
 NOT_COMPARED = "not compared"
 # Bytes sampled from the middle of each weight tensor: they distinguish checkpoints, and 100,000 tensors stay cheap.
 _SAMPLE_BYTES = 16
 # Samples of a file whose tensors cannot be told apart.
 _NUM_SAMPLES = 1024
-# What files raise that are not of the form that their names say.
+# Errors of files that are not of the form that their names say.
 _DAMAGED = (
     *(AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError),
     *(struct.error, zipfile.BadZipFile),
@@ -43,9 +43,10 @@ class ModelFiles:
     """Files of a model.
 
     Attributes:
-        folder: Where they are; `None` if they are not on this disk.
-        name: `owner/name@commit` of a snapshot of the hub, else `local files`, or why they cannot be compared.
-        is_snapshot: Whether the name determines the content of each file.
+        folder: Folder of the files; `None` if they are not on this disk.
+        name: `owner/name@commit` of a snapshot of the hub, else `local files`, or the reason for which they cannot be
+            compared.
+        is_snapshot: True if the name determines the content of each file.
     """
 
     folder: Path | None
@@ -55,7 +56,7 @@ class ModelFiles:
     def hash(self, names: Iterable[str]) -> str:
         """Identifies the content of some files: by the commit where it is known, else by a hash of those that exist.
 
-        A snapshot has only the files that somebody wanted so far, so that a hash would tell equal snapshots apart.
+        A snapshot has only the files that were requested so far, so that a hash would tell equal snapshots apart.
         """
         if self.folder is None or self.is_snapshot:
             return self.name

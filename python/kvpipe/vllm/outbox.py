@@ -14,7 +14,7 @@ Stats = TypeVar("Stats", bound=_Stats)
 
 
 class Outbox(Generic[Step, Stats]):
-    """Outgoing messages of the scheduler role, which vLLM takes once a step.
+    """Outgoing messages of the scheduler role, which vLLM drains once a step.
 
     Args:
         step_type: Class of the metadata.
@@ -22,20 +22,20 @@ class Outbox(Generic[Step, Stats]):
 
     Attributes:
         step: Metadata for the workers, sent before the next step's forward pass.
-        stats: What metrics are to count after this step.
+        stats: Counts for metrics after this step.
     """
 
     def __init__(self, step_type: type[Step], stats_type: type[Stats]) -> None:
         self._step_type, self._stats_type = step_type, stats_type
         self.step, self.stats = step_type(), stats_type()
 
-    def take_step(self) -> Step:
+    def drain_step(self) -> Step:
         """Returns the metadata collected since the last call."""
         step, self.step = self.step, self._step_type()
         return step
 
-    def take_stats(self) -> Stats | None:
-        """Returns what has been counted since the last call; `None` if nothing was."""
+    def drain_stats(self) -> Stats | None:
+        """Returns the counts since the last call; `None` if there are none."""
         if self.stats.is_empty():
             return None
         stats, self.stats = self.stats, self._stats_type()

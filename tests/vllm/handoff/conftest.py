@@ -64,7 +64,7 @@ def new_engine(tiny_model: str) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def log(config: Any, caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the connector logs. vLLM sets up its loggers with the first configuration, and passes on nothing."""
+    """The connector's log. vLLM sets up its loggers with the first configuration, and passes on nothing."""
     logger = logging.getLogger("vllm")
     logger.addHandler(caplog.handler)
     yield caplog

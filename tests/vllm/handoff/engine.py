@@ -60,7 +60,7 @@ def cache_config(num_blocks: int = NUM_BLOCKS) -> KVCacheConfig:
 
 
 def sampling(reasoning_parser: str = "", logits_processors: tuple[str, ...] = ()) -> Sampling:
-    """How an engine with these settings samples."""
+    """Sampling of an engine with these settings."""
     structured = SimpleNamespace(reasoning_parser=reasoning_parser, enable_in_reasoning=False)
     model = SimpleNamespace(logits_processors=logits_processors)
     return Sampling(SimpleNamespace(structured_outputs_config=structured, model_config=model))
@@ -73,7 +73,7 @@ class Engine:
     """A scheduler, and what its workers would answer.
 
     Attributes:
-        connector_stats: What the connector has told vLLM's metrics, in the order of the steps.
+        connector_stats: The connector's reports to vLLM's metrics, in the order of the steps.
         sent: Tokens that clients have got, by request id.
     """
 
@@ -129,7 +129,7 @@ class Engine:
         self.deliver(self.scheduler.update_from_output(output, self.run(output, **worker)))
 
     def run(self, output: SchedulerOutput, **worker: Any) -> ModelRunnerOutput:
-        """What the workers answer to a step."""
+        """Output of the workers for a step."""
         sampled = [self._sample(request_id) for request_id in output.num_scheduled_tokens]
         words = KVConnectorOutput(**worker)
         return ModelRunnerOutput(
@@ -140,7 +140,7 @@ class Engine:
         )
 
     def deliver(self, by_client: Mapping[int, EngineCoreOutputs]) -> None:
-        """Notes what a step sends to clients."""
+        """Notes a step's outputs for clients."""
         for outputs in by_client.values():
             for sent in outputs.outputs:
                 self.sent.setdefault(sent.request_id, []).extend(sent.new_token_ids)
@@ -161,7 +161,7 @@ class Engine:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Number of free blocks."""
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class Engine:
 
 
 def is_unreported(output: SchedulerOutput, words: KVConnectorOutput) -> bool:
-    """Whether vLLM's worker drops what the connector says: nothing, after a step without tokens."""
+    """True if vLLM's worker drops the connector's output: an empty one, after a step without tokens."""
     return not output.num_scheduled_tokens and words.is_empty()
 
 

@@ -54,7 +54,7 @@ class RemoteRead:
     """A consumer that reads exposed blocks one after the other, and asks then whether their grant still holds.
 
     Attributes:
-        num_pauses: How often it is called for nothing after each block.
+        num_pauses: Number of calls without a read after each block.
     """
 
     handoff: bytes
@@ -66,12 +66,12 @@ class RemoteRead:
 
 @dataclass
 class Row:
-    """What a model runner has of a request: the scheduler sends changes only.
+    """A model runner's state of a request: the scheduler sends changes only.
 
     Attributes:
-        prompt: What it got with the new request; V2 gets outputs too.
-        num_prompt: How many of these it takes for the prompt.
-        output: What has come since.
+        prompt: Tokens that came with the new request; V2 gets outputs too.
+        num_prompt: Number of these that it takes for the prompt.
+        output: Tokens since then.
     """
 
     prompt: list[int]
@@ -91,10 +91,10 @@ class Step:
         output: vLLM's, with the metadata of the scheduler role.
         requests: All requests by id.
         tables: The blocks of its requests, by id.
-        num_preemptions: How often each had been preempted.
+        num_preemptions: Number of preemptions of each before the step.
         expected_tokens: The token that each handoff of the step forces; `None` where its worker samples.
         leased: The blocks of each handoff that it leases.
-        is_prompt: Whether its loads fail in it.
+        is_prompt: True if its loads fail in it.
         computed: The tokens that each request computes, by request id; filled by rank 0.
     """
 
@@ -132,9 +132,9 @@ class Rank:
         given: The tokens that resumed requests bring, by handoff.
         foreign: Handoffs whose producer computes another prompt.
         seen: Counts what happens.
-        uses_v2: Whether the model runner is V2; otherwise V1.
-        is_async: Whether vLLM schedules asynchronously.
-        is_late: Whether forward passes run when the test has them do so; otherwise they run at once.
+        uses_v2: True if the model runner is V2; otherwise V1.
+        is_async: True if vLLM schedules asynchronously.
+        is_late: True if forward passes run when the test has them do so; otherwise they run at once.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Rank:
                 self._loads.blocks_verified(handoff, facts)
             if transfer.ending is not None and handoff in self._loads:
                 self._end(handoff, transfer, *transfer.ending)
-        received, sent = self._loads.take_received(), self._leases.take_sent()
+        received, sent = self._loads.drain_received(), self._leases.drain_sent()
         self._forget_transfers()
         for request_id in sent:
             handoff = self._handoffs[request_id]
@@ -287,8 +287,8 @@ class Rank:
         return KVConnectorOutput(
             finished_recving=received,
             finished_sending=sent,
-            invalid_block_ids=self._loads.take_invalid_block_ids(),
-            kv_connector_worker_meta=self._loads.take_outcomes(),
+            invalid_block_ids=self._loads.drain_invalid_block_ids(),
+            kv_connector_worker_meta=self._loads.drain_outcomes(),
         )
 
     def _end(self, handoff: bytes, transfer: Transfer, is_loaded: bool, missing: list[int]) -> None:  # noqa: FBT001
@@ -376,7 +376,7 @@ class Rank:
         self._sampled[id(step)] = sampled
 
     def _update_rows(self, output: SchedulerOutput) -> None:
-        """What the model runner does first in a step. V2 gets a resumed request as a new one, with all its tokens.
+        """First task of the model runner in a step. V2 gets a resumed request as a new one, with all its tokens.
 
         V1 cuts its own outputs to the scheduler's number. With asynchronous scheduling it has the tokens of the pass
         before on the device only: a request that was not in it gets its outputs from the scheduler.
@@ -416,7 +416,7 @@ class Rank:
                 assert self.cache.holds(table, history, 0, len(history)), "what is kept is the KV of the prompt"
 
     def _round(self, step: Step, kept: dict[int, list[int | None]]) -> None:
-        """What a forward pass computes again is not to the bit what the producer has computed."""
+        """A recomputed slot differs in some bits from the producer's."""
         for request_id, first, end in step.spans():
             block_id = step.tables[request_id][first // BLOCK]
             if end == first + 1 and block_id in kept:

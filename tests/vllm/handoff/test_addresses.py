@@ -1,4 +1,4 @@
-"""Where an engine listens, and what other instances are told."""
+"""Addresses at which an engine listens, and those that other instances get."""
 
 import copy
 import socket
@@ -77,8 +77,8 @@ def test_data_parallel_ranks_take_the_port_plus_their_rank() -> None:
         ({"listen": "fd00::1:7100"}, "expected HOST:PORT"),
         ({"listen": "10.0.0.1:70000"}, "expected HOST:PORT"),
         ({"listen": ":7100"}, "expected HOST:PORT"),
-        ({"advertise": "0.0.0.0"}, "nobody can connect to a wildcard"),
-        ({"advertise": "[::]:7100"}, "nobody can connect to a wildcard"),
+        ({"advertise": "0.0.0.0"}, "others cannot connect to a wildcard"),
+        ({"advertise": "[::]:7100"}, "others cannot connect to a wildcard"),
         ({"advertise": "a:b"}, "advertise='a:b': expected HOST:PORT"),
         ({"agent_ports": "7200-"}, "agent_ports='7200-': expected FIRST-LAST"),
         ({"agent_ports": "7231-7200"}, "expected FIRST-LAST"),

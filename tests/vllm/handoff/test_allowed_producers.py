@@ -1,4 +1,4 @@
-"""Which hosts a request may have a consumer connect to."""
+"""Hosts to which a request may have a consumer connect."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which blocks of its own prefix cache a producer announces, and when, under vLLM's real scheduler."""
+"""Announcements of blocks from a producer's own prefix cache, under vLLM's real scheduler."""
 
 import pytest
 from vllm.v1.request import Request

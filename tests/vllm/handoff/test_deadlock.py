@@ -66,7 +66,7 @@ class Side:
         return self.engine.add([token] * num_blocks * BLOCK, 1, consume(handoff, producer.engine.role.address))
 
     def gives_way(self, request: Request) -> bool:
-        """Whether the request's load is given up within some steps after its handoff was opened."""
+        """True if the request's load is given up within some steps after its handoff was opened."""
         load = self.engine.role._consuming._consumed.get(request.request_id).load
         until(lambda: self.step() or load.phase is not Phase.WAITING)
         for _ in range(5):

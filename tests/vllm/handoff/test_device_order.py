@@ -80,7 +80,7 @@ def test_a_layer_is_announced_when_the_device_has_computed_it_and_not_when_it_is
         pair.there.events[layer].complete()
         until(lambda done=layer + 1: pair.arrived([2, 3], [5, 4], range(done)))
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_outcomes().outcomes["consuming"].is_loaded
+    assert pair.consumer.drain_outcomes().outcomes["consuming"].is_loaded
 
 
 def test_a_layer_whose_event_is_completed_waits_for_the_layers_before_it(pair: LatePair) -> None:
@@ -122,7 +122,7 @@ def test_a_load_that_waits_for_the_device_can_be_cancelled(pair: LatePair) -> No
     pair.load([5])
     pair.consumer.begin_step(StepMetadata(cancels=[Cancel(pair.handoff, "aborted", is_withdrawn=False)]))
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {5}
+    assert pair.consumer.drain_invalid_block_ids() == {5}
     pair.here.complete()
     pair.nothing_arrives([2], [5])
 
@@ -133,7 +133,7 @@ def test_a_handoff_that_ends_before_its_event_is_completed_is_not_announced(pair
     pair.announce([2])
     pair.end("preempted")
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {5}
+    assert pair.consumer.drain_invalid_block_ids() == {5}
     pair.there.complete()
     pair.nothing_arrives([2], [5])
 
@@ -164,8 +164,8 @@ def test_a_device_that_records_no_event_ends_the_handoffs_of_the_step_with_the_r
         pair.producer.save_layer("layer.0")
     pair.producer.end_forward()
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {5}
-    assert "ILLEGAL_ADDRESS" in pair.consumer.take_outcomes().outcomes["consuming"].reason
+    assert pair.consumer.drain_invalid_block_ids() == {5}
+    assert "ILLEGAL_ADDRESS" in pair.consumer.drain_outcomes().outcomes["consuming"].reason
 
 
 def test_cached_blocks_of_a_device_that_records_no_event_end_their_handoff(pair: LatePair) -> None:
@@ -174,15 +174,15 @@ def test_cached_blocks_of_a_device_that_records_no_event_end_their_handoff(pair:
     pair.there.is_broken = True
     pair.producer.begin_step(StepMetadata(cached=[ReadyRange(pair.handoff, 0, [2])]))
     assert received(pair.consumer) == {"consuming"}
-    assert "ILLEGAL_ADDRESS" in pair.consumer.take_outcomes().outcomes["consuming"].reason
+    assert "ILLEGAL_ADDRESS" in pair.consumer.drain_outcomes().outcomes["consuming"].reason
 
 
 def test_a_load_of_a_device_that_records_no_event_fails_with_the_reason(pair: LatePair) -> None:
     pair.here.is_broken = True
     pair.load([5, 4])
     assert pair.consumer.finished() == (set(), {"consuming"})
-    assert pair.consumer.take_invalid_block_ids() == {5, 4}
-    assert "ILLEGAL_ADDRESS" in pair.consumer.take_outcomes().outcomes["consuming"].reason
+    assert pair.consumer.drain_invalid_block_ids() == {5, 4}
+    assert "ILLEGAL_ADDRESS" in pair.consumer.drain_outcomes().outcomes["consuming"].reason
 
 
 def test_a_load_that_the_scheduler_role_has_refused_ends_with_that_reason_whatever_the_device_does(
@@ -192,7 +192,7 @@ def test_a_load_that_the_scheduler_role_has_refused_ends_with_that_reason_whatev
     load = Load("consuming", pair.handoff, 0, [5], [], is_committed=True, refusal="weights differ")
     pair.consumer.begin_step(StepMetadata(loads=[load]))
     assert received(pair.consumer) == {"consuming"}
-    outcome = pair.consumer.take_outcomes().outcomes["consuming"]
+    outcome = pair.consumer.drain_outcomes().outcomes["consuming"]
     assert (outcome.reason, outcome.cause) == ("weights differ", "")
 
 
@@ -207,8 +207,8 @@ def test_work_of_the_device_that_fails_ends_the_load_with_the_reason_and_no_bloc
     for event in failing.events:
         event.complete("cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS (700)")
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {5}
-    assert "ILLEGAL_ADDRESS" in pair.consumer.take_outcomes().outcomes["consuming"].reason
+    assert pair.consumer.drain_invalid_block_ids() == {5}
+    assert "ILLEGAL_ADDRESS" in pair.consumer.drain_outcomes().outcomes["consuming"].reason
 
 
 def test_launched_layers_predict_nothing(pair: LatePair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_a_client_of_the_control_port_cannot_have_an_engine_connect_outside_allo
 @pytest.mark.parametrize(
     ("ours", "vllms", "policy"),
     [
-        ("", "fail", "recompute"),  # vLLM's default, which nobody may have written
+        ("", "fail", "recompute"),  # vLLM's default, which may be implicit
         ("", "recompute", "recompute"),
         ("recompute", "fail", "recompute"),
         ("recompute", "recompute", "recompute"),

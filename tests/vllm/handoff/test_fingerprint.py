@@ -1,4 +1,4 @@
-"""What two engines compare before one reads the other's KV: any difference that matters has a name and two values."""
+"""Comparison of two engines before one reads the other's KV: any difference that matters has a name and two values."""
 
 import copy
 import dataclasses

@@ -64,7 +64,7 @@ def added(*requests: tuple[int, SamplingParams, list[int]], **more: Any) -> Batc
 
 
 def forced(processor: FirstToken, *context: LogitsContext) -> dict[int, int]:
-    """Which token each row of four must give, where it must give one."""
+    """The forced token of each of four rows, for rows that have one."""
     logits = processor.apply(torch.ones(4, VOCAB), *context)
     allowed = [torch.isfinite(row).nonzero().flatten().tolist() for row in logits]
     return {row: tokens[0] for row, tokens in enumerate(allowed) if len(tokens) == 1}
@@ -222,7 +222,7 @@ def test_parameters_of_others_are_ignored(extra: Any) -> None:
 
 
 def sampled(config: VllmConfig, params: SamplingParams, *output_ids: int) -> int:
-    """What vLLM's sampler makes of even logits for one request with one token of prompt and these outputs."""
+    """Result of vLLM's sampler for even logits, for one request with one token of prompt and these outputs."""
     made = build_logitsprocs(config, torch.device("cpu"), is_pin_memory=False, is_pooling_model=False)
     for processor in made.all:
         processor.update_state(BatchUpdate(1, removed=[], added=[(0, params, [1], list(output_ids))], moved=[]))

@@ -1,4 +1,4 @@
-"""Which first tokens the scheduler role has its workers force, under vLLM's real scheduler."""
+"""First tokens that workers force for the scheduler role, under vLLM's real scheduler."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -141,7 +141,7 @@ def test_a_token_given_with_a_producer_is_not_forced_for_another_prompt(
     assert reported(engine, handoff)["first_token"] == "sampled"
 
 
-def test_a_token_without_a_producer_is_forced_and_nobody_is_waited_for(engine: Engine) -> None:
+def test_a_token_without_a_producer_is_forced_and_no_producer_is_waited_for(engine: Engine) -> None:
     handoff = "0b" * 16
     request = engine.add(prompt(40), params=resume(handoff, [9]))
     assert engine.step()[1].first_tokens == {bytes.fromhex(handoff): 9}

@@ -131,7 +131,7 @@ class Core(EngineCoreProc):
         return [it for it in stats if it is not None][-1].num_skipped_waiting_reqs
 
     def stands_by(self) -> bool:
-        """Whether it waits, and not for want of requests."""
+        """True if it waits although it has requests."""
         assert self.error is None
         return bool(self.input_queue.not_empty._waiters) and bool(self.scheduler.requests)
 
@@ -162,7 +162,7 @@ def client() -> ControlClient:
     return ControlClient()
 
 
-# What an event of the control plane or a request may cost: none of it depends on how long the engine has waited.
+# Limit of steps for an event of the control plane or a request: independent of the engine's wait before it.
 FEW_STEPS = 12
 
 

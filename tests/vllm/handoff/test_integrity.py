@@ -1,4 +1,4 @@
-"""Which integrity a worker's agent has: validation only where blocks change after their handoff is marked as ended."""
+"""Integrity of a worker's agent: validation only where blocks change after their handoff is marked as ended."""
 
 import logging
 import time
@@ -136,7 +136,7 @@ class Validated(Pair):
 
 def outcome(pair: Validated) -> LoadOutcome:
     assert received(pair.consumer) == {"consuming"}
-    reports = pair.consumer.take_outcomes()
+    reports = pair.consumer.drain_outcomes()
     assert reports is not None
     return reports.outcomes["consuming"]
 
@@ -166,7 +166,7 @@ def test_a_consumer_that_wants_checksums_names_both_values_and_the_remedy() -> N
     pair.load([5, 4])
     facts = outcome(pair)
     assert not facts.is_loaded
-    assert pair.consumer.take_invalid_block_ids() == {5, 4}
+    assert pair.consumer.drain_invalid_block_ids() == {5, 4}
     for part in ("integrity=validate", "integrity=checksum", "set auto or validate here, or checksum there"):
         assert part in facts.reason
     pair.close()
@@ -261,8 +261,8 @@ def computed_again(pair: Producing, request: Request, block_ids: list[int]) -> N
 
 
 LEASE_S = 0.05
-# What ends a handoff: its reason, and the length of a prompt that it ends. One of 300 tokens has two steps, one of 100
-# one.
+# Events that end a handoff: the reason, and the length of a prompt that it ends. One of 300 tokens has two steps, one
+# of 100 one.
 ENDS = {
     aborted: ("the producer ended the request: FINISHED_ABORTED", 300),
     preempted: ("the producer preempted the request", 300),
@@ -302,7 +302,7 @@ def test_a_handoff_is_marked_as_ended_before_the_step_writes_into_its_blocks(
         else:
             num_ended, delay_s = num_ended + 1, delay_s + 50e-6
             assert (facts.num_received, facts.num_validated) == (0, 0)
-            assert pair.consumer.take_invalid_block_ids() == set(target)
+            assert pair.consumer.drain_invalid_block_ids() == set(target)
         pair.run(output)
         pair.settle()
     pair.close()
@@ -325,8 +325,8 @@ def test_a_block_that_is_freed_after_another_consumers_load_is_invalid_to_a_slow
     # Any step may write into them now, and the slow consumer knows of nothing.
     slow.begin_step(StepMetadata(cancels=[Cancel(pair.handoff, "late", is_withdrawn=False)]))
     assert received(slow) == {"slow"}
-    assert slow.take_invalid_block_ids() == set(load.block_ids)
-    facts = slow.take_outcomes().outcomes["slow"]
+    assert slow.drain_invalid_block_ids() == set(load.block_ids)
+    facts = slow.drain_outcomes().outcomes["slow"]
     assert (facts.num_received, facts.num_validated) == (0, 0)
     slow.close()
     pair.close()
@@ -340,7 +340,7 @@ def test_of_the_children_of_one_request_the_first_has_the_handoff(tiny_model: st
     parent = ParentRequest(SimpleNamespace(request_id="parent", external_req_id="parent", params=sampling))
     assert parent.get_child_info(1)[1].extra_args == extra, "vLLM gives each child the same handoff"
     child = pair.add(150)
-    assert pair.run(pair.schedule()).ready == [], "the blocks of another child are nobody's"
+    assert pair.run(pair.schedule()).ready == [], "the blocks of another child have no owner"
     assert child.is_finished()
     target = list(range(len(block_ids)))
     pair.load([*target, len(block_ids)])
@@ -348,7 +348,7 @@ def test_of_the_children_of_one_request_the_first_has_the_handoff(tiny_model: st
     released(pair, first, block_ids)
     pair.run(pair.schedule_end())
     assert outcome(pair).reason == "it was released"
-    assert pair.consumer.take_invalid_block_ids() == {*target, len(block_ids)}
+    assert pair.consumer.drain_invalid_block_ids() == {*target, len(block_ids)}
     pair.close()
 
 
@@ -364,7 +364,7 @@ def test_a_handoff_id_that_is_used_again_grants_nothing(tiny_model: str) -> None
     pair.load(target)
     facts = outcome(pair)
     assert (facts.is_loaded, facts.reason) == (False, "its consumer acknowledged it")
-    assert pair.consumer.take_invalid_block_ids() == set(target)
+    assert pair.consumer.drain_invalid_block_ids() == set(target)
     pair.settle()
     pair.close()
 

@@ -29,7 +29,7 @@ NUM_STEPS = 60
 # Runs go on with the next seed until they have met all that is rare.
 MOST_SEEDS = 20
 MAX_LENGTH = 256
-# What the runs must have met for their silence to mean anything.
+# Cases that the runs must have met for their silence to mean anything.
 MUST_BE_SEEN = (
     "load",
     "load beyond the own cache",
@@ -383,7 +383,7 @@ class Engines(RuleBasedStateMachine):
 
     @rule()
     def everything_is_preempted(self) -> None:
-        # What waits for its KV or is lent keeps its blocks: vLLM then says so, having preempted all the same.
+        # Requests that wait for their KV, or whose blocks are leased, keep them: vLLM raises after the preemption.
         with suppress(RuntimeError):
             self.world.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.world.check()

@@ -1,4 +1,4 @@
-"""Which blocks the scheduler role has its workers restore, under vLLM's real scheduler, and how they do it."""
+"""Blocks that workers restore for the scheduler role, under vLLM's real scheduler."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -298,7 +298,7 @@ def test_a_restored_block_is_announced_to_others_with_its_restored_bytes(pair: P
     assert recorded.num_layers == []  # no layer is announced on its own
     pair.producer.end_forward()
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == set()
+    assert pair.consumer.drain_invalid_block_ids() == set()
     assert torch.equal(pair.target["layer.0"][7], before)
     assert pair.arrived([2, 3], [7, 8])
 

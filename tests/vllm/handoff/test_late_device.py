@@ -105,7 +105,7 @@ class Run:
 
     def poll(self) -> None:
         if self.outcome is None and self.consumer.worker.finished()[1]:
-            reports = self.consumer.worker.take_outcomes()
+            reports = self.consumer.worker.drain_outcomes()
             assert reports is not None
             self.outcome = reports.outcomes["consuming"]
 
@@ -138,9 +138,9 @@ class Run:
         self.producer.worker.finished()
 
     def check(self) -> None:
-        """What was loaded is the producer's KV; else the blocks that are missing are named."""
+        """Asserts that loaded blocks have the producer's KV, and that other blocks are reported as missing."""
         assert self.outcome is not None
-        missing = self.consumer.worker.take_invalid_block_ids()
+        missing = self.consumer.worker.drain_invalid_block_ids()
         loaded = [block for block in self.target if block not in missing]
         assert missing <= set(self.target)
         # One that is cancelled at its end may lack nothing.

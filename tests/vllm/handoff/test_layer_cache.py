@@ -1,4 +1,4 @@
-"""Where the bytes of blocks are, for the views that vLLM's attention backends have of their caches."""
+"""Location of the bytes of blocks, for the views that vLLM's attention backends have of their caches."""
 
 import itertools
 

@@ -37,7 +37,7 @@ def adapter(folder: Path, value: float = 1.0, name: str = "style", form: str = "
 
 
 def described(lora: LoRARequest | None, known: Adapters | None = None) -> str:
-    """What an engine says of the adapter of a request."""
+    """An engine's description of the adapter of a request."""
     return (known or Adapters()).describe(SimpleNamespace(lora_request=lora))
 
 

@@ -1,4 +1,4 @@
-"""What becomes of requests whose KV comes in part, or not, under vLLM's real scheduler."""
+"""Requests whose KV comes in part, or not, under vLLM's real scheduler."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +56,7 @@ def loaded(request: Request) -> dict[str, Any]:
 
 
 def together(*words: dict[str, Any]) -> dict[str, Any]:
-    """What a worker says of several loads in one step."""
+    """A worker's report of several loads in one step."""
     outcomes: dict[str, Any] = {}
     for word in words:
         outcomes.update(word["kv_connector_worker_meta"].outcomes)

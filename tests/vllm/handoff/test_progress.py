@@ -50,7 +50,7 @@ def test_more_layers_than_a_step_has_leave_no_negative_time() -> None:
 
 
 class Scene:
-    """An engine's control port with an open handoff, and somebody who asks when its prefill ends."""
+    """An engine's control port with an open handoff, and a client that subscribes to the end of its prefill."""
 
     def __init__(self) -> None:
         self.port = _kvpipe.Control("127.0.0.1:0", b"", "p")

@@ -1,11 +1,19 @@
-"""What one rank reports of loads and leases, when two steps are under way."""
+"""Reports of one rank on loads and leases, when two steps are under way."""
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
-from kvpipe.vllm.handoff.metadata import Cancel, HandoffEnd, Lease, Load, LoadOutcome, StepMetadata, WorkerOutcomes
+from kvpipe.vllm.handoff.metadata import (
+    Cancel,
+    HandoffEnd,
+    HandoffLease,
+    Load,
+    LoadOutcome,
+    StepMetadata,
+    WorkerOutcomes,
+)
 from kvpipe.vllm.handoff.producer.rank_leases import RankLeases
 
 pytestmark = pytest.mark.vllm
@@ -25,7 +33,7 @@ def verified() -> RankLoads:
     """A rank that has reported all of its blocks as verified."""
     loads = loading()
     loads.blocks_verified(HANDOFF, LOADED)
-    report = loads.take_outcomes()
+    report = loads.drain_outcomes()
     assert report is not None
     assert report.verified == {"request": [LOADED]}
     return loads
@@ -33,15 +41,15 @@ def verified() -> RankLoads:
 
 def reported(loads: RankLoads) -> tuple[set[str], set[int]]:
     """Requests whose end is reported, and their missing blocks."""
-    return loads.take_received(), loads.take_invalid_block_ids()
+    return loads.drain_received(), loads.drain_invalid_block_ids()
 
 
 def test_no_end_is_reported_of_a_verified_load_that_may_be_committed() -> None:
     loads = verified()
     loads.ended(HANDOFF, FAILED, [0, 1, 2])
     assert reported(loads) == (set(), set())
-    assert loads.take_outcomes() == WorkerOutcomes(broken={"request"})
-    assert loads.take_outcomes() == WorkerOutcomes(), "it is reported once"
+    assert loads.drain_outcomes() == WorkerOutcomes(broken={"request"})
+    assert loads.drain_outcomes() == WorkerOutcomes(), "it is reported once"
 
 
 def test_a_load_that_was_committed_while_its_rank_failed_is_never_reported() -> None:
@@ -50,8 +58,8 @@ def test_a_load_that_was_committed_while_its_rank_failed_is_never_reported() -> 
     loads.begin_step(StepMetadata(committed=[HANDOFF]))
     loads.ended(HANDOFF, FAILED, [0, 1, 2])
     assert reported(loads) == (set(), set())
-    assert loads.take_outcomes() == WorkerOutcomes(acknowledged=[HANDOFF], broken={"request"})
-    assert loads.take_outcomes() is None, "there is no load"
+    assert loads.drain_outcomes() == WorkerOutcomes(acknowledged=[HANDOFF], broken={"request"})
+    assert loads.drain_outcomes() is None, "there is no load"
 
 
 def test_a_withheld_end_is_reported_once_the_scheduler_role_commits_no_more() -> None:
@@ -60,8 +68,8 @@ def test_a_withheld_end_is_reported_once_the_scheduler_role_commits_no_more() ->
         loads.ended(HANDOFF, FAILED, [1])
         loads.begin_step(answer)
         assert reported(loads) == ({"request"}, {5})
-        assert loads.take_outcomes() == WorkerOutcomes({"request": FAILED}, broken={"request"})
-        assert loads.take_outcomes() is None, "there is no load"
+        assert loads.drain_outcomes() == WorkerOutcomes({"request": FAILED}, broken={"request"})
+        assert loads.drain_outcomes() is None, "there is no load"
 
 
 def test_no_block_of_a_withheld_load_counts_whose_producer_has_withdrawn_it() -> None:
@@ -98,15 +106,15 @@ def test_vllms_counters_of_ranks_are_even_after_a_commit_that_met_a_failed_rank(
 def test_a_lease_ends_whose_consumer_had_all_blocks_before_the_rank_knew_of_the_lease() -> None:
     leases = RankLeases()
     leases.acknowledged(HANDOFF)
-    assert leases.take_sent() == set()
-    leases.add(Lease(HANDOFF, "request"))
-    assert (leases.take_sent(), len(leases), leases.take_sent()) == ({"request"}, 0, set())
+    assert leases.drain_sent() == set()
+    leases.add(HandoffLease(HANDOFF, "request"))
+    assert (leases.drain_sent(), len(leases), leases.drain_sent()) == ({"request"}, 0, set())
 
 
 def test_a_handoff_that_ends_before_its_request_has_finished_is_forgotten() -> None:
     leases = RankLeases()
     leases.acknowledged(HANDOFF)
     leases.ended(HandoffEnd(HANDOFF, "").handoff)
-    assert leases.take_sent() == set()
-    leases.add(Lease(HANDOFF, "another"))
-    assert (leases.take_sent(), len(leases)) == (set(), 1)
+    assert leases.drain_sent() == set()
+    leases.add(HandoffLease(HANDOFF, "another"))
+    assert (leases.drain_sent(), len(leases)) == (set(), 1)

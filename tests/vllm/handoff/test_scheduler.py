@@ -12,7 +12,7 @@ from kvpipe import _kvpipe
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, produce
 from kvpipe.vllm.first_token.logits_processor import ForcedOutputs
-from kvpipe.vllm.handoff.metadata import Cancel, HandoffEnd, Lease
+from kvpipe.vllm.handoff.metadata import Cancel, HandoffEnd, HandoffLease
 from kvpipe.vllm.prompt_hash import prompt_hash
 from tests.vllm.handoff.engine import BLOCK, NUM_BLOCKS, SAMPLING, Engine, new_id, outcome
 
@@ -397,7 +397,7 @@ def test_blocks_are_leased_until_the_worker_has_sent_them(engine: Engine) -> Non
     assert request.is_finished()
     assert engine.num_free_blocks == FREE - 4
     _, metadata = engine.step()
-    assert metadata.leased == [Lease(handoff, request.request_id)]
+    assert metadata.leased == [HandoffLease(handoff, request.request_id)]
     engine.step(finished_sending={request.request_id})
     assert engine.num_free_blocks == FREE
     assert len(engine.role._producing) == 0

@@ -22,7 +22,7 @@ WRITTEN = {Phase.LOADING, Phase.FINISHING, Phase.BROKEN, Phase.CANCELLED, Phase.
 IS_LOADED, HAS_FAILED = LoadOutcome(is_loaded=True), LoadOutcome(is_loaded=False, num_missing=1, reason="lost")
 
 NUM_WALKS = 20_000
-# What the walks must have met for their silence to mean anything.
+# Events that the walks must have met for their silence to mean anything.
 MUST_BE_SEEN = {(phase, event) for phase, events in TRANSITIONS.items() for event in events}
 
 
@@ -82,11 +82,11 @@ class Walk:
     """A producer, the workers of some ranks and vLLM, all at random, around one machine.
 
     Attributes:
-        choice: What decides.
+        choice: The source of random choices.
         num_ranks: Ranks of the consumer.
-        sent: What the producer has sent and nobody has looked at, in order.
+        sent: Unread messages of the producer, in order.
         reading: Ranks whose workers may still write.
-        unreported: What ranks have ended with, without a report.
+        unreported: Outcomes of ranks that are not reported yet.
     """
 
     choice: random.Random
@@ -168,7 +168,7 @@ class Walk:
         return possible
 
     def _producer_sends(self) -> None:
-        """What a producer sends: it opens, samples, and may end at any time."""
+        """Sends the producer's next message: it opens, samples, and may end at any time."""
         if self.has_ended:
             return
         if self.choice.random() < 0.15:

@@ -257,7 +257,7 @@ def test_leased_blocks_are_shown_until_they_are_free(engine: Engine, prom: KVCon
 
 def test_sessions_are_shown_by_data_path_when_they_come_and_go(pair: Pair, prom: KVConnectorProm) -> None:
     def changed() -> dict[str, int] | None:
-        num_sessions = pair.consumer.take_num_sessions()
+        num_sessions = pair.consumer.drain_num_sessions()
         if num_sessions is None:
             return None
         stats = KVPipeStats.of_sessions(0, *num_sessions)

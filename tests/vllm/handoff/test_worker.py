@@ -12,7 +12,15 @@ from kvpipe.exceptions import ConfigError
 from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
 from kvpipe.vllm.handoff.config import ConnectorConfig
 from kvpipe.vllm.handoff.connector import calls_each_layer_once
-from kvpipe.vllm.handoff.metadata import Cancel, HandoffEnd, Lease, Load, ReadyRange, StepMetadata, WorkerOutcomes
+from kvpipe.vllm.handoff.metadata import (
+    Cancel,
+    HandoffEnd,
+    HandoffLease,
+    Load,
+    ReadyRange,
+    StepMetadata,
+    WorkerOutcomes,
+)
 from kvpipe.vllm.handoff.worker import WorkerEngine, WorkerRole
 from tests.vllm.handoff.engine import new_id
 
@@ -86,7 +94,7 @@ class Pair:
             self.consumer._agent.register(name, bytearray(64), 64, 64).wait(None)
 
     def hold(self) -> None:
-        self.producer.begin_step(StepMetadata(leased=[Lease(self.handoff, "producing")]))
+        self.producer.begin_step(StepMetadata(leased=[HandoffLease(self.handoff, "producing")]))
 
     def arrived(self, source: list[int], target: list[int], layers: range = range(LAYERS)) -> bool:
         names = [f"layer.{index}" for index in layers]
@@ -138,8 +146,8 @@ def test_blocks_arrive_in_every_layer_and_both_sides_report_once(pair: Pair) -> 
     pair.hold()
     assert received(pair.consumer) == {"consuming"}
     assert pair.arrived([2, 3, 9], [5, 4, 1])
-    assert pair.consumer.take_invalid_block_ids() == set()
-    facts = pair.consumer.take_outcomes().outcomes["consuming"]
+    assert pair.consumer.drain_invalid_block_ids() == set()
+    facts = pair.consumer.drain_outcomes().outcomes["consuming"]
     assert facts.is_loaded
     assert facts.num_bytes == LAYERS * 3 * 4 * 32 * 64 * 4
     assert sent(pair.producer) == {"producing"}
@@ -177,7 +185,7 @@ def test_a_layer_moves_while_the_next_ones_are_computed(pair: Pair) -> None:
         pair.producer.save_layer(f"layer.{layer}")
         until(lambda done=layer + 1: pair.arrived([2, 3], [5, 4], range(done)))
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_outcomes().outcomes["consuming"].is_loaded
+    assert pair.consumer.drain_outcomes().outcomes["consuming"].is_loaded
     pair.producer.end_forward()
 
 
@@ -230,8 +238,8 @@ def test_a_layer_that_is_computed_twice_in_a_step_is_never_used(pair: Pair) -> N
     pair.producer.save_layer("layer.2")
     pair.producer.end_forward()
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {5}
-    assert "layer.0 was computed twice" in pair.consumer.take_outcomes().outcomes["consuming"].reason
+    assert pair.consumer.drain_invalid_block_ids() == {5}
+    assert "layer.0 was computed twice" in pair.consumer.drain_outcomes().outcomes["consuming"].reason
     assert recorded.num_layers == [1, 1]
     # From then on at the end of steps, when it has been computed for the last time.
     pair.handoff = bytes.fromhex(new_id())
@@ -241,7 +249,7 @@ def test_a_layer_that_is_computed_twice_in_a_step_is_never_used(pair: Pair) -> N
         pair.producer.save_layer("layer.0")
     pair.producer.end_forward()
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_outcomes().outcomes["consuming"].is_loaded
+    assert pair.consumer.drain_outcomes().outcomes["consuming"].is_loaded
     assert recorded.num_layers == [1, 1, LAYERS]
 
 
@@ -269,7 +277,7 @@ def test_a_handoff_that_ends_between_steps_is_announced_no_further(pair: Pair) -
     before = pair.target["layer.0"][4].clone()
     pair.announce([3], first=1)
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {4, 5}
+    assert pair.consumer.drain_invalid_block_ids() == {4, 5}
     assert torch.equal(pair.target["layer.0"][4], before)
 
 
@@ -284,11 +292,11 @@ def test_a_load_ends_only_with_the_sequence_state(pair: Pair) -> None:
 
 
 def verified(worker: WorkerRole) -> dict[str, Any]:
-    """What a worker says of loads that lack the sequence state only."""
+    """A worker's report of loads that lack the sequence state only."""
 
     def said() -> WorkerOutcomes | None:
         worker.finished()
-        words = worker.take_outcomes()
+        words = worker.drain_outcomes()
         return words if words is not None and words.verified else None
 
     words = until(said)
@@ -310,11 +318,11 @@ def test_vllm_calls_the_scheduler_role_after_every_step_while_a_load_runs_and_no
     assert verified(pair.consumer).keys() == {"consuming"}
     pair.consumer.begin_step(StepMetadata())
     assert pair.consumer.finished() == (set(), set())
-    assert pair.consumer.take_outcomes() == WorkerOutcomes(), "nothing at all is dropped by vLLM's worker"
+    assert pair.consumer.drain_outcomes() == WorkerOutcomes(), "nothing at all is dropped by vLLM's worker"
     pair.consumer.begin_step(StepMetadata(commits=[pair.handoff]))
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_outcomes().outcomes.keys() == {"consuming"}
-    assert pair.consumer.take_outcomes() is None
+    assert pair.consumer.drain_outcomes().outcomes.keys() == {"consuming"}
+    assert pair.consumer.drain_outcomes() is None
 
 
 def test_a_load_that_the_scheduler_has_committed_is_acknowledged_and_not_reported(pair: Pair) -> None:
@@ -323,11 +331,11 @@ def test_a_load_that_the_scheduler_has_committed_is_acknowledged_and_not_reporte
     pair.load([5], is_committed=False)
     assert verified(pair.consumer).keys() == {"consuming"}
     pair.consumer.begin_step(StepMetadata(committed=[pair.handoff]))
-    assert pair.consumer.take_outcomes().acknowledged == [pair.handoff]
+    assert pair.consumer.drain_outcomes().acknowledged == [pair.handoff]
     assert sent(pair.producer) == {"producing"}
     assert pair.consumer.finished() == (set(), set())
     pair.consumer.begin_step(StepMetadata())
-    assert pair.consumer.take_outcomes() is None
+    assert pair.consumer.drain_outcomes() is None
 
 
 def test_a_load_that_fails_after_its_blocks_came_is_reported_as_failed_only(pair: Pair) -> None:
@@ -340,7 +348,7 @@ def test_a_load_that_fails_after_its_blocks_came_is_reported_as_failed_only(pair
     )
     time.sleep(0.05)
     assert received(pair.consumer) == {"consuming"}
-    words = pair.consumer.take_outcomes()
+    words = pair.consumer.drain_outcomes()
     assert (words.verified, words.outcomes["consuming"].is_loaded) == ({}, False)
 
 
@@ -350,11 +358,11 @@ def test_a_block_that_changes_after_its_checksum_is_reported_as_invalid(pair: Pa
     pair.source["layer.1"][3].neg_()
     pair.load([5, 4])
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {4}
-    facts = pair.consumer.take_outcomes().outcomes["consuming"]
+    assert pair.consumer.drain_invalid_block_ids() == {4}
+    facts = pair.consumer.drain_outcomes().outcomes["consuming"]
     assert not facts.is_loaded
     assert "checksum" in facts.reason
-    assert pair.consumer.take_invalid_block_ids() == set()
+    assert pair.consumer.drain_invalid_block_ids() == set()
 
 
 @pytest.mark.parametrize("block_ids", [[5, 4], [5]])
@@ -365,8 +373,8 @@ def test_no_block_of_a_withdrawn_handoff_is_used(pair: Pair, block_ids: list[int
     until(lambda: pair.arrived([2], [5]))
     pair.end("aborted")
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == set(block_ids)
-    assert pair.consumer.take_outcomes().outcomes["consuming"].reason == "aborted"
+    assert pair.consumer.drain_invalid_block_ids() == set(block_ids)
+    assert pair.consumer.drain_outcomes().outcomes["consuming"].reason == "aborted"
 
 
 def test_a_cancelled_load_is_reported_once_with_its_missing_blocks(pair: Pair) -> None:
@@ -375,7 +383,7 @@ def test_a_cancelled_load_is_reported_once_with_its_missing_blocks(pair: Pair) -
         StepMetadata(cancels=[Cancel(pair.handoff, "the request was aborted", is_withdrawn=False)])
     )
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {4, 5}
+    assert pair.consumer.drain_invalid_block_ids() == {4, 5}
     pair.announce([2, 3])
     time.sleep(0.1)
     assert not pair.arrived([2], [5])
@@ -391,7 +399,7 @@ def test_of_a_cancelled_load_blocks_that_are_here_count_unless_they_were_withdra
     pair.settle()
     pair.consumer.begin_step(StepMetadata(cancels=[Cancel(pair.handoff, "withdrawn", is_withdrawn)]))
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == invalid
+    assert pair.consumer.drain_invalid_block_ids() == invalid
 
 
 def test_a_load_and_its_cancel_in_one_step_end_it(pair: Pair) -> None:
@@ -405,7 +413,7 @@ def test_a_producer_of_another_life_is_refused(pair: Pair) -> None:
     pair.announce([2])
     pair.load([5], incarnation=bytes(16))
     assert received(pair.consumer) == {"consuming"}
-    assert "restarted" in pair.consumer.take_outcomes().outcomes["consuming"].reason
+    assert "restarted" in pair.consumer.drain_outcomes().outcomes["consuming"].reason
 
 
 def test_a_producer_that_goes_away_ends_the_load(pair: Pair) -> None:
@@ -414,14 +422,14 @@ def test_a_producer_that_goes_away_ends_the_load(pair: Pair) -> None:
     until(lambda: pair.arrived([2], [5]))
     pair.producer.close()
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {4}
+    assert pair.consumer.drain_invalid_block_ids() == {4}
 
 
 def test_a_producer_with_fewer_workers_fails_the_load(pair: Pair) -> None:
     load = Load("consuming", pair.handoff, 0, [5], [], is_committed=True)
     pair.consumer.begin_step(StepMetadata(loads=[load]))
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {5}
+    assert pair.consumer.drain_invalid_block_ids() == {5}
 
 
 def test_a_release_frees_leased_blocks_once(pair: Pair) -> None:
@@ -440,7 +448,7 @@ def test_consumers_of_different_handoffs_do_not_disturb_each_other(pair: Pair) -
     pair.load([5])
     ended: set[str] = set()
     until(lambda: ended.update(pair.consumer.finished()[1]) or ended >= {"lost", "consuming"})
-    assert pair.consumer.take_invalid_block_ids() == {7}
+    assert pair.consumer.drain_invalid_block_ids() == {7}
     assert pair.arrived([2], [5])
 
 
@@ -449,7 +457,7 @@ def test_two_requests_of_one_handoff_are_distinguished(pair: Pair) -> None:
     again = Load("again", pair.handoff, 0, [7], load.ranks, is_committed=True)
     pair.consumer.begin_step(StepMetadata(loads=[again]))
     assert received(pair.consumer) == {"again"}
-    assert pair.consumer.take_invalid_block_ids() == {7}
+    assert pair.consumer.drain_invalid_block_ids() == {7}
     pair.announce([2])
     assert received(pair.consumer) == {"consuming"}
     assert pair.arrived([2], [5])

@@ -25,8 +25,8 @@ def test_the_outcome_counts_blocks_and_comparisons_and_what_was_asked_for_again(
     pair.source["layer.1"][3].neg_()
     pair.load([5, 4])
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {4}
-    facts = pair.consumer.take_outcomes().outcomes["consuming"]
+    assert pair.consumer.drain_invalid_block_ids() == {4}
+    facts = pair.consumer.drain_outcomes().outcomes["consuming"]
     counts = ("num_received", "num_missing", "num_retried", "num_compared", "num_corrupt")
     assert [getattr(facts, name) for name in counts] == [1, 1, 1, 2 * LAYERS + 1, 2]
     assert facts.transport
@@ -40,11 +40,11 @@ def test_a_load_that_failed_may_be_begun_again_while_its_blocks_are_leased(pair:
     pair.source["layer.1"][3].neg_()
     pair.load([5, 4])
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {4}
+    assert pair.consumer.drain_invalid_block_ids() == {4}
     pair.source["layer.1"][3] = right
     pair.load([7, 8])
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == set()
+    assert pair.consumer.drain_invalid_block_ids() == set()
     assert pair.arrived([2, 3], [7, 8])
 
 
@@ -52,8 +52,8 @@ def test_a_load_that_is_refused_ends_at_once_with_the_reason(pair: Pair) -> None
     load = Load("refused", pair.handoff, 0, [5, 4], [], is_committed=False, refusal="its lease ended")
     pair.consumer.begin_step(StepMetadata(loads=[load]))
     assert pair.consumer.finished() == (set(), {"refused"})
-    assert pair.consumer.take_invalid_block_ids() == {4, 5}
-    facts = pair.consumer.take_outcomes().outcomes["refused"]
+    assert pair.consumer.drain_invalid_block_ids() == {4, 5}
+    facts = pair.consumer.drain_outcomes().outcomes["refused"]
     assert (facts.is_loaded, facts.num_missing, facts.reason) == (False, 2, "its lease ended")
 
 

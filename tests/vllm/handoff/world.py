@@ -34,15 +34,15 @@ THEIRS = 8  # what producers sample
 
 @dataclass(frozen=True)
 class Mode:
-    """How vLLM runs an engine.
+    """Mode in which vLLM runs an engine.
 
     Attributes:
-        is_async: Whether a step is scheduled before the one before it is updated; vLLM's default on GPUs.
+        is_async: True if a step is scheduled before the one before it is updated; vLLM's default on GPUs.
         num_ranks: Workers.
-        is_uniproc: Whether the worker's hooks run in the scheduler's thread, right after a step is scheduled. Otherwise
+        is_uniproc: True if the worker's hooks run in the scheduler's thread, right after a step is scheduled. Otherwise
             a worker begins and reports in its own time.
-        uses_v2: Whether the model runner is V2.
-        is_late: Whether the device runs a forward pass later than the host launches it.
+        uses_v2: True if the model runner is V2.
+        is_late: True if the device runs a forward pass later than the host launches it.
     """
 
     is_async: bool = False
@@ -228,7 +228,7 @@ class World:
             assert load.block_ids == self.table(load.request_id)[load.first : end], (
                 "a load goes to its request's blocks"
             )
-            assert all(self.pool.blocks[block_id].ref_cnt == 1 for block_id in load.block_ids), "and to nobody else's"
+            assert all(self.pool.blocks[block_id].ref_cnt == 1 for block_id in load.block_ids), "and to no other"
             self.loads[load.request_id] = SentLoad(load, load.is_committed)
         by_handoff = {sent.load.handoff: sent for sent in self.loads.values()}
         for handoff in metadata.commits:
@@ -244,7 +244,7 @@ class World:
             self.seen["load committed by the scheduler"] += 1
 
     def _loads_receive_commits_and_cancels(self) -> None:
-        """A load that nobody needs or serves is ended in the next step; one that may be committed is."""
+        """An obsolete or refused load is ended in the next step; one that may be committed is committed."""
         for sent in self.loads.values():
             if sent.load.refusal or sent.has_ended:
                 continue

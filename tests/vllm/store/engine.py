@@ -87,7 +87,7 @@ def following(value: int, token: int) -> int:
 
 
 def history(tokens: list[int]) -> list[int]:
-    """What the slots of a sequence have to hold."""
+    """Expected content of the slots of a sequence."""
     return list(itertools.accumulate(tokens, following, initial=0))[1:]
 
 
@@ -122,7 +122,7 @@ class Engine:
             log_stats=True,
         )
         self.num_blocks = num_blocks
-        # What tests add to every token that is sampled here.
+        # Tests add this to every token that is sampled here.
         self.sampled_offset = 0
         self.role = self.scheduler.connector._scheduler
         self.workers = []
@@ -161,7 +161,7 @@ class Engine:
         return request
 
     def answer(self, prompt: list[int], max_tokens: int = 3, **more: Any) -> list[int]:
-        """What a request is answered."""
+        """Answer to a request."""
         request = self.add(prompt, max_tokens, **more)
         self.until(request.is_finished)
         return self.answers[request.request_id]
@@ -193,7 +193,7 @@ class Engine:
     def _result(
         self, worker: KVStoreConnector, output: SchedulerOutput, sampled: dict[str, list[int]]
     ) -> ModelRunnerOutput:
-        """What the worker of one rank does after the forward pass, and reports."""
+        """Runs the worker of one rank after the forward pass, and returns its report."""
         worker.start_load_kv(None)
         worker.wait_for_save()
         sent, received = worker.get_finished(output.finished_req_ids)
@@ -264,7 +264,7 @@ class Engine:
         return int(self.caches[layer][table[at // BLOCK], at % BLOCK])
 
     def slots(self, table: list[int], end: int) -> list[list[int]]:
-        """What the cache holds of a sequence, for each layer."""
+        """Content of the cache for a sequence, for each layer."""
         return [cache[table].flatten()[:end].tolist() for cache in self.caches.values()]
 
     def _sample(self, request: Request, table: list[int], end: int) -> list[int]:
@@ -282,11 +282,11 @@ class Engine:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Number of free blocks."""
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def is_at_rest(self) -> bool:
-        """Whether all has ended and all blocks are free."""
+        """True if all requests have ended and all blocks are free."""
         return not self.scheduler.requests and self.num_free_blocks == self.num_blocks - 1
 
     def saved(self) -> None:
@@ -301,7 +301,7 @@ class Engine:
 
 
 def answered(prompt: list[int], max_tokens: int = 3, num_ranks: int = 1) -> list[int]:
-    """What an engine without a store answers."""
+    """Answer of an engine without a store."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(10 + num_ranks * len(LAYERS) * history(tokens)[-1] % 1000)

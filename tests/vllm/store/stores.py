@@ -68,7 +68,7 @@ class SharedStore(LocalStore):
         return value
 
     def replace(self, key: bytes, data: bytes) -> None:
-        """Changes a value, as somebody does in a database by hand."""
+        """Changes a value, as by hand in a database."""
         assert self.delete([key]) == 1
         assert LocalStore.put(self, key, data)
 

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.ucx, pytest.mark.u
 NUM_HANDOFFS = int(os.environ.get("KVPIPE_ABORTS", "10000"))
 # Shorter than a chunk: what is stored are entries alone.
 PROMPTS = [prompt(length) for length in (5, BLOCK, CHUNK - 1)]
-# After this a store ends an entry that nobody consumes; the test would wait in the end for a longer time.
+# After this a store ends an unclaimed entry; the test would wait in the end for a longer time.
 ENDS_S = 10.0
 # Beyond that.
 SPARE_S = 30.0

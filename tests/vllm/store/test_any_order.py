@@ -23,7 +23,7 @@ SEED = int(os.environ.get("KVPIPE_SEED", "1"))
 NUM_RUNS = int(os.environ.get("KVPIPE_EXAMPLES", "8"))
 NUM_STEPS = 150
 NUM_BLOCKS = 16
-# What all runs together must have met, so that the promise is not kept by accident.
+# Cases that all runs together must have met, so that the promise is not kept by accident.
 SEEN = (
     "first token of the producer",
     "first token of its own",
@@ -95,7 +95,7 @@ def _is_loading(engine: Engine, request: Any) -> bool:
 
 
 def _fault(choice: random.Random, store: Any) -> None:
-    """What may happen to a store between two steps."""
+    """One random event of a store between two steps."""
     kind = choice.random()
     if kind < 0.04:
         store.is_open.clear()

@@ -1,4 +1,4 @@
-"""Whether a load is worth it, and whether the store is left alone: pure rules, with the time as an argument."""
+"""Decisions to load or compute, and to pause the store: pure rules, with the time as an argument."""
 
 import pytest
 

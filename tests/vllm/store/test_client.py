@@ -1,4 +1,4 @@
-"""When the store of an engine is opened."""
+"""Opening the store of an engine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_engine_starts_without_its_store_and_uses_it_once_it_is_there(
 
     def refuses(_: str) -> None:
         refused.release()
-        raise ConnectError("nobody listens")
+        raise ConnectError("no listener")
 
     with monkeypatch.context() as away:
         away.setattr(SharedStore, "on_open", staticmethod(refuses))

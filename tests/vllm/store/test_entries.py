@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("processor")]
 
 LENGTHS = (1, BLOCK - 1, BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 1, 3 * CHUNK, 3 * CHUNK + BLOCK + 5)
-# What the producer adds to the tokens that it samples, so that they are told from the consumer's own.
+# Offset of the tokens that the producer samples, so that they differ from the consumer's own.
 OFFSET = 985
 
 
@@ -53,7 +53,7 @@ def produced(engine: Engine, tokens: list[int], **more: Any) -> str:
 def consumed(
     engine: Engine, tokens: list[int], handoff: str, given: int | None = None, **more: Any
 ) -> tuple[list[int], int]:
-    """What a consumer answers, and how many tokens it has computed."""
+    """Answer of a consumer, and the number of tokens that it has computed."""
     request = engine.add(tokens, 3, load(handoff, given), **more)
     engine.until(request.is_finished)
     return engine.answers[request.request_id], engine.num_computed[request.request_id]

@@ -33,7 +33,7 @@ from kvpipe.vllm.store.keys import (
     entry_id,
     rank_namespace,
 )
-from kvpipe.vllm.store.scheduler import SchedulerRole
+from kvpipe.vllm.store.scheduler import StoreSchedulerRole
 from tests.vllm.handoff.conftest import REPOSITORY
 from tests.vllm.handoff.engine import BLOCK
 from tests.vllm.store.engine import CHUNK, Engine, answered, store_config
@@ -79,7 +79,7 @@ def ids(token_ids: list[int] | None = None, **facts: Any) -> list[bytes]:
 
 
 def test_keys_stay_what_they_are() -> None:
-    # What a store has is not found under other ones, nor by instances that have not been updated yet.
+    # With other keys, stored KV is not found, and instances that have not been updated yet do not share it.
     engine = engine_namespace(PROPERTIES, **FACTS)
     assert rank_namespace(engine, 1).hex() == "aecac0809d282e993e87704d275c0100"
     assert [each.hex() for each in ids()] == [
@@ -154,14 +154,14 @@ def test_images_that_vllm_numbers_have_no_names_which_is_said_at_the_start(
     config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=cache_gb)
     config.cache_config.enable_prefix_caching = has_prefix_caching
     settings = StoreConnectorConfig.parse(config.kv_transfer_config.kv_connector_extra_config, BLOCK)
-    role = SchedulerRole(config, settings)
+    role = StoreSchedulerRole(config, settings)
     assert ("store.unnamed requests with images" in log.text) is not is_named
     image = MultiModalFeatureSpec(None, "image", "renderer0-mm-1-image-0", PlaceholderRange(offset=1, length=4))
     sampling = SamplingParams(max_tokens=1)
     for features in ([], [image]):
         role.on_new_request(Request(f"{len(features)}", prompt(3 * CHUNK), sampling, None, mm_features=features))
     assert list(role._prompts) == (["0", "1"] if is_named else ["0"])
-    stats = role.take_stats()
+    stats = role.drain_stats()
     assert (stats.data if stats else {}).get("decisions") == (None if is_named else {"multimodal": 1})
     role.close()
 

@@ -32,7 +32,7 @@ def test_the_keys_that_mean_something_become_settings_and_the_others_are_named(r
     assert all(found.ignored.values())
 
 
-def test_a_key_that_nobody_knows_is_named(read):
+def test_an_unknown_key_is_named(read):
     assert read("enable_blending: true").ignored == {"enable_blending": "it has no counterpart"}
 
 

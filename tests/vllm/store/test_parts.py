@@ -13,7 +13,7 @@ from kvpipe.exceptions import ClosedError, ConfigError, ConnectError, PeerLostEr
 from kvpipe.store import LocalStore
 from kvpipe.vllm.store.client import StoreClient, failure_reason
 from kvpipe.vllm.store.loading import ActiveLoad
-from kvpipe.vllm.store.metadata import Load, LoadOutcome
+from kvpipe.vllm.store.metadata import StoreLoad, StoreLoadOutcome
 from kvpipe.vllm.store.staging import StagingPool
 from kvpipe.vllm.store.threads import TaskThreads
 from tests.vllm.store.stores import URL, SharedStore
@@ -25,7 +25,7 @@ WAIT_S = 10.0
 
 
 def active(num_chunks: int = 3) -> ActiveLoad:
-    return ActiveLoad(Load("request", [bytes([index]) for index in range(num_chunks)], 0, [], 1.0), DEADLINE_S)
+    return ActiveLoad(StoreLoad("request", [bytes([index]) for index in range(num_chunks)], 0, [], 1.0), DEADLINE_S)
 
 
 def test_a_load_ends_when_all_chunks_are_copied_in_any_order() -> None:
@@ -34,7 +34,7 @@ def test_a_load_ends_when_all_chunks_are_copied_in_any_order() -> None:
         load.copy(index, lambda: True)
         assert load.outcome(0.0) is None
     load.copy(1, lambda: True)
-    assert load.outcome(0.0) == LoadOutcome(3)
+    assert load.outcome(0.0) == StoreLoadOutcome(3)
 
 
 def test_a_load_ends_at_its_first_failure_with_the_chunks_before_it() -> None:
@@ -44,7 +44,7 @@ def test_a_load_ends_at_its_first_failure_with_the_chunks_before_it() -> None:
     assert load.outcome(0.0) is None
     load.fail(1, "corrupt")
     assert not load.wants(2)
-    assert load.outcome(0.0) == LoadOutcome(1, "corrupt")
+    assert load.outcome(0.0) == StoreLoadOutcome(1, "corrupt")
 
 
 @pytest.mark.parametrize("end", [lambda load: load.outcome(DEADLINE_S), lambda load: load.cancel("cancelled")])
@@ -60,7 +60,7 @@ def test_a_load_does_not_end_while_a_thread_copies() -> None:
     load, outcomes = active(), []
     load.copy(0, lambda: outcomes.append(load.outcome(DEADLINE_S)) is None)
     assert outcomes == [None]
-    assert load.outcome(DEADLINE_S) == LoadOutcome(1, "timeout")
+    assert load.outcome(DEADLINE_S) == StoreLoadOutcome(1, "timeout")
 
 
 def test_a_copy_that_fails_does_not_count() -> None:
@@ -68,35 +68,35 @@ def test_a_copy_that_fails_does_not_count() -> None:
     with pytest.raises(ZeroDivisionError):
         load.copy(0, lambda: 1 // 0)
     assert not load.copy(0, lambda: False)
-    assert load.outcome(DEADLINE_S) == LoadOutcome(0, "timeout")
+    assert load.outcome(DEADLINE_S) == StoreLoadOutcome(0, "timeout")
 
 
 def test_a_chunk_can_be_copied_again_after_a_copy_that_failed() -> None:
     load = active(1)
     assert not load.copy(0, lambda: False)
     assert load.copy(0, lambda: True)
-    assert load.outcome(0.0) == LoadOutcome(1)
+    assert load.outcome(0.0) == StoreLoadOutcome(1)
 
 
 def test_a_pool_gives_out_its_slots_and_no_more() -> None:
     pool = StagingPool(100, 32)
-    slots = [pool.take() for _ in range(4)]
+    slots = [pool.acquire() for _ in range(4)]
     assert [slot is None for slot in slots] == [False, False, False, True]
     slots[1][:] = 7
-    pool.give_back(slots[1])
-    assert pool.take()[0] == 7
+    pool.release(slots[1])
+    assert pool.acquire()[0] == 7
 
 
 @pytest.mark.parametrize("slot_bytes", [32, 128 + 4096, (1 << 20) + 8])
 def test_each_slot_of_a_pool_begins_at_a_cache_line(slot_bytes: int) -> None:
     pool = StagingPool(3 * slot_bytes, slot_bytes)
-    slots = [pool.take() for _ in range(3)]
+    slots = [pool.acquire() for _ in range(3)]
     assert [slot.ctypes.data % 64 for slot in slots] == [0, 0, 0]
     assert [slot.nbytes for slot in slots] == [slot_bytes] * 3
 
 
 def test_a_pool_with_its_pages_faults_none_in_when_a_slot_is_written() -> None:
-    slot = StagingPool(3 << 20, 1 << 20, has_pages=True).take()
+    slot = StagingPool(3 << 20, 1 << 20, has_pages=True).acquire()
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     slot.fill(1)
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < slot.nbytes // resource.getpagesize() // 10

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.vllm.store.metadata import LoadOutcome, WorkerReport
+from kvpipe.vllm.store.metadata import StoreLoadOutcome, WorkerReport
 from tests.vllm.store.engine import CHUNK, answered
 from tests.vllm.store.test_engine import prompt
 
@@ -54,8 +54,8 @@ def test_engines_with_other_numbers_of_ranks_see_nothing_of_each_other(new_engin
 
 
 def test_of_two_ranks_reports_the_shorter_load_counts_and_both_properties() -> None:
-    ours = WorkerReport({0: [("layout", "a")]}, {"x": LoadOutcome(3), "y": LoadOutcome(1, "missing")})
-    theirs = WorkerReport({1: [("layout", "b")]}, {"x": LoadOutcome(2, "corrupt")})
+    ours = WorkerReport({0: [("layout", "a")]}, {"x": StoreLoadOutcome(3), "y": StoreLoadOutcome(1, "missing")})
+    theirs = WorkerReport({1: [("layout", "b")]}, {"x": StoreLoadOutcome(2, "corrupt")})
     merged = ours.aggregate(theirs)
     assert merged.properties == {0: [("layout", "a")], 1: [("layout", "b")]}
-    assert merged.outcomes == {"x": LoadOutcome(2, "corrupt"), "y": LoadOutcome(1, "missing")}
+    assert merged.outcomes == {"x": StoreLoadOutcome(2, "corrupt"), "y": StoreLoadOutcome(1, "missing")}

@@ -40,7 +40,7 @@ def update(engine: Engine, value: float = 1.0) -> None:
 
 
 def loads(engine: Engine, tokens: list[int]) -> float:
-    """Has an engine answer a prompt, and returns how many chunks it has loaded for it."""
+    """Has an engine answer a prompt, and returns the number of chunks that it has loaded for it."""
     before = engine.count("loaded")
     assert engine.answer(tokens) == answered(tokens)
     return engine.count("loaded") - before

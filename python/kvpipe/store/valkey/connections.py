@@ -202,7 +202,7 @@ class _Pool:
 
     Args:
         open_one: Opens one.
-        limit: How many there are at most. Without one, calls wait only while the server refuses to open more.
+        limit: Maximum number of connections. Without one, calls wait only while the server refuses to open more.
         answer_s: Bound of that wait, the attempt to open one included.
     """
 
@@ -295,7 +295,7 @@ class _Pool:
     def _give_back(self, connections: list[_kvpipe.RespConnection], *, are_usable: bool) -> None:
         with self._changed:
             self._used -= set(connections)
-            # What broke one connection has broken the others.
+            # The failure that broke one connection has broken the idle ones, too.
             ended = [] if are_usable and self._ended is None else [*connections, *self._idle]
             self._idle = [] if ended else [*self._idle, *connections]
             self._changed.notify_all()

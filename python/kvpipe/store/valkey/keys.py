@@ -21,7 +21,7 @@ class ValueKeys:
         reservation: The epoch of the reservation under way.
         pins: Sorted set: a token of each caller that has the value open, and its end in milliseconds.
         parts: Beginning of the parts' keys, which go on with epoch and number. No key itself.
-        channel: Where whoever waits for the value is woken.
+        channel: Channel whose messages wake the callers that wait for the value.
     """
 
     manifest: bytes

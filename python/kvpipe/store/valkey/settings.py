@@ -24,7 +24,7 @@ class ValkeySettings:
     Attributes:
         hosts: Servers, tried in this order at opening, and whenever the last one does not serve, which is then the last
             that is tried. A cluster needs one that answers.
-        is_tls: Whether connections use TLS.
+        is_tls: True if connections use TLS.
         username: Of the server's ACL.
         password: Of the user.
         database: Number of the database; 0 in a cluster.

@@ -82,7 +82,7 @@ class ValkeyStore(KVStore):
         return cls(ValkeySettings.from_url(url), timeout)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Returns for each key whether it can be selected now, in one round trip to each server."""
+        """Returns true for each key that can be selected now, in one round trip to each server."""
         manifests = [self._keys.manifest(check_key(key)) for key in keys]
         self._context.client.check()
         return self._context.bulk.exist(manifests) if manifests else []
@@ -177,7 +177,7 @@ class ValkeyStore(KVStore):
         return None, (time.monotonic() + fields[0] / 1000 + 0.001) if outcome == b"busy" else None
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Deletes values that are neither open nor leased, and returns how many there were."""
+        """Deletes values that are neither open nor leased, and returns their number."""
         num_deleted = 0
         for of_value in [self._keys.of(check_key(key)) for key in keys]:
             num_deleted += self._context.client.run(scripts.DELETE, of_value, of_value.pins)

@@ -43,7 +43,7 @@ _EXTEND_AFTER = 1 / 8
 
 @dataclass(frozen=True)
 class Manifest:
-    """What was committed.
+    """Description of a committed value.
 
     Attributes:
         epoch: Of the reservation.
@@ -89,7 +89,7 @@ class ValkeyReservation(Reservation):
         self._is_ended = False
 
     def begin(self) -> bool:
-        """Reserves the key; returns whether it was free."""
+        """Reserves the key. Returns true if it was free."""
         ttl_ms = self._context.settings.reservation_ms
         keys = self._keys
         is_free = bool(self._context.client.run(scripts.RESERVE, keys, keys.reservation, self._epoch, ttl_ms))
@@ -196,7 +196,7 @@ class ValkeyReservation(Reservation):
             part = view[start : start + step]
             parts.append((self._keys.part(self._epoch, len(self._parts) + len(parts)), part.nbytes))
             sums += _kvpipe.checksums(part, [0], part.nbytes)
-        # Before they are written: an abort deletes those of which nobody knows whether they were.
+        # Recorded before the write, so that an abort also deletes parts whose write has an unknown result.
         self._parts += [(num_bytes, checksum) for (_, num_bytes), checksum in zip(parts, sums, strict=True)]
         outcomes = self._context.bulk.write(view, parts, self._context.settings.reservation_ms)
         refused = next((outcome for outcome in outcomes if outcome is not None), None)

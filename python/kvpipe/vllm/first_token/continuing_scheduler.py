@@ -123,7 +123,7 @@ class Continuations:
         self.manager: KVCacheManager | None = None
 
     def begin(self, request: Request, token: int) -> bool:
-        """Appends the producer's token to a request whose prompt has been loaded; returns whether it did."""
+        """Appends the producer's token to a request whose prompt has been loaded. Returns true if it did."""
         if not (self._is_on and self._is_supported(request, token) and self._has_room(request)):
             return False
         request.append_output_token_ids(token)
@@ -171,7 +171,7 @@ def _is_wanted(vllm_config: VllmConfig) -> bool:
 
 
 def _refusal(vllm_config: VllmConfig) -> str:
-    """Why no request of an engine continues; empty if some do."""
+    """Reason for which no request of an engine continues; empty if some do."""
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "pipeline parallelism"
     if vllm_config.structured_outputs_config.reasoning_parser:

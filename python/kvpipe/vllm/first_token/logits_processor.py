@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForcedOutputs:
-    """What the parameters of a consuming request say of its first outputs.
+    """First outputs of a consuming request, by its parameters.
 
     Attributes:
         handoff: The handoff's id.

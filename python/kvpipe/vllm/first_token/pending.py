@@ -9,7 +9,7 @@ class PendingFirstTokens:
     The scheduler role has accepted a request's further tokens with its first one.
 
     Attributes:
-        has_processor: Whether this process has a processor that forces them.
+        has_processor: True if this process has a processor that forces them.
     """
 
     def __init__(self) -> None:

@@ -19,8 +19,8 @@ class FirstTokenSupport:
     """Conditions under which one engine forces first tokens.
 
     Attributes:
-        is_speculative: Whether the engine decodes speculatively.
-        are_workers_ready: Whether all ranks have the logits processor; they report that after their start.
+        is_speculative: True if the engine decodes speculatively.
+        are_workers_ready: True if all ranks have the logits processor; they report that after their start.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -34,7 +34,7 @@ class FirstTokenSupport:
         return self.are_workers_ready and not self.is_speculative
 
     def unsupported_reason(self, request: Request) -> str:
-        """Why the first token of a request cannot be forced; empty if it can."""
+        """Reason for which the first token of a request cannot be forced; empty if it can."""
         params = request.sampling_params
         if self.is_speculative:
             return "speculative decoding"
@@ -49,7 +49,7 @@ class FirstTokenSupport:
         return ""
 
     def refusal(self, tokens: Iterable[int]) -> str:
-        """Why the first outputs of a request cannot be these tokens; empty if they can."""
+        """Reason for which the first outputs of a request cannot be these tokens; empty if they can."""
         for token in tokens:
             # An index outside the vocabulary would crash the sampler, and the engine with it.
             if not 0 <= token < self._vocab_size:

@@ -13,7 +13,7 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True)
 class Addresses:
-    """Where an engine listens and how others reach it. Hosts are names or addresses, IPv6 in brackets.
+    """Addresses of an engine, to listen at and for others to reach. Hosts are names or addresses, IPv6 in brackets.
 
     Attributes:
         host: Host to bind; may be a wildcard.
@@ -42,7 +42,7 @@ class Addresses:
             raise ConfigError(message)
         advertised_host, advertised_port = _host_and_port("advertise", advertise) if advertise else ("", None)
         if _is_wildcard(advertised_host):
-            message = f"advertise={advertise!r}: nobody can connect to a wildcard; write the IP or name of this host"
+            message = f"advertise={advertise!r}: others cannot connect to a wildcard; write the IP or name of this host"
             raise ConfigError(message)
         if _is_wildcard(host) and not advertise:
             message = (
@@ -59,7 +59,7 @@ class Addresses:
         )
 
     def control(self, data_parallel_index: int) -> str:
-        """Returns where to bind the control port of a data-parallel rank: at the port plus the rank.
+        """Returns the address for binding the control port of a data-parallel rank: at the port plus the rank.
 
         Raises:
             ConfigError: That is above 65535.

@@ -26,13 +26,13 @@ class ConnectorConfig:
         advertise: `host` or `host:port` that other instances get instead of `listen`: for the control port both,
             for the agents the host. Empty: `listen`'s.
         agent_ports: `first-last`: each worker's agent takes the first free port of these. Empty: any free port.
-        on_load_failure: What happens to a request whose KV does not arrive: `recompute` (decode computes what is
-            missing) or `fail` (HTTP 500; the handoff's result has the reason). It applies to the whole engine. Empty:
-            as vLLM's `kv_load_failure_policy` says, see `load_failure_policy`.
-        integrity: How blocks are known to be the producer's: `checksum` (the producer computes checksums of its blocks,
-            the consumer compares), `validate` (the consumer asks the producer after its last read whether the blocks
-            were kept), or `auto` (checksums in host memory, validation on a device). The producer's setting decides; a
-            consumer with `checksum` refuses blocks without checksums.
+        on_load_failure: Policy for a request whose KV does not arrive: `recompute` (decode computes the missing KV) or
+            `fail` (HTTP 500; the handoff's result has the reason). It applies to the whole engine. Empty: as vLLM's
+            `kv_load_failure_policy` says, see `load_failure_policy`.
+        integrity: Verification of blocks: `checksum` (the producer computes checksums of its blocks, the consumer
+            compares), `validate` (the consumer asks the producer after its last read whether the blocks were kept), or
+            `auto` (checksums in host memory, validation on a device). The producer's setting decides; a consumer with
+            `checksum` refuses blocks without checksums.
         allowed_producers: Hosts that this engine connects to as a consumer: names, addresses and networks, separated by
             commas. Empty: any that a request names.
         lease_s: Seconds that finished blocks wait for a first consumer before they are freed.

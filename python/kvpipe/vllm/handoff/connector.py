@@ -139,11 +139,11 @@ class KVPipeConnector(KVConnectorBase_V1):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns missing blocks of the requests that `get_finished` has just returned."""
-        return self._of_worker().take_invalid_block_ids()
+        return self._of_worker().drain_invalid_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Returns how loads ended."""
-        return self._of_worker().take_outcomes()
+        """Returns the outcomes of loads."""
+        return self._of_worker().drain_outcomes()
 
     # --- scheduler role
 
@@ -162,7 +162,7 @@ class KVPipeConnector(KVConnectorBase_V1):
         self._of_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns how many tokens the producer provides; `None` while it has not opened the handoff."""
+        """Returns the number of the producer's tokens; `None` while it has not opened the handoff."""
         return self._of_scheduler().match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -183,7 +183,7 @@ class KVPipeConnector(KVConnectorBase_V1):
         return ()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Returns whether the blocks are leased to a consumer, and the parameters of the response."""
+        """Returns true if the blocks are leased to a consumer, and the parameters of the response."""
         return self._of_scheduler().finished(request, block_ids)
 
     def reset_cache(self) -> bool:
@@ -194,10 +194,10 @@ class KVPipeConnector(KVConnectorBase_V1):
     # --- both
 
     def get_kv_connector_stats(self) -> KVPipeStats | None:
-        """Returns what metrics are to count since the last call; `None` after most steps."""
+        """Returns the counts for metrics since the last call; `None` after most steps."""
         if self._scheduler is not None:
-            return self._scheduler.take_stats()
-        if self._worker is None or (num_sessions := self._worker.take_num_sessions()) is None:
+            return self._scheduler.drain_stats()
+        if self._worker is None or (num_sessions := self._worker.drain_num_sessions()) is None:
             return None
         return KVPipeStats.of_sessions(self._worker.rank, *num_sessions)
 

@@ -17,7 +17,7 @@ class HostOrder:
     """Of caches in host memory, vLLM calls a hook when the bytes that it is about are written.
 
     Attributes:
-        is_async: Whether hooks are called before the device has done their work.
+        is_async: True if hooks are called before the device has done their work.
     """
 
     is_async = False

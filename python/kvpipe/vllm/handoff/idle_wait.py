@@ -64,18 +64,18 @@ class IdleWait:
                 core.input_queue.not_empty.notify()
 
     def scheduled(self, *, is_idle: bool) -> None:
-        """Notes whether a step does nothing."""
+        """Counts the steps in a row that do nothing."""
         self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
 
     def is_due(self) -> bool:
-        """Returns whether the step that ends was idle, and the one before it and those under way are, too.
+        """Returns true if the step that ends was idle, and the one before it and those under way are, too.
 
         The one before has ended in the workers what was begun there, and has told metrics what waits.
         """
         return self._core is not None and self._num_idle_steps >= 2 + len(self._core.batch_queue or ())
 
     def has_only(self, waiting: AbstractSet[str], connector: KVConnectorBase_V1 | None) -> bool:
-        """Returns whether the requests of the engine wait for what it receives, or for events of the control plane.
+        """Returns true if the engine's requests wait only for its input, or for events of the control plane.
 
         Args:
             waiting: Requests that wait for the control plane.

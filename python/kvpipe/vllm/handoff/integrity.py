@@ -1,4 +1,4 @@
-"""How blocks of handoffs are known to be the producer's: by checksums, or by asking the producer after the last read.
+"""Integrity of the blocks of handoffs: by checksums, or by asking the producer after the last read.
 
 The producer may be asked only where it marks the end of a handoff before a block of it changes. Whether vLLM's hooks
 allow that depends on the engine's configuration. The worker role needs no vLLM for its choice.
@@ -41,7 +41,7 @@ def choose_integrity(setting: str, objection: str, device: str) -> str:
 
 
 def objection_to_validate(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Why a block may change before the worker role can mark its handoff as ended; empty if none does."""
+    """Reason for which a block may change before the worker role can mark its handoff as ended; empty if none does."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec  # noqa: PLC0415 - where vLLM is
 
     if vllm_config.model_config.enable_sleep_mode:

@@ -35,8 +35,8 @@ class CacheLayout:
     Attributes:
         block_bytes: Bytes of a block in one region.
         stride_bytes: From a block to the next one in one region.
-        offsets: Where each region begins, in bytes from the first one of the view.
-        order: The shape of a block, and its dimensions from the outermost in memory: what two engines must share.
+        offsets: Start of each region, in bytes from the first one of the view.
+        order: The shape of a block, and its dimensions from the outermost in memory: two engines must share them.
     """
 
     block_bytes: int
@@ -88,7 +88,7 @@ class LayerCache:
     Attributes:
         name: Name of the layer.
         blocks: A view `[num_blocks, …]`.
-        layout: Where the bytes of its blocks are.
+        layout: Location of the bytes of its blocks.
     """
 
     name: str

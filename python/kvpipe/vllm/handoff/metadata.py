@@ -23,8 +23,8 @@ class Load:
         first: Position in the prompt of the first block to read.
         block_ids: Destination blocks, one for each position.
         ranks: `(address, incarnation)` of the producer's workers, by tensor-parallel rank.
-        is_committed: Whether the sequence state has arrived.
-        refusal: Why no block can be loaded; empty if they can.
+        is_committed: True if the sequence state has arrived.
+        refusal: Reason for which no block can be loaded; empty if they can.
     """
 
     request_id: str
@@ -42,8 +42,8 @@ class Cancel:
 
     Attributes:
         handoff: The handoff's id.
-        reason: Why.
-        is_withdrawn: Whether all blocks count as missing: the producer has withdrawn them, or their request has ended.
+        reason: Reason for the end.
+        is_withdrawn: True if all blocks count as missing: the producer has withdrawn them, or their request has ended.
     """
 
     handoff: bytes
@@ -57,7 +57,7 @@ class HandoffEnd:
 
     Attributes:
         handoff: The handoff's id.
-        reason: Why.
+        reason: Reason for the end.
     """
 
     handoff: bytes
@@ -80,7 +80,7 @@ class ReadyRange:
 
 
 @dataclass(slots=True)
-class Lease:
+class HandoffLease:
     """Producer: a finished request whose blocks are leased to a consumer.
 
     Attributes:
@@ -137,7 +137,7 @@ class StepMetadata:
     ended: list[HandoffEnd] = field(default_factory=list)
     cached: list[ReadyRange] = field(default_factory=list)
     ready: list[ReadyRange] = field(default_factory=list)
-    leased: list[Lease] = field(default_factory=list)
+    leased: list[HandoffLease] = field(default_factory=list)
     progress: list[PrefillRest] = field(default_factory=list)
     control: str = ""
     first_tokens: dict[bytes, int] = field(default_factory=dict)
@@ -163,8 +163,8 @@ class HandshakeMetadata:
     Attributes:
         address: Address of this rank's agent.
         incarnation: Incarnation of that agent.
-        forces_first_tokens: Whether this rank's sampler applies `StepMetadata.first_tokens`.
-        properties: What this rank adds to the engine's fingerprint.
+        forces_first_tokens: True if this rank's sampler applies `StepMetadata.first_tokens`.
+        properties: This rank's additions to the engine's fingerprint.
     """
 
     address: str
@@ -175,10 +175,10 @@ class HandshakeMetadata:
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """How a load ended on one rank, or on all of them together. Times are seconds.
+    """Outcome of a load on one rank, or on all of them together. Times are seconds.
 
     Attributes:
-        is_loaded: Whether all blocks are here.
+        is_loaded: True if all blocks are here.
         num_bytes: Bytes that were read, repeated reads included.
         num_received: Blocks that are here and verified.
         num_missing: Blocks that are not.
@@ -189,7 +189,7 @@ class LoadOutcome:
         transport: The data path of the bytes.
         elapsed_s: Time of the load.
         backlog_s: Time that it waited for other loads.
-        reason: Why blocks are missing.
+        reason: Reason for missing blocks.
         cause: The kind of that reason.
     """
 

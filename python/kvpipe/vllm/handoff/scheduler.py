@@ -220,7 +220,7 @@ class SchedulerRole:
             self._consuming.add(request, wanted)
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Returns how many tokens the producer provides: `(None, False)` while it has not opened the handoff."""
+        """Returns the number of the producer's tokens: `(None, False)` while it has not opened the handoff."""
         self._producing.matched(request.request_id, num_local_tokens)
         if request.request_id in self._consuming:
             self._drain_events()
@@ -237,14 +237,14 @@ class SchedulerRole:
         self._consuming.allocated(request, blocks, num_external_tokens)
 
     def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Returns whether a finished request's blocks are leased to a consumer, and parameters for its response."""
+        """Returns true if a finished request's blocks are leased to a consumer, and parameters for its response."""
         self._consuming.finished(request)
         return self._producing.finished(request, block_ids)
 
     # --- every step
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """Returns what the worker role has to do in this step."""
+        """Returns the worker role's tasks of this step."""
         self._drain_events()
         for request_id in output.preempted_req_ids or ():
             self._producing.preempted(request_id)
@@ -252,7 +252,7 @@ class SchedulerRole:
         self._producing.scheduled(output, now_s)
         self._consuming.scheduled(output, now_s)
         self._give_way(output, now_s)
-        step = self._out.take_step()
+        step = self._out.drain_step()
         self._waiting, self._matched_waiting = self._matched_waiting, set()
         has_work = output.total_num_scheduled_tokens or output.finished_req_ids or output.preempted_req_ids
         self._idle_wait.scheduled(is_idle=not has_work and step.is_empty())
@@ -267,7 +267,7 @@ class SchedulerRole:
         is_due = self._idle_wait.is_due() and self._out.step.is_empty() and self._out.stats.is_empty()
         if not is_due:
             return
-        # Where requests wait for blocks that are leased, an engine that consumes gives way after a time.
+        # If requests wait for leased blocks, an engine that consumes gives way after a time.
         may_lack_blocks = connector if self._consuming.is_idle() else None
         if self._idle_wait.has_only(self._waiting | self._producing.leased_requests(), may_lack_blocks):
             self._idle_wait.wait()
@@ -292,9 +292,9 @@ class SchedulerRole:
         if output.invalid_block_ids:
             self._producing.withdraw_invalid(output.invalid_block_ids)
 
-    def take_stats(self) -> KVPipeStats | None:
-        """Returns what metrics are to count since the last call; `None` if that is nothing."""
-        return self._out.take_stats()
+    def drain_stats(self) -> KVPipeStats | None:
+        """Returns the counts for metrics since the last call; `None` if there are none."""
+        return self._out.drain_stats()
 
     def reset(self) -> None:
         """Withdraws what is announced of all handoffs that this engine produces."""

@@ -21,7 +21,7 @@ _MIB = 1 << 20
 
 
 class KVPipeStats(KVConnectorStats):
-    """What has changed since the last step. `data` has only what has, and only what msgpack can write.
+    """Changes since the last step. `data` has only changed values, of types that msgpack can write.
 
     `handoffs` are those that ended here, one dict each: see `add_handoff`. `leased_blocks` is a number. `sessions` has,
     by rank, the number of sessions by data path. The last two are states, of which the latest counts.
@@ -31,7 +31,7 @@ class KVPipeStats(KVConnectorStats):
         """Adds a handoff that has ended, as its consumer.
 
         Args:
-            result: How it ended.
+            result: Its result.
             reason: The `LossReason`.
             handover_s: Seconds from the request's arrival until its prompt was done; `None` if that never came.
             counts: `received_tokens`, `missing_tokens`, `recomputed_tokens` and `received_bytes`.
@@ -40,7 +40,7 @@ class KVPipeStats(KVConnectorStats):
         self.data.setdefault("handoffs", []).append(handoff)
 
     def set_leased_blocks(self, num_blocks: int) -> None:
-        """Sets how many blocks this engine leases to consumers."""
+        """Sets the number of blocks that this engine leases to consumers."""
         self.data["leased_blocks"] = num_blocks
 
     @classmethod

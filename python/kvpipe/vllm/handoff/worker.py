@@ -38,7 +38,7 @@ logger = logging.getLogger("vllm.kvpipe.worker")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEngine:
-    """What a worker role needs of its engine.
+    """Properties of an engine that a worker role needs.
 
     Attributes:
         rank: Tensor-parallel rank of this worker.
@@ -46,8 +46,9 @@ class WorkerEngine:
         kv_role: vLLM's name of its role, for the trace.
         num_blocks: Blocks of its KV cache.
         device: vLLM's type of the device that has the cache.
-        is_by_layer: Whether vLLM calls `save_layer` once for each layer and step.
-        objection_to_validate: Why its blocks may change before a handoff is marked as ended; empty if they do not.
+        is_by_layer: True if vLLM calls `save_layer` once for each layer and step.
+        objection_to_validate: Reason for which its blocks may change before a handoff is marked as ended; empty if they
+            do not.
     """
 
     rank: int
@@ -102,7 +103,7 @@ class WorkerRole:
 
         Args:
             kv_caches: The cache of each layer, see `layer_cache`.
-            properties: What this rank adds to the engine's fingerprint.
+            properties: This rank's additions to the engine's fingerprint.
 
         Raises:
             TransportUnavailableError: There is no UCX, or the cache is on a device that it cannot reach.
@@ -217,7 +218,7 @@ class WorkerRole:
         )
 
     def _refusal(self, load: Load) -> str:
-        """Why a load cannot begin; empty if it can."""
+        """Reason for which a load cannot begin; empty if it can."""
         if load.refusal:
             return load.refusal
         if load.handoff in self._loads:
@@ -249,7 +250,7 @@ class WorkerRole:
         agent.mark_ready(ready, regions, event)
 
     def _event_failed(self, agent: _kvpipe.Agent, ranges: Sequence[ReadyRange], error: KVPipeError) -> str:
-        """Ends the handoffs whose blocks nobody can say to be computed, and returns the reason."""
+        """Ends the handoffs whose blocks may not be computed, and returns the reason."""
         reason = f"the device records no event: {error}"
         logger.error("event.failed %s", reason)
         for each in ranges:
@@ -289,17 +290,17 @@ class WorkerRole:
             else:
                 outcome = LoadOutcome.of(event, is_loaded="reason" not in event)
                 self._loads.ended(event["handoff"], outcome, event.get("missing", ()))
-        return self._leases.take_sent(), self._loads.take_received()
+        return self._leases.drain_sent(), self._loads.drain_received()
 
-    def take_invalid_block_ids(self) -> set[int]:
+    def drain_invalid_block_ids(self) -> set[int]:
         """Returns missing blocks of the loads that `finished` has just reported."""
-        return self._loads.take_invalid_block_ids()
+        return self._loads.drain_invalid_block_ids()
 
-    def take_outcomes(self) -> WorkerOutcomes | None:
+    def drain_outcomes(self) -> WorkerOutcomes | None:
         """Returns ended and verified loads for the scheduler role; `None` if there is nothing to report."""
-        return self._loads.take_outcomes()
+        return self._loads.drain_outcomes()
 
-    def take_num_sessions(self) -> tuple[int, int] | None:
+    def drain_num_sessions(self) -> tuple[int, int] | None:
         """Returns the number of sessions that read remotely, and of those that stream, if they have changed."""
         if self._agent is None or (num_sessions := self._agent.num_sessions) == self._num_sessions:
             return None

@@ -14,7 +14,7 @@ SHORTEST_LIMIT_S = 0.25
 
 
 class Reason(StrEnum):
-    """Why stored KV is loaded or computed."""
+    """Reason for loading or computing stored KV."""
 
     ALWAYS = "always"
     UNMEASURED = "unmeasured"
@@ -25,11 +25,11 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """True if chunks are loaded.
+    """Decision to load or to compute stored chunks.
 
     Attributes:
-        is_load: Whether they are.
-        reason: Why.
+        is_load: True if they are loaded.
+        reason: Reason of the decision.
         limit_s: Seconds that the load may take.
     """
 
@@ -39,7 +39,7 @@ class Decision:
 
 
 class LoadClock:
-    """Measures how long loads take, as a time for each load and a time for each of its chunks."""
+    """Measures the duration of loads, as a time for each load and a time for each of its chunks."""
 
     def __init__(self) -> None:
         # Weighted sums over loads: 1, chunks, seconds, chunks squared, chunks times seconds.

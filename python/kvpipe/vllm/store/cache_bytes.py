@@ -59,7 +59,7 @@ class CacheBytes:
 
         Args:
             chunk: As `out` of `gather`.
-            block_ids: Where the blocks go, from the block `first` of the chunk on.
+            block_ids: Destination of the blocks, from the block `first` of the chunk on.
             first: Blocks of the chunk that are left out.
         """
         self._layers.scatter(chunk, block_ids, first)

@@ -32,10 +32,10 @@ def seal(memory: np.ndarray, key: bytes, layout: bytes) -> None:
 
 
 def fault(memory: np.ndarray, key: bytes, layout: bytes) -> str:
-    """Returns why a chunk must not be used: `foreign` or `corrupt`; empty if it is what its name says.
+    """Returns the fault of a chunk that must not be used: `foreign` or `corrupt`; empty if its name is right.
 
     Args:
-        memory: What was read under the name, as for `seal`.
+        memory: The bytes that were read under the name, as for `seal`.
         key: The name.
         layout: Digest of the layout that this engine needs.
     """

@@ -30,14 +30,14 @@ class StoreConnectorConfig:
     Attributes:
         store: URL of the store, see `kvpipe.store.open_store`. Required.
         namespace: Text that is part of every key: instances with another one see nothing of each other. It is needed
-            where the files of the model cannot be compared; whoever sets it says that they are the same.
+            where the files of the model cannot be compared; an equal namespace states that they are the same.
         chunk_size: Tokens of a chunk, a multiple of vLLM's block size. Larger: fewer keys, and a longer tail that is
             computed by everyone.
-        serde: How KV is written: `naive`, the bytes as they are; or one that loses precision, see `kvpipe.store.serde`.
-        on_load_failure: What happens to a request whose KV is in the store and cannot be loaded, see `ConnectorConfig`.
+        serde: Encoding of KV: `naive`, the bytes as they are; or one that loses precision, see `kvpipe.store.serde`.
+        on_load_failure: Policy for a request whose KV is in the store and cannot be loaded, see `ConnectorConfig`.
         always_load: Loads stored KV even where computing it was measured to be faster.
         load_timeout_s: Seconds after which a load ends with what it has. It is less where computing takes less.
-        lookup_timeout_s: Seconds after which a request is computed if the store has not answered what it has.
+        lookup_timeout_s: Seconds after which a request is computed if the store has not answered its lookup.
         num_io_threads: Threads of a worker that load chunks; half as many save them.
         staging_bytes: Memory of a worker for chunks on their way into the store. Chunks without space are not saved.
     """

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvpipe.vllm.store.scheduler import SchedulerRole
-    from kvpipe.vllm.store.worker import WorkerRole
+    from kvpipe.vllm.store.scheduler import StoreSchedulerRole
+    from kvpipe.vllm.store.worker import StoreWorkerRole
 
 
 class KVStoreConnector(KVConnectorBase_V1):
@@ -42,25 +42,25 @@ class KVStoreConnector(KVConnectorBase_V1):
         config = StoreConnectorConfig.parse(transfer.kv_connector_extra_config, block_size)
         # vLLM reads it after this; under MultiConnector it reads the parent's.
         transfer.kv_load_failure_policy = load_failure_policy(config.on_load_failure, transfer.kv_load_failure_policy)
-        self._scheduler: SchedulerRole | None = None
-        self._worker: WorkerRole | None = None
+        self._scheduler: StoreSchedulerRole | None = None
+        self._worker: StoreWorkerRole | None = None
         if role == KVConnectorRole.SCHEDULER:
-            from kvpipe.vllm.store.scheduler import SchedulerRole  # noqa: PLC0415 - only where the role is
+            from kvpipe.vllm.store.scheduler import StoreSchedulerRole  # noqa: PLC0415 - only where the role is
 
-            self._scheduler = SchedulerRole(vllm_config, config)
+            self._scheduler = StoreSchedulerRole(vllm_config, config)
         else:
-            from kvpipe.vllm.store.worker import WorkerRole  # noqa: PLC0415 - only where the role is
+            from kvpipe.vllm.store.worker import StoreWorkerRole  # noqa: PLC0415 - only where the role is
 
             check_parent(transfer.kv_load_failure_policy, "KVStoreConnector")
-            self._worker = WorkerRole(vllm_config, config)
+            self._worker = StoreWorkerRole(vllm_config, config)
 
-    def _of_scheduler(self) -> SchedulerRole:
+    def _of_scheduler(self) -> StoreSchedulerRole:
         if self._scheduler is None:
             message = "a scheduler hook was called in the worker role"
             raise RuntimeError(message)
         return self._scheduler
 
-    def _of_worker(self) -> WorkerRole:
+    def _of_worker(self) -> StoreWorkerRole:
         if self._worker is None:
             message = "a worker hook was called in the scheduler role"
             raise RuntimeError(message)
@@ -108,11 +108,11 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns missing blocks of the requests that `get_finished` has just returned."""
-        return self._of_worker().take_invalid_block_ids()
+        return self._of_worker().drain_invalid_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Returns how loads ended, and once what this rank adds to the fingerprint."""
-        return self._of_worker().take_report()
+        """Returns the outcomes of loads, and once this rank's additions to the fingerprint."""
+        return self._of_worker().drain_report()
 
     # --- scheduler role
 
@@ -122,11 +122,11 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._of_scheduler().bind_kv_cache_manager(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
-        """Asks the store which chunks of a new prompt it has."""
+        """Asks the store for the chunks of a new prompt."""
         self._of_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns how many tokens the store provides; `None` before it has answered."""
+        """Returns the number of tokens in the store; `None` before it has answered."""
         return self._of_scheduler().match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -146,16 +146,16 @@ class KVStoreConnector(KVConnectorBase_V1):
         return False, self._of_scheduler().finished(request)
 
     def reset_cache(self) -> bool:
-        """Has the workers say which weights they have: vLLM's change, it sleeps, or an operator resets it."""
+        """Has the workers identify their weights: vLLM's change, it sleeps, or an operator resets it."""
         self._of_scheduler().reset()
         return True
 
     # --- both
 
     def get_kv_connector_stats(self) -> KVStoreStats | None:
-        """Returns what metrics are to count since the last call; `None` after most steps."""
+        """Returns the counts for metrics since the last call; `None` after most steps."""
         role = self._scheduler or self._worker
-        return role.take_stats() if role is not None else None
+        return role.drain_stats() if role is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStoreStats:

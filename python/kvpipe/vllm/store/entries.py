@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpipe.vllm.outbox import Outbox
-    from kvpipe.vllm.store.lookups import Answer, Lookups
+    from kvpipe.vllm.store.lookups import LookupAnswer, Lookups
     from kvpipe.vllm.store.metadata import StoreStepMetadata
     from kvpipe.vllm.store.names import Names
     from kvpipe.vllm.store.prompts import Prompt
@@ -44,7 +44,7 @@ _FINISH_REASONS = {
 
 
 class TokenReason(StrEnum):
-    """Why a consumer samples its own first token, as metrics count it. The log says more of `unsupported`."""
+    """Reason for which a consumer samples its own first token, for metrics. The log says more of `unsupported`."""
 
     NONE = "none"
     MISSING = "missing"
@@ -62,23 +62,23 @@ _OTHER_REQUEST = (TokenReason.OTHER_PROMPT, TokenReason.OTHER_ADAPTER)
 
 @dataclass
 class Entry:
-    """What the store has of one request, besides chunks.
+    """Entry of one request in the store, besides its chunks.
 
     Attributes:
         handoff: The handoff's id.
-        is_saved: Whether this engine saves it; otherwise it loads it.
+        is_saved: True if this engine saves it; otherwise it loads it.
         given_tokens: Consumer: the answer's first tokens, if the request brought them. A client may have them already.
             With an entry there is one, the producer's.
-        is_copied: Producer: whether the workers have a copy of its KV.
-        is_asked: Consumer: whether the store has been asked for it.
-        is_found: Consumer: whether it waits in the store, and belongs to this request. A load consumes it.
+        is_copied: Producer: true if the workers have a copy of its KV.
+        is_asked: Consumer: true if the store has been asked for it.
+        is_found: Consumer: true if it is in the store, and belongs to this request. A load consumes it.
         record: Consumer: its record.
         first_token: Consumer: the token that the producer sampled, once it is known and may be forced.
-        reason: Consumer: why it is not.
+        reason: Consumer: reason for which it is not.
         unsupported_reason: Consumer: the same for `unsupported`, in words.
-        is_exact: Consumer: whether it is the request's first one: it was forced, or the request continues after it.
+        is_exact: Consumer: true if it is the request's first one: it was forced, or the request continues after it.
         num_computed: Consumer: prompt tokens that this engine has computed since the last preemption.
-        is_reported: Consumer: whether the result has been reported, or none is to be.
+        is_reported: Consumer: true if the result has been reported, or none is to be.
     """
 
     handoff: bytes
@@ -107,7 +107,7 @@ class Entries:
         chunk_blocks: Blocks of a chunk.
 
     Attributes:
-        support: Whether this engine can force first tokens.
+        support: This engine's support for forced first tokens.
     """
 
     def __init__(
@@ -204,8 +204,8 @@ class Entries:
         until_s = now_s + timeout_s / 2 if self._breaker.allows(now_s) else 0.0
         return self._names.entry_keys(entry.handoff), until_s
 
-    def answered(self, answer: Answer, prompt: Prompt | None, now_s: float) -> None:
-        """Notes whether an entry is in the store. One that no load will consume is deleted."""
+    def answered(self, answer: LookupAnswer, prompt: Prompt | None, now_s: float) -> None:
+        """Notes the store's answer about an entry. One that no load will consume is deleted."""
         if answer.failure or not answer.question.entry_keys:
             return
         entry = None if prompt is None else prompt.entry
@@ -360,7 +360,7 @@ class Entries:
             prompt: The prompt.
             num_before: Tokens computed before this step.
             num_new: Tokens of this step.
-            is_final: Whether all that was computed or loaded before this step is there for certain.
+            is_final: True if all tokens computed or loaded before this step are there for certain.
         """
         if prompt.entry is None:
             return
@@ -378,7 +378,7 @@ class Entries:
         if entry.is_saved:
             return self._save(prompt, entry) if entry.is_copied else None
         self._loaded.discard(entry.handoff)
-        # What a cancelled load has not consumed yet.
+        # A cancelled load may have left the entry in the store.
         self.release(prompt)
         return None
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Part of every namespace. It changes with the format of a chunk.
 FORMAT_VERSION = 1
-# What `StoreServer` counts as one namespace.
+# Length of the part of a key that `StoreServer` counts as one namespace.
 ENGINE_NAMESPACE_BYTES = 14
 NAMESPACE_BYTES = ENGINE_NAMESPACE_BYTES + 2
 CHUNK_ID_BYTES = 32
@@ -43,7 +43,7 @@ class Feature(NamedTuple):
 def engine_namespace(
     properties: Iterable[tuple[str, str]], *, num_ranks: int, chunk_size: int, serde: str, namespace: str
 ) -> bytes:
-    """Returns what the namespaces of an engine's ranks have in common.
+    """Returns the common part of the namespaces of an engine's ranks.
 
     Args:
         properties: The engine's fingerprint, with what its workers add to it.
@@ -77,12 +77,12 @@ def chunk_ids(
 
     Args:
         token_ids: The prompt, at least `num_chunks * chunk_size` tokens.
-        num_chunks: How many ids.
+        num_chunks: Number of ids.
         chunk_size: Tokens of a chunk.
         adapter: Content of the LoRA adapter; empty without one.
         salt: The request's cache salt; empty without one.
         features: Images and the like in the prompt.
-        embeddings: Returns what identifies the embeddings of tokens, by first and end; `None` without embeddings.
+        embeddings: Returns an identifier of the embeddings of tokens, by first and end; `None` without embeddings.
     """
     ids, before = [], _digest([b"prompt", adapter.encode(), salt.encode()])
     for first in range(0, num_chunks * chunk_size, chunk_size):

@@ -32,7 +32,7 @@ _UNKNOWN = "it has no counterpart"
 
 @dataclass(frozen=True)
 class LMCacheSettings:
-    """What a file of LMCache's says.
+    """Settings in a file of LMCache's.
 
     Attributes:
         settings: Settings of `KVStoreConnector`, by their names there.

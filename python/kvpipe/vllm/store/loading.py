@@ -11,7 +11,7 @@ import numpy as np
 from kvpipe.exceptions import CorruptDataError
 from kvpipe.vllm.store.chunk import HEADER_BYTES
 from kvpipe.vllm.store.client import failure_reason
-from kvpipe.vllm.store.metadata import LoadOutcome
+from kvpipe.vllm.store.metadata import StoreLoadOutcome
 from kvpipe.vllm.store.staging import StagingPool
 from kvpipe.vllm.store.threads import TaskThreads
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpipe.store.base import KVStore, Value
     from kvpipe.vllm.store.cache_bytes import CacheBytes
     from kvpipe.vllm.store.client import StoreClient
-    from kvpipe.vllm.store.metadata import Load
+    from kvpipe.vllm.store.metadata import StoreLoad
     from kvpipe.vllm.store.values import ChunkValues
 
 # A value under a name of ours that is not what the name says is deleted, so that a right one can be saved.
@@ -34,11 +34,11 @@ class ActiveLoad:
     No thread copies into the blocks once `outcome` has returned the end: vLLM may then give them to others.
 
     Args:
-        load: What is loaded.
-        deadline_s: When it ends with what it has, by the clock of `outcome`.
+        load: The load.
+        deadline_s: Time at which it ends with the chunks that it has, by the clock of `outcome`.
     """
 
-    def __init__(self, load: Load, deadline_s: float) -> None:
+    def __init__(self, load: StoreLoad, deadline_s: float) -> None:
         self.load = load
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
@@ -54,10 +54,10 @@ class ActiveLoad:
         return not self._is_closed and index < self._end
 
     def copy(self, index: int, copy: Callable[[], bool]) -> bool:
-        """Copies a chunk into the blocks, if it is still of use. `copy` returns whether it is there, and verified.
+        """Copies a chunk into the blocks, if it is still of use. `copy` returns true if it is there, and verified.
 
         Returns:
-            Whether nothing is left to be done for this chunk.
+            True if nothing is left to be done for this chunk.
         """
         with self._lock:
             if not self.wants(index):
@@ -87,8 +87,8 @@ class ActiveLoad:
         if not self._is_closed:
             self._is_closed, self._reason = True, self._reason or reason
 
-    def outcome(self, now_s: float) -> LoadOutcome | None:
-        """Returns how the load has ended; `None` while it has not, or while a thread copies into its blocks."""
+    def outcome(self, now_s: float) -> StoreLoadOutcome | None:
+        """Returns the outcome of the load; `None` while it has none, or while a thread copies into its blocks."""
         with self._lock:
             if now_s >= self._deadline_s:
                 self._close("timeout")
@@ -98,7 +98,7 @@ class ActiveLoad:
             if num_loaded < self._end and not self._is_closed:
                 return None
             self._is_closed = True
-            return LoadOutcome(num_loaded, self._reason if num_loaded < len(self._is_copied) else "")
+            return StoreLoadOutcome(num_loaded, self._reason if num_loaded < len(self._is_copied) else "")
 
     def _num_loaded(self) -> int:
         return next((index for index, is_copied in enumerate(self._is_copied) if not is_copied), len(self._is_copied))
@@ -110,7 +110,7 @@ class Loader:
     Args:
         client: The store.
         cache: The KV cache.
-        values: How chunks are written.
+        values: Format of the chunks.
         chunk_blocks: Blocks of a chunk.
         num_threads: Threads that read.
     """
@@ -131,18 +131,18 @@ class Loader:
         for layer in range(cache.num_layers):
             self._page_thread.submit(functools.partial(cache.make_pages, layer))
 
-    def begin(self, load: Load, namespace: bytes, now_s: float) -> None:
+    def begin(self, load: StoreLoad, namespace: bytes, now_s: float) -> None:
         """Begins a load. `namespace` is that of this rank."""
         active = self._active[load.request_id] = ActiveLoad(load, now_s + load.limit_s)
         for index, part_id in enumerate(load.part_ids):
             self._threads.submit(lambda index=index, key=namespace + part_id: self._read(active, index, key))  # type: ignore[misc]
 
     def cancel(self, request_id: str) -> None:
-        """Ends a load that nobody needs."""
+        """Ends an obsolete load."""
         if (active := self._active.get(request_id)) is not None:
             active.cancel("cancelled")
 
-    def ended(self, now_s: float) -> list[tuple[Load, LoadOutcome]]:
+    def ended(self, now_s: float) -> list[tuple[StoreLoad, StoreLoadOutcome]]:
         """Returns loads that have ended, each once."""
         outcomes = [(active.load, active.outcome(now_s)) for active in self._active.values()]
         found = [(load, outcome) for load, outcome in outcomes if outcome is not None]
@@ -150,12 +150,12 @@ class Loader:
             del self._active[load.request_id]
         return found
 
-    def missing_blocks(self, load: Load, outcome: LoadOutcome) -> list[int]:
+    def missing_blocks(self, load: StoreLoad, outcome: StoreLoadOutcome) -> list[int]:
         """Returns the blocks that a load was to fill and did not."""
         return load.block_ids[max(0, outcome.num_loaded * self._chunk_blocks - load.first) :]
 
-    def num_bytes(self, load: Load, outcome: LoadOutcome) -> int:
-        """Returns how many bytes of KV a load has brought."""
+    def num_bytes(self, load: StoreLoad, outcome: StoreLoadOutcome) -> int:
+        """Returns the number of bytes of KV that a load has brought."""
         num_blocks = min(load.first + len(load.block_ids), outcome.num_loaded * self._chunk_blocks)
         return num_blocks * int(self._cache.block_bytes)
 
@@ -165,7 +165,7 @@ class Loader:
     def _read(self, active: ActiveLoad, index: int, key: bytes) -> None:
         if not active.wants(index):
             return
-        slot = self._slots.take()
+        slot = self._slots.acquire()
         if slot is None:
             message = "more threads than slots"
             raise RuntimeError(message)
@@ -176,14 +176,14 @@ class Loader:
         except Exception as error:  # noqa: BLE001 - a user's store may raise anything; the load ends with what it has
             reason = failure_reason(error)
         finally:
-            self._slots.give_back(slot)
+            self._slots.release(slot)
         if reason:
             active.fail(index, reason)
 
     def _load(self, active: ActiveLoad, index: int, key: bytes, slot: np.ndarray) -> str:
-        """Loads a chunk, or an entry. Returns why it cannot be loaded; empty if it is, or is of no use any more."""
+        """Loads a chunk, or an entry. Returns the reason of a failure; empty if it is loaded, or of no use any more."""
         if index == len(active.load.chunk_ids):
-            reason = self._client.run(lambda store: self._take_entry(store, active.load, key, slot))
+            reason = self._client.run(lambda store: self._consume_entry(store, active.load, key, slot))
             return reason or self._scatter(active, index, slot)
         reason = self._client.run(lambda store: self._load_chunk(store, active, index, key, slot))
         if reason in _WRONG:
@@ -205,7 +205,7 @@ class Loader:
         return reason or self._scatter(active, index, slot)
 
     def _is_read_into_blocks(self, active: ActiveLoad, index: int, key: bytes, value: Value) -> bool:
-        """Reads a chunk straight into its blocks, which saves a copy and a checksum. Returns whether that is done.
+        """Reads a chunk straight into its blocks, which saves a copy and a checksum. Returns true if that is done.
 
         Not if the value has to be decoded, if a part of it is not wanted, or if the store cannot read so.
         """
@@ -221,7 +221,7 @@ class Loader:
 
         return active.copy(index, read)
 
-    def _take_entry(self, store: KVStore, load: Load, key: bytes, slot: np.ndarray) -> str:
+    def _consume_entry(self, store: KVStore, load: StoreLoad, key: bytes, slot: np.ndarray) -> str:
         """Reads an entry, which is deleted then, whatever is in it."""
         lease = store.take(key)
         if lease is None:
@@ -238,7 +238,7 @@ class Loader:
             return "foreign"
         return self._values.restore(memory, key, slot, num_blocks)
 
-    def _block_ids(self, load: Load, index: int) -> list[int]:
+    def _block_ids(self, load: StoreLoad, index: int) -> list[int]:
         """The blocks that a chunk goes to; the first chunk's may be fewer."""
         start = index * self._chunk_blocks - load.first
         return load.block_ids[max(0, start) : start + self._chunk_blocks]
@@ -257,7 +257,7 @@ class Loader:
         return ""
 
     def close(self, timeout: float) -> bool:
-        """Ends all loads, and returns whether their threads have ended in time."""
+        """Ends all loads. Returns true if their threads have ended in time."""
         for active in self._active.values():
             active.cancel("cancelled")
         return all([self._page_thread.close(timeout), self._threads.close(timeout)])

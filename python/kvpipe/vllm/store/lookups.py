@@ -21,14 +21,14 @@ _NUM_WAITING_THREADS = 4
 
 
 class Question(NamedTuple):
-    """What the store is asked for a request.
+    """Lookup of one request in the store.
 
     Attributes:
         request_id: The request.
         attempt: `Prompt.attempt`.
         keys: The keys of its chunks.
         entry_keys: The keys of its entry, one for each rank; empty without one.
-        until_s: Until when to wait for the entry, by `time.monotonic`; 0: not at all.
+        until_s: Deadline of the wait for the entry, by `time.monotonic`; 0: no wait.
     """
 
     request_id: str
@@ -38,12 +38,12 @@ class Question(NamedTuple):
     until_s: float
 
 
-class Answer(NamedTuple):
-    """What the store has answered.
+class LookupAnswer(NamedTuple):
+    """Answer of the store.
 
     Attributes:
-        question: What it was asked.
-        is_present: For each key whether it is there.
+        question: The lookup that it answers.
+        is_present: For each key, true if it is there.
         records: The records of the entry; empty if it lacks one in time.
         failure: Kind of the failure; empty if the store has answered.
         elapsed_s: Seconds that it took, without the wait for the entry.
@@ -63,7 +63,7 @@ class Lookups:
         self._client = client
         self._threads = TaskThreads("kvpipe-lookup", _NUM_THREADS)
         self._waiting = TaskThreads("kvpipe-entry", _NUM_WAITING_THREADS)
-        self._answers: deque[Answer] = deque()
+        self._answers: deque[LookupAnswer] = deque()
         self._threads.submit(client.open)
 
     def ask(self, question: Question) -> None:
@@ -72,14 +72,14 @@ class Lookups:
         threads.submit(lambda: self._answers.append(self._answer(question)))
 
     def delete(self, keys: list[bytes]) -> None:
-        """Deletes entries that nobody will consume. Those that this does not reach end by their time."""
+        """Deletes obsolete entries. Those that this does not reach expire."""
         self._threads.submit(lambda: self._delete(keys))
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[LookupAnswer]:
         """Returns the answers that have come since the last call."""
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
-    def _answer(self, question: Question) -> Answer:
+    def _answer(self, question: Question) -> LookupAnswer:
         began_s = time.monotonic()
         try:
             records = self._client.run(lambda store: _records(store, question.entry_keys, question.until_s))
@@ -87,15 +87,15 @@ class Lookups:
             is_present = self._client.run(lambda store: store.lookup(question.keys).is_present) if question.keys else ()
             failure = "error" if len(is_present) != len(question.keys) else ""
         except Exception as error:  # noqa: BLE001 - a user's store may raise anything; the request is computed
-            return Answer(question, failure=failure_reason(error), elapsed_s=time.monotonic() - began_s)
-        return Answer(question, is_present, records, failure, time.monotonic() - began_s)
+            return LookupAnswer(question, failure=failure_reason(error), elapsed_s=time.monotonic() - began_s)
+        return LookupAnswer(question, is_present, records, failure, time.monotonic() - began_s)
 
     def _delete(self, keys: list[bytes]) -> None:
         with suppress(Exception):  # as above
             self._client.run(lambda store: store.delete(keys))
 
     def close(self, timeout: float) -> bool:
-        """Returns whether the threads have ended in time."""
+        """Ends the threads. Returns true if they have ended in time."""
         return all([self._threads.close(timeout), self._waiting.close(timeout)])
 
 

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 
 @dataclass(frozen=True)
-class Load:
+class StoreLoad:
     """Chunks to load into the blocks of a request, and the KV in its entry, which follows them.
 
     Attributes:
@@ -16,7 +16,7 @@ class Load:
         chunk_ids: The chunks, in the order of the prompt.
         first: Blocks of the first chunk, or without chunks of the entry, that this engine has already, and that others
             may use.
-        block_ids: Destination of the other blocks. Nobody else uses them before the end of the load is reported.
+        block_ids: Destination of the other blocks. vLLM reserves them until the end of the load is reported.
         limit_s: Seconds that the load may take.
         entry_id: The request's entry; empty if it is not loaded.
         record: The record that the entry has to have.
@@ -82,13 +82,13 @@ class StoreStepMetadata(KVConnectorMetadata):
     """Scheduler role to worker role, for one step.
 
     Attributes:
-        namespace: What the namespaces of the ranks have in common; empty before the workers have reported.
-        identification: Has the workers report anew what they add to the fingerprint, unless it is 0. A number for each
+        namespace: Common part of the ranks' namespaces; empty before the workers have reported.
+        identification: Unless it is 0, the workers report anew their additions to the fingerprint. A number for each
             reset.
         loads: Loads to begin.
-        cancels: Requests whose loads nobody needs any more.
+        cancels: Requests whose loads are obsolete.
         saves: Chunks to save after the forward pass.
-        copies: What is copied for entries after the forward pass.
+        copies: Copies for entries after the forward pass.
         entries: Entries to save.
         first_tokens: Token id by handoff, for the requests in this step that have outputs left to force. The workers
             have the tokens after the first in the request's parameters.
@@ -98,7 +98,7 @@ class StoreStepMetadata(KVConnectorMetadata):
 
     namespace: bytes = b""
     identification: int = 0
-    loads: list[Load] = field(default_factory=list)
+    loads: list[StoreLoad] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     copies: list[EntryCopy] = field(default_factory=list)
@@ -108,20 +108,20 @@ class StoreStepMetadata(KVConnectorMetadata):
 
 
 @dataclass(frozen=True)
-class LoadOutcome:
-    """How a load ended.
+class StoreLoadOutcome:
+    """Outcome of a load.
 
     Attributes:
         num_loaded: Chunks in front that were loaded; an entry counts as one.
-        reason: Why others were not: `missing`, `corrupt`, `foreign`, `short`, `timeout`, `cancelled`, `lost` or
-            `error`; empty if all were.
+        reason: Reason for which others were not: `missing`, `corrupt`, `foreign`, `short`, `timeout`, `cancelled`,
+            `lost` or `error`; empty if all were.
     """
 
     num_loaded: int
     reason: str = ""
 
-    def merged(self, other: LoadOutcome) -> LoadOutcome:
-        """Returns the outcome of both ranks: what both have loaded counts."""
+    def merged(self, other: StoreLoadOutcome) -> StoreLoadOutcome:
+        """Returns the outcome of both ranks: a chunk counts if both have loaded it."""
         return min(self, other, key=lambda outcome: outcome.num_loaded)
 
 
@@ -137,7 +137,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """
 
     properties: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
-    outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
+    outcomes: dict[str, StoreLoadOutcome] = field(default_factory=dict)
     unforced: list[int] = field(default_factory=list)
     identification: int = 0
 

@@ -37,9 +37,9 @@ class Names:
 
     Attributes:
         num_ranks: Workers of the engine.
-        namespace: What the namespaces of the ranks have in common; empty before all workers have reported.
-        private_reason: Why no other engine can have this namespace; empty if others can.
-        are_features_named: Whether images and the like have identifiers that are hashes of their content.
+        namespace: Common part of the ranks' namespaces; empty before all workers have reported.
+        private_reason: Reason for which no other engine can have this namespace; empty if others can.
+        are_features_named: True if images and the like have identifiers that are hashes of their content.
 
     Raises:
         ConfigError: The files of the model cannot be compared, or vLLM's block hashes can collide.
@@ -63,7 +63,7 @@ class Names:
         return bool(self.namespace) and not self.private_reason
 
     def introduce(self, properties: Mapping[int, list[tuple[str, str]]]) -> bool:
-        """Notes what workers add to the fingerprint. Returns whether the namespace is known now, and was not before."""
+        """Notes the workers' additions to the fingerprint. Returns true if this determines the namespace."""
         self._ranks.update(properties)
         if self.namespace or len(self._ranks) < self.num_ranks:
             return False
@@ -91,7 +91,7 @@ class Names:
 
         Args:
             request: vLLM's request.
-            num_chunks: How many ids.
+            num_chunks: Number of ids.
             adapter: Content of its LoRA adapter; empty without one.
         """
         positions = [(each.identifier, each.mm_position) for each in request.mm_features or ()]
@@ -118,8 +118,8 @@ class Names:
         """Forgets the namespace until all workers have reported again: the weights may have changed.
 
         Args:
-            is_cache_empty: Whether the engine's prefix cache was emptied, too. What it keeps was computed with the
-                weights before, and so is what is computed after it: with other weights that is no KV to share.
+            is_cache_empty: True if the engine's prefix cache was emptied, too. Otherwise it keeps KV of the weights
+                before, and KV computed after that depends on it: with other weights that is no KV to share.
         """
         if is_cache_empty:
             self._kept = None
@@ -151,7 +151,7 @@ def _are_features_named(vllm_config: VllmConfig) -> bool:
 
 
 def _embeddings(request: Request, first: int, end: int) -> bytes:
-    """Returns what identifies the embeddings of some tokens, and which of them are tokens all the same."""
+    """Returns an identifier of the embeddings of some tokens, and of the positions that are tokens all the same."""
     content = request.prompt_embeds[first:end].contiguous().view(torch.uint8)
     is_token = request.prompt_is_token_ids
     return hashlib.sha256(content.numpy()).digest() + bytes(is_token[first:end] if is_token else ())

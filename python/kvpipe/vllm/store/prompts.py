@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from kvpipe.vllm.store.break_even import Decision
     from kvpipe.vllm.store.entries import Entry
-    from kvpipe.vllm.store.metadata import LoadOutcome
+    from kvpipe.vllm.store.metadata import StoreLoadOutcome
 
 
 @dataclass
@@ -24,14 +24,14 @@ class Prompt:
         request: vLLM's request.
         chunk_ids: Ids of the prompt's full chunks.
         adapter: Content of its LoRA adapter; empty without one.
-        is_loadable: Whether its KV may be loaded from the store.
+        is_loadable: True if its KV may be loaded from the store.
         entry: Its entry; `None` without a handoff through the store.
-        asked_s: When the store was asked, or was to be.
+        asked_s: Time at which the store was asked, or was to be.
         attempt: Number of the latest question, posted or not; answers to earlier ones do not count.
-        is_stored: For each chunk whether every rank's part is in the store; false where that is not known.
-        decision: Whether stored chunks are loaded, once that was decided.
+        is_stored: For each chunk, true if every rank's part is in the store; false where that is not known.
+        decision: Decision to load or to compute stored chunks; `None` before it.
         num_local_tokens: Tokens found in this engine's prefix cache when the load was claimed.
-        load_began_s: When the load began.
+        load_began_s: Start time of the load.
         num_loading: Chunks that it loads; an entry counts as one.
         outcome: The ranks' merged outcome of the load.
         last_block_id: The prompt's last block, from the start of a load that ends with the prompt until a step computes
@@ -53,7 +53,7 @@ class Prompt:
     num_local_tokens: int = 0
     load_began_s: float = 0.0
     num_loading: int = 0
-    outcome: LoadOutcome | None = None
+    outcome: StoreLoadOutcome | None = None
     last_block_id: int | None = None
     next_chunk: int = 0
     num_preemptions: int = 0
@@ -72,7 +72,7 @@ class Prompt:
         return next((index for index, is_stored in enumerate(self.is_stored) if not is_stored), self.num_chunks)
 
     def num_stored_tokens(self, chunk_size: int) -> int:
-        """Returns how many tokens of the prompt the store has: those of full chunks, or all with its entry."""
+        """Returns the number of prompt tokens in the store: those of full chunks, or all with its entry."""
         if self.is_stored_to_end:
             return int(self.request.num_prompt_tokens)
         return self.num_matched * chunk_size
@@ -84,10 +84,10 @@ class Prompt:
         return is_found and self.num_matched == self.num_chunks
 
     def answered(self, is_present: tuple[bool, ...]) -> None:
-        """Notes the store's answer. One that comes too late for a load still says what need not be saved.
+        """Notes the store's answer. One that comes too late for a load still names the chunks that need no save.
 
         Args:
-            is_present: For each rank, and in it for each chunk, whether it is there.
+            is_present: For each rank, and in it for each chunk, true if it is there.
         """
         self.is_stored = [all(is_present[index :: self.num_chunks]) for index in range(self.num_chunks)]
         if self.phase == "asked":
@@ -107,7 +107,7 @@ class Prompt:
             return 0, "error"
         if outcome.num_loaded < self.num_loading:
             self.last_block_id = None
-            # What follows the last chunk is the entry, which nobody saves again.
+            # After the last chunk comes the entry, which is not saved again.
             if (failed := first_chunk + outcome.num_loaded) < self.num_chunks:
                 self.is_stored[failed] = False
         return outcome.num_loaded, outcome.reason

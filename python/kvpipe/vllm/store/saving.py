@@ -33,14 +33,14 @@ logger = init_logger("vllm.kvpipe.store")
 
 # The store is not to blame for these, or not broken: the breaker does not count them.
 _HARMLESS = ("saved", "present", "store_full", "not_finite")
-# Seconds until the store deletes an entry that nobody has consumed.
+# Seconds until the store deletes an unclaimed entry.
 ENTRY_TTL_S = 60.0
 # Seconds that an entry waits for the chunks before it. Without it a store that hangs would hold up all later saves.
 _CHUNKS_S = 1.0
 
 
 class Saved(NamedTuple):
-    """How a chunk that was handed to a thread has ended.
+    """Result of saving a chunk that was handed to a thread.
 
     Attributes:
         key: The chunk.
@@ -61,7 +61,7 @@ class _Copied(NamedTuple):
 
     Attributes:
         slot: The memory.
-        num_blocks: How many.
+        num_blocks: Number of blocks.
     """
 
     slot: np.ndarray
@@ -74,7 +74,7 @@ class Saver:
     Args:
         client: The store.
         cache: The KV cache.
-        values: How chunks are written.
+        values: Format of the chunks.
         staging_bytes: Memory for chunks on their way.
         num_threads: Threads that write.
     """
@@ -89,7 +89,7 @@ class Saver:
         self._threads = TaskThreads("kvpipe-save", num_threads)
         self._in_flight: set[bytes] = set()
         self._copies: dict[str, _Copied] = {}
-        # What threads have begun to save or will.
+        # Keys of the chunks that threads save now or later.
         self._pending: set[bytes] = set()
         self._is_put = threading.Condition()
         self._ended: deque[Saved] = deque()
@@ -97,22 +97,22 @@ class Saver:
 
     @property
     def breaker_state(self) -> str:
-        """True if the store is used for saves."""
+        """State of the circuit breaker for saves: `closed`, `open` or `half-open`."""
         return self._breaker.state
 
     def save(self, key: bytes, block_ids: list[int], now_s: float) -> str:
         """Copies a chunk, and has a thread put it into the store.
 
         Returns:
-            Why it is not saved: `in_flight`, `staging_full` or `breaker`; empty if it will be.
+            Reason against saving it: `in_flight`, `staging_full` or `breaker`; empty if it will be saved.
         """
         if key in self._in_flight:
             return "in_flight"
-        slot = self._pool.take()
+        slot = self._pool.acquire()
         if slot is None:
             return "staging_full"
         if not self._breaker.allows(now_s):
-            self._pool.give_back(slot)
+            self._pool.release(slot)
             return "breaker"
         self._cache.gather(block_ids, slot[HEADER_BYTES:])
         self._submit(key, lambda: self._put(key, _Copied(slot, len(block_ids))))
@@ -124,7 +124,7 @@ class Saver:
         Returns:
             Why the entry cannot be saved: `staging_full`; empty if it can.
         """
-        slot = self._pool.take()
+        slot = self._pool.acquire()
         if slot is None:
             return "staging_full"
         self._cache.gather(block_ids, self._values.content(slot, len(block_ids)))
@@ -140,7 +140,7 @@ class Saver:
         if (copied := self._copies.pop(request_id, None)) is None:
             return ""
         if key in self._in_flight or not self._breaker.allows(now_s):
-            self._pool.give_back(copied.slot)
+            self._pool.release(copied.slot)
             return "in_flight" if key in self._in_flight else "breaker"
         before = set(self._pending)
         self._submit(key, lambda: self._put_entry(key, copied, record, before))
@@ -149,7 +149,7 @@ class Saver:
     def drop(self, request_id: str) -> None:
         """Forgets the copy for an entry that is not saved."""
         if (copied := self._copies.pop(request_id, None)) is not None:
-            self._pool.give_back(copied.slot)
+            self._pool.release(copied.slot)
 
     def _submit(self, key: bytes, task: Callable[[], None]) -> None:
         self._in_flight.add(key)
@@ -188,7 +188,7 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - a user's store may raise anything; the chunk is not saved
             result = failure_reason(error)
         finally:
-            self._pool.give_back(copied.slot)
+            self._pool.release(copied.slot)
             with self._is_put:
                 self._pending.discard(key)
                 self._is_put.notify_all()
@@ -205,5 +205,5 @@ class Saver:
         return "saved" if is_new else "present", value.nbytes
 
     def close(self, timeout: float) -> bool:
-        """Drops chunks that no thread has begun to save, and returns whether the threads have ended in time."""
+        """Drops chunks that no thread has begun to save. Returns true if the threads have ended in time."""
         return self._threads.close(timeout)

@@ -24,7 +24,7 @@ from kvpipe.vllm.store.client import StoreClient
 from kvpipe.vllm.store.entries import Entries
 from kvpipe.vllm.store.keys import entry_id
 from kvpipe.vllm.store.lookups import Lookups, Question
-from kvpipe.vllm.store.metadata import Load, Save, StoreStepMetadata, WorkerReport
+from kvpipe.vllm.store.metadata import Save, StoreLoad, StoreStepMetadata, WorkerReport
 from kvpipe.vllm.store.names import Names
 from kvpipe.vllm.store.prompts import Prompt
 from kvpipe.vllm.store.stats import KVStoreStats
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
     from kvpipe.vllm.store.config import StoreConnectorConfig
     from kvpipe.vllm.store.entries import Entry
-    from kvpipe.vllm.store.lookups import Answer
+    from kvpipe.vllm.store.lookups import LookupAnswer
 
 logger = init_logger("vllm.kvpipe.store")
 
 _CLOSE_S = 2.0
 
 
-class SchedulerRole:
+class StoreSchedulerRole:
     """The prompts of one engine, on the side of its scheduler.
 
     Args:
@@ -113,7 +113,7 @@ class SchedulerRole:
         self._ask(prompt, now_s)
 
     def _unnamed(self, request: Request, adapter: str) -> str:
-        """Returns why a prompt's KV has no name that others know, for metrics; empty if it has one."""
+        """Returns the reason, for metrics, for which a prompt's KV has no shared name; empty if it has one."""
         if NOT_COMPARED in adapter:
             used = request.lora_request
             logger.warning_once(
@@ -162,7 +162,7 @@ class SchedulerRole:
         for answer in self._lookups.answers():
             self._answered(answer, now_s)
 
-    def _answered(self, answer: Answer, now_s: float) -> None:
+    def _answered(self, answer: LookupAnswer, now_s: float) -> None:
         self._out.stats.add("operations", "lookup")
         self._out.stats.add("seconds", "lookup", answer.elapsed_s)
         if answer.failure:
@@ -183,7 +183,7 @@ class SchedulerRole:
             self._compute(prompt, "lookup_failed")
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Returns how many tokens the store provides beyond those here: `(None, False)` before it has answered."""
+        """Returns the number of tokens in the store beyond those here: `(None, False)` before it has answered."""
         # vLLM asks while it is not paused: an update of the weights, for which it was reset, is over.
         if self._is_reset:
             self._is_reset, self._out.step.identification = False, self._num_resets
@@ -250,7 +250,7 @@ class SchedulerRole:
         if prompt.num_local_tokens + num_external_tokens == request.num_prompt_tokens:
             prompt.last_block_id = block_ids[-1]
         entry = prompt.entry if prompt.is_stored_to_end else None
-        load = Load(
+        load = StoreLoad(
             request_id=request.request_id,
             chunk_ids=prompt.chunk_ids[first_chunk : prompt.num_matched],
             first=first - first_chunk * self._chunk_blocks,
@@ -275,7 +275,7 @@ class SchedulerRole:
     # --- every step
 
     def build_metadata(self, output: SchedulerOutput) -> StoreStepMetadata:
-        """Returns what the worker role has to do in this step."""
+        """Returns the worker role's tasks of this step."""
         now_s = time.monotonic()
         self._receive(now_s)
         self._clock.scheduled(output.total_num_scheduled_tokens, now_s)
@@ -285,7 +285,7 @@ class SchedulerRole:
                 self._restore(prompt, num_before, num_new)
                 self._save(prompt, output, num_before + num_new)
                 self._entries.scheduled(prompt, num_before, num_new, is_final=not output.has_sync_kv_loads)
-        step = self._out.take_step()
+        step = self._out.drain_step()
         step.namespace = self._names.namespace
         return step
 
@@ -331,9 +331,9 @@ class SchedulerRole:
                 self._load_ended(prompt, now_s)
 
     def _introduced(self, report: WorkerReport, now_s: float) -> None:
-        """Asks for the prompts that have waited, once all workers have reported what they add to the fingerprint."""
+        """Asks for the prompts that have waited, once all workers have reported their additions to the fingerprint."""
         self._are_forcing = self._are_forcing and not report.unforced
-        # What was said before the latest reset is not true any more.
+        # Reports from before the latest reset are outdated.
         if report.identification != self._num_resets or not self._names.introduce(report.properties):
             return
         self._out.stats.set_namespace(self._names.namespace, is_shared=self._names.is_shared)
@@ -380,9 +380,9 @@ class SchedulerRole:
         if "closed" in (state, before) and state != before:
             logger.warning("store.breaker loads are %s: %s", "used again" if state == "closed" else "not tried", what)
 
-    def take_stats(self) -> KVStoreStats | None:
-        """Returns what has been counted since the last call; `None` if nothing was."""
-        return self._out.take_stats()
+    def drain_stats(self) -> KVStoreStats | None:
+        """Returns the counts since the last call; `None` if there are none."""
+        return self._out.drain_stats()
 
     def reset(self) -> None:
         """Uses nothing that is stored before the workers have said which weights they have now: they may be others."""
@@ -403,7 +403,7 @@ class SchedulerRole:
         now_s = time.monotonic()
         for prompt in self._prompts.values():
             prompt.is_stored = [False] * prompt.num_chunks
-            # What was computed with other weights before is not saved, nor what follows it.
+            # KV that was computed with other weights is not saved, nor the KV after it.
             prompt.next_chunk = prompt.num_chunks if prompt.request.num_computed_tokens else 0
             if prompt.phase in ("asked", "answered"):
                 self._ask(prompt, now_s)

@@ -19,16 +19,16 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceState:
-    """What a consumer has to know of a prompt that its producer has finished.
+    """State of a prompt that its producer has finished, for the consumer.
 
     Attributes:
         handoff: The handoff's id.
         first_token: The token that the producer sampled.
-        finish_reason: How the producer's request ended with it: `length` or `stop`.
+        finish_reason: Finish reason of the producer's request: `length` or `stop`.
         num_prompt_tokens: Length of the prompt.
         prompt_hash: Hash of all of its tokens, see `prompt_hash`.
         adapter_hash: Hash of the content of its LoRA adapter, see `adapter_hash`.
-        sampling_hash: Hash of what the token depends on besides the prompt, see `Sampling`.
+        sampling_hash: Hash of the token's inputs besides the prompt, see `Sampling`.
     """
 
     handoff: bytes
@@ -47,7 +47,7 @@ class SequenceState:
 
     @classmethod
     def unpacked(cls, record: bytes) -> SequenceState | None:
-        """Reads a record; returns `None` if it is not what `packed` returns: anybody may have changed it."""
+        """Reads a record; returns `None` if `packed` did not write it: any client of the store may have changed it."""
         if len(record) != _BODY.size + _CHECKSUM.size:
             return None
         body = record[: _BODY.size]

@@ -24,14 +24,14 @@ def page_aligned(num_bytes: int) -> np.ndarray:
 
 
 class StagingPool:
-    """Slots that are taken and given back; nobody waits for one. Any thread may give one back.
+    """Slots of staging memory. `acquire` never waits for one. Any thread may release one.
 
     Each slot begins at a cache line.
 
     Args:
         capacity_bytes: Memory of all slots.
         slot_bytes: Memory of one.
-        has_pages: Whether all pages are touched now. The first use of a page costs more than a copy into it. Otherwise
+        has_pages: True if all pages are touched now. The first use of a page costs more than a copy into it. Otherwise
             pages are touched as slots are used: those of a pool that was never full cost nothing.
 
     Raises:
@@ -50,16 +50,16 @@ class StagingPool:
         memory = page_aligned(self.num_slots * stride).reshape(self.num_slots, stride)
         if has_pages:
             memory.fill(0)
-        # The slot that was given back last has its pages, and is in a cache.
+        # The slot that was released last has its pages, and is in a cache.
         self._free = deque(memory[index, :slot_bytes] for index in range(self.num_slots))
 
-    def take(self) -> np.ndarray | None:
+    def acquire(self) -> np.ndarray | None:
         """Returns a slot, `[slot_bytes]`, uint8; `None` if all are in use."""
         try:
             return self._free.popleft()
         except IndexError:
             return None
 
-    def give_back(self, slot: np.ndarray) -> None:
+    def release(self, slot: np.ndarray) -> None:
         """Makes a slot free again."""
         self._free.appendleft(slot)

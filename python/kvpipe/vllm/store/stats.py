@@ -20,7 +20,7 @@ _COUNTERS = ("loaded", "missed", "saved", "skipped", "decisions", "first_tokens"
 
 
 class KVStoreStats(KVConnectorStats):
-    """What has changed since the last step. `data` has only what has, and only what msgpack can write."""
+    """Changes since the last step. `data` has only changed values, of types that msgpack can write."""
 
     def add(self, counter: str, label: str, amount: float = 1) -> None:
         """Adds to one of the counters."""

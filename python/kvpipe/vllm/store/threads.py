@@ -22,7 +22,7 @@ class TaskThreads:
 
     Args:
         name: Begins the names of the threads.
-        num_threads: How many.
+        num_threads: Number of threads.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:

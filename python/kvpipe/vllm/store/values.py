@@ -24,7 +24,7 @@ class ChunkValues:
     """Chunks of one rank as values, and the KV of entries, which has fewer blocks. Any thread may call.
 
     Args:
-        serde: How KV is written.
+        serde: Encoding of KV.
         layout: Layout of a chunk; `None` for a lossless serde, which needs none.
         digest: Identifies the layout of this rank's cache, 16 bytes.
         chunk_blocks: Blocks of a chunk.
@@ -32,7 +32,7 @@ class ChunkValues:
 
     Attributes:
         slot_bytes: Staging memory of a chunk: the header, then the bytes of its blocks.
-        is_plain: Whether a value is just that.
+        is_plain: True if a value has just these bytes.
 
     Raises:
         ConfigError: The serde cannot write such KV; the message has the remedy.
@@ -67,7 +67,7 @@ class ChunkValues:
         return value
 
     def buffer_for(self, num_bytes: int, slot: np.ndarray, num_blocks: int) -> np.ndarray | None:
-        """Returns where a value of this size is to be read to; `None` if none of ours has it."""
+        """Returns the destination for reading a value of this size; `None` if no value of ours has it."""
         if self._layout_of(num_blocks) is None:
             own_bytes = HEADER_BYTES + num_blocks * self._block_bytes
             return slot[:own_bytes] if num_bytes == own_bytes else None

@@ -33,7 +33,7 @@ class Weights:
         quantization: vLLM's name of the quantization; `None` without one.
 
     Attributes:
-        unreadable_reason: Why the weights cannot be read; empty if they can.
+        unreadable_reason: Reason for which the weights cannot be read; empty if they can.
     """
 
     def __init__(self, layers: Collection[torch.nn.Module], quantization: str | None) -> None:
@@ -43,10 +43,10 @@ class Weights:
         self.unreadable_reason = self._first if self._first.startswith(NOT_COMPARED) else ""
 
     def identify(self) -> str:
-        """Returns `AS_LOADED` while the weights are those of the start, and what identifies them after a change.
+        """Returns `AS_LOADED` while the weights are those of the start, and another identifier after a change.
 
-        It reads all weights. Where they cannot be read the answer begins with `NOT_COMPARED`, and is another one each
-        time: nobody knows then whether they have changed.
+        It reads all weights. If they cannot be read, the answer begins with `NOT_COMPARED`, and differs each time,
+        because the weights may have changed.
         """
         content = self._content()
         if content.startswith(NOT_COMPARED):
@@ -86,7 +86,7 @@ def _digest(model: torch.nn.Module) -> bytes:
 
 
 def _effect(module: torch.nn.Module, dtype: torch.dtype, fact: str) -> torch.Tensor:
-    """Returns what a linear layer makes of fixed inputs.
+    """Returns the output of a linear layer for fixed inputs.
 
     On CPUs vLLM packs its weight for oneDNN, and keeps the packed form alone (0.32, `dispatch_cpu_unquantized_gemm`).
 

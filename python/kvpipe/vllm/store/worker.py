@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvpipe.vllm.store.config import StoreConnectorConfig
-    from kvpipe.vllm.store.metadata import LoadOutcome
+    from kvpipe.vllm.store.metadata import StoreLoadOutcome
 
 logger = init_logger("vllm.kvpipe.store")
 
-# What threads have begun may end in this time, each.
+# Seconds for the threads of loads, and for those of saves, to end: before the store is closed, and after that.
 _DRAIN_S = 2.0
 _CLOSE_S = 5.0
 
 
-class WorkerRole:
+class StoreWorkerRole:
     """Loads chunks into the KV cache of one rank, and saves chunks from it."""
 
     def __init__(self, vllm_config: VllmConfig, config: StoreConnectorConfig) -> None:
@@ -62,7 +62,7 @@ class WorkerRole:
         self._is_introduced = False
         self._identification = 0
         self._invalid_block_ids: set[int] = set()
-        self._outcomes: dict[str, LoadOutcome] = {}
+        self._outcomes: dict[str, StoreLoadOutcome] = {}
         self._stats = KVStoreStats()
         self._breaker_state = "closed"
 
@@ -93,7 +93,7 @@ class WorkerRole:
         self._kept = KeptBlocks(kv_caches.values())
 
     def _identified(self, weights: str) -> list[tuple[str, str]]:
-        """Returns what this rank adds to the fingerprint."""
+        """Returns this rank's additions to the fingerprint."""
         return [*attention_properties(self._vllm_config), ("layout", self._layout), (PROPERTY, weights)]
 
     def _chunk_values(self, kv_caches: dict[str, torch.Tensor], chunk_blocks: int, cache: CacheBytes) -> ChunkValues:
@@ -172,12 +172,12 @@ class WorkerRole:
             self._stats.add("bytes", "load", self._loader.num_bytes(load, outcome))
         return received
 
-    def take_invalid_block_ids(self) -> set[int]:
+    def drain_invalid_block_ids(self) -> set[int]:
         """Returns missing blocks of the loads that `finished` has just reported."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
-    def take_report(self) -> WorkerReport | None:
+    def drain_report(self) -> WorkerReport | None:
         """Returns the report of this step for the scheduler role; `None` if there is nothing to report."""
         is_first = not self._is_introduced and self._loader is not None
         properties = {self._rank: self._properties} if is_first else {}
@@ -188,8 +188,8 @@ class WorkerRole:
         self._is_introduced = True
         return WorkerReport(properties, outcomes, unforced, self._identification)
 
-    def take_stats(self) -> KVStoreStats | None:
-        """Returns what has been counted since the last call; `None` if nothing was."""
+    def drain_stats(self) -> KVStoreStats | None:
+        """Returns the counts since the last call; `None` if there are none."""
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, KVStoreStats()

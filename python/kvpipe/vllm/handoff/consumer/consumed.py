@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LossReason(StrEnum):
-    """Why a consumer did not get all KV of a handoff, as metrics count it. The text of a result says more."""
+    """Reason for which a consumer lacks KV of a handoff, as metrics count it. The text of a result says more."""
 
     NONE = "none"
     CACHED = "cached"
@@ -46,22 +46,22 @@ class Consumed:
         producer: Control address of the producer.
         num_prompt_tokens: Length of the prompt.
         request: vLLM's request.
-        load: Where the handoff is.
-        arrived_at: When it arrived, by `time.monotonic`.
+        load: State of the handoff.
+        arrived_at: Time of its arrival, by `time.monotonic`.
         steps_s: Time of the engine's steps until its load had begun, see `ConsumerScheduler`; 0 before that, or without
             a load.
         opening: The producer's message that opened the handoff.
-        is_same_prompt: Whether the producer computes the same prompt; compared once.
+        is_same_prompt: True if the producer computes the same prompt; compared once.
         given_tokens: The answer's first tokens, if the request brought them. A client may have them already.
         first_token: The first of them, or the token that the producer sampled, once it is known.
-        unsupported_reason: Why these tokens cannot be forced here; empty if they can.
-        is_exact: Whether that is the request's first one: it was forced, or the request continues after it.
+        unsupported_reason: Reason for which these tokens cannot be forced here; empty if they can.
+        is_exact: True if that is the request's first one: it was forced, or the request continues after it.
         num_local_tokens: Tokens found in this engine's prefix cache when the load was claimed.
         num_computed: Prompt tokens that this engine has computed since the last preemption.
         num_preemptions: Preemptions that this object has processed.
         last_block_id: The prompt's last block, from the start of a load until a step computes in it; `None` if the load
             misses blocks.
-        reason: Why KV is missing.
+        reason: Reason for missing KV.
         loss: The same for metrics, as far as the scheduler role knows.
     """
 
@@ -134,7 +134,7 @@ class Consumed:
         }
 
     def loss_reason(self) -> LossReason:
-        """Returns why KV is missing, for metrics: the first failure counts."""
+        """Returns the reason for missing KV, for metrics: the first failure counts."""
         if self.load.has_all_blocks:
             return LossReason.NONE
         cause = "" if self.load.outcome is None else self.load.outcome.cause

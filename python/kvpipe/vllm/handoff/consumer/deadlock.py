@@ -21,7 +21,7 @@ class DeadlockTimer:
         self._since_s = 0.0
 
     def note(self, num_leased_blocks: int, now_s: float) -> None:
-        """Notes how many blocks are leased while this engine is stuck; 0 while it is not.
+        """Notes the number of leased blocks while this engine is stuck; 0 while it is not.
 
         It is stuck in a step that computes nothing, while no block is there for the request that waits first. A lease
         that begins or ends is progress.

@@ -1,4 +1,4 @@
-"""What one rank reports to vLLM and to the scheduler role of its loads, each exactly once.
+"""Reports of one rank's loads to vLLM and to the scheduler role, each exactly once.
 
 It knows neither vLLM nor the agent: the worker role passes on the events of the agent and the metadata of the steps.
 """
@@ -21,10 +21,10 @@ class RankLoad:
     """A load of one rank, until its end is reported.
 
     Attributes:
-        load: What was to be loaded.
-        is_verified: Whether all of its blocks were reported as verified: the scheduler role may commit it.
-        is_answered: Whether the scheduler role leaves the end of the load to the workers, and commits it no more.
-        end: How it ended, and its missing blocks, while neither may be reported.
+        load: The load's metadata.
+        is_verified: True if all of its blocks were reported as verified: the scheduler role may commit it.
+        is_answered: True if the scheduler role leaves the end of the load to the workers, and commits it no more.
+        end: Its outcome, and its missing blocks, while neither may be reported.
     """
 
     load: Load
@@ -107,17 +107,17 @@ class RankLoads:
         self._received.add(load.request_id)
         self._outcomes[load.request_id] = outcome
 
-    def take_received(self) -> set[str]:
+    def drain_received(self) -> set[str]:
         """Returns requests whose load has ended."""
         received, self._received = self._received, set()
         return received
 
-    def take_invalid_block_ids(self) -> set[int]:
-        """Returns missing blocks of the loads that `take_received` has just returned."""
+    def drain_invalid_block_ids(self) -> set[int]:
+        """Returns missing blocks of the loads that `drain_received` has just returned."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
-    def take_outcomes(self) -> WorkerOutcomes | None:
+    def drain_outcomes(self) -> WorkerOutcomes | None:
         """Returns ended, verified and broken loads for the scheduler role; `None` if there is nothing to report.
 
         After a step without tokens, vLLM calls the scheduler role only if there is a report. So commits are always

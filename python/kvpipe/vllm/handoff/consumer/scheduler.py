@@ -46,13 +46,13 @@ class ConsumerScheduler:
 
     Args:
         outbox: Outgoing messages to producers and workers.
-        first_token_support: Whether this engine can force the producer's first token.
+        first_token_support: This engine's support for forcing the producer's first token.
         adapters: Identifies the LoRA adapters of requests.
-        sampling: How this engine samples first tokens.
+        sampling: This engine's sampling of first tokens.
         continuations: Requests that continue after the producer's token.
         block_size: Tokens of a block.
         num_ranks: Workers of this engine.
-        is_recomputed: Whether this engine computes lost KV; otherwise lost KV fails its request.
+        is_recomputed: True if this engine computes lost KV; otherwise lost KV fails its request.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ConsumerScheduler:
             consumed.unsupported_reason = reason or consumed.unsupported_reason
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Returns how many tokens the producer provides: `(None, False)` while it has not opened the handoff."""
+        """Returns the number of the producer's tokens: `(None, False)` while it has not opened the handoff."""
         consumed = self._consumed.get(request.request_id)
         if consumed is None:
             return 0, False
@@ -383,8 +383,8 @@ class ConsumerScheduler:
             return
         reason = "the request was aborted"
         self._load_nothing(consumed, Event.FINISHED, reason, LossReason.ABORTED)
-        # The worker role still writes into the blocks of a load; vLLM frees them when it reports the end. Nobody uses
-        # them, so that the producer is not asked whether they count.
+        # The worker role still writes into the blocks of a load; vLLM frees them when it reports the end. They are
+        # unused, so that the producer is not asked to validate them.
         actions = consumed.load.on(Event.FINISHED)
         if consumed.load.phase is Phase.ABORTED and consumed.loss is LossReason.NONE:
             consumed.loss = LossReason.ABORTED

@@ -4,8 +4,8 @@ A load needs all blocks verified on all ranks, and the sequence state of the pro
 workers end the load: they know it, and report once they have the blocks. If the blocks come first, the scheduler role
 commits the load. It goes one way or the other, never both: vLLM does not survive a second report.
 
-The machine knows neither vLLM nor the network. Each event returns what is to be done, and what a phase does not name
-changes nothing: messages cross.
+The machine knows neither vLLM nor the network. Each event returns the actions to perform. An event that a phase does
+not name changes nothing, because messages cross.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ TRANSITIONS: dict[Phase, dict[Event, tuple[Phase, tuple[Action, ...]]]] = {
     },
     Phase.LOADED: _COMPUTING,
     Phase.LOST: {
-        # Where lost KV fails its request: vLLM fails it by a failed load.
+        # Under the policy that lost KV fails its request, vLLM fails it by a failed load.
         Event.ALLOCATED: (Phase.CANCELLED, ()),
         **_COMPUTING,
     },
@@ -193,7 +193,7 @@ class HandoffLoad:
     """One handoff at its consumer.
 
     Attributes:
-        phase: Where it is.
+        phase: Its phase.
         watch: Its watch at the producer.
         outcome: The merged outcome of the load's workers; `None` before one has ended it, or without a load.
     """

@@ -21,10 +21,10 @@ class Produced:
         num_cached_tokens: Prompt tokens found in this engine's prefix cache.
         num_announced: Blocks that the worker role announces or has announced.
         announced_ids: Those blocks.
-        is_open: Whether the handoff is open: the request is scheduled, and consumers know that.
-        is_leased: Whether the request has finished and its blocks are leased.
+        is_open: True if the handoff is open: the request is scheduled, and consumers know that.
+        is_leased: True if the request has finished and its blocks are leased.
         num_leased_blocks: Blocks that are leased.
-        is_withdrawn: Whether the blocks are withdrawn: no consumer may read them.
+        is_withdrawn: True if the blocks are withdrawn: no consumer may read them.
     """
 
     handoff: bytes
@@ -43,7 +43,7 @@ class Produced:
         return int(self.request.num_prompt_tokens)
 
     def num_ready(self, num_tokens: int, block_size: int) -> int:
-        """Returns how many blocks are ready after `num_tokens`: full ones, and the last one with the prompt's end."""
+        """Returns the number of blocks ready after `num_tokens`: full ones, and the last one with the prompt's end."""
         if num_tokens >= self.num_prompt_tokens:
             return -(-self.num_prompt_tokens // block_size)
         return num_tokens // block_size

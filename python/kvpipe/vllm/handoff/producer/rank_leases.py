@@ -1,11 +1,11 @@
-"""What one rank reports to vLLM of its leases, each exactly once. It knows neither vLLM nor the agent."""
+"""Reports of one rank's leases to vLLM, each exactly once. The module knows neither vLLM nor the agent."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvpipe.vllm.handoff.metadata import Lease
+    from kvpipe.vllm.handoff.metadata import HandoffLease
 
 
 class RankLeases:
@@ -22,7 +22,7 @@ class RankLeases:
     def __contains__(self, handoff: bytes) -> bool:
         return handoff in self._leased
 
-    def add(self, lease: Lease) -> None:
+    def add(self, lease: HandoffLease) -> None:
         """Adds a request."""
         self._leased[lease.handoff] = lease.request_id
 
@@ -34,7 +34,7 @@ class RankLeases:
         """A consumer has all blocks of a handoff. This rank may not know of the lease yet."""
         self._acknowledged.add(handoff)
 
-    def take_sent(self) -> set[str]:
+    def drain_sent(self) -> set[str]:
         """Returns requests whose lease has ended."""
         if not (self._ended or self._acknowledged):
             return set()

@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 from kvpipe import transfer_params
 from kvpipe.exceptions import ConfigError
 from kvpipe.vllm.handoff.handoffs import Handoffs
-from kvpipe.vllm.handoff.metadata import HandoffEnd, Lease, PrefillRest
+from kvpipe.vllm.handoff.metadata import HandoffEnd, HandoffLease, PrefillRest
 from kvpipe.vllm.prefill_clock import PrefillClock
 from kvpipe.vllm.prompt_hash import prompt_hash
 from kvpipe.vllm.scheduler_output import scheduled
@@ -40,7 +40,7 @@ class ProducerScheduler:
     Args:
         outbox: Outgoing messages to consumers and workers.
         adapters: Identifies the LoRA adapters of requests.
-        sampling: How this engine samples first tokens.
+        sampling: This engine's sampling of first tokens.
         engine_id: Name of this engine.
         block_size: Tokens of a block.
 
@@ -95,7 +95,7 @@ class ProducerScheduler:
             self._out.control.open(produced.handoff, *what)
 
     def matched(self, request_id: str, num_local_tokens: int) -> None:
-        """Notes how many tokens of a request were in this engine's prefix cache."""
+        """Notes the number of a request's tokens in this engine's prefix cache."""
         self._num_local_tokens[request_id] = num_local_tokens
 
     def scheduled(self, output: SchedulerOutput, now_s: float) -> None:
@@ -188,7 +188,7 @@ class ProducerScheduler:
                 produced.is_withdrawn = True
 
     def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Returns whether a finished request's blocks are leased to a consumer, and parameters for its response."""
+        """Returns true if a finished request's blocks are leased to a consumer, and parameters for its response."""
         produced = self._produced.get(request.request_id)
         if produced is None:
             return False, None
@@ -200,7 +200,7 @@ class ProducerScheduler:
         produced.is_leased, produced.num_leased_blocks = True, len(block_ids)
         self._count_leased(len(block_ids))
         self._out.trace.instant("sampled", produced.handoff)
-        self._out.step.leased.append(Lease(produced.handoff, request.request_id))
+        self._out.step.leased.append(HandoffLease(produced.handoff, request.request_id))
         self._out.control.finish(
             produced.handoff,
             list(request.output_token_ids),
