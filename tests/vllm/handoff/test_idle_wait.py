@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from vllm.v1.request import Request
 from kvpipe import _kvpipe
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, produce
+from kvpipe.vllm.handoff.idle_wait import IdleWait
 from kvpipe.vllm.prompt_hash import prompt_hash
 from tests.vllm.handoff.engine import SAMPLING, Engine, engine_config, new_id
 from tests.vllm.handoff.test_scheduler import RANKS, prompt, until
@@ -303,3 +305,15 @@ def test_steps_go_on_while_a_request_waits_for_another_connector_of_the_engine(c
     until(lambda: core.num_steps > num_steps + FEW_STEPS)
     core.scheduler.connector = own
     until(lambda: len(core.scheduler.requests) == 1 and core.stands_by())
+
+
+def test_no_wait_goes_on_when_the_control_plane_is_closed() -> None:
+    core: Any = SimpleNamespace(input_queue=queue.Queue(), batch_queue=None)
+    idle, control = IdleWait(core), _kvpipe.Control("127.0.0.1:0", b"")
+    idle.watch(control)
+    for _ in range(2):
+        waiting = threading.Thread(target=idle.wait, daemon=True)
+        waiting.start()
+        control.close()
+        waiting.join(20)
+        assert not waiting.is_alive()

@@ -48,7 +48,9 @@ class IdleWait:
 
     def __init__(self, core: EngineCoreProc | None) -> None:
         self._core = core
+        # Both are guarded by the mutex of the engine's input queue.
         self._has_events = False
+        self._has_ended = False
         # The last idle steps, without another between.
         self._num_idle_steps = 0
 
@@ -62,6 +64,10 @@ class IdleWait:
             with core.input_queue.mutex:
                 self._has_events = True
                 core.input_queue.not_empty.notify()
+        # A control plane that is closed ends no wait any more.
+        with core.input_queue.mutex:
+            self._has_ended = True
+            core.input_queue.not_empty.notify()
 
     def scheduled(self, *, is_idle: bool) -> None:
         """Counts the steps in a row that do nothing."""
@@ -103,6 +109,6 @@ class IdleWait:
         self._num_idle_steps = 0
         received = self._core.input_queue
         with received.not_empty:
-            while not (self._has_events or received.queue):
+            while not (self._has_events or self._has_ended or received.queue):
                 received.not_empty.wait()
             self._has_events = False
