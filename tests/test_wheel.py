@@ -71,9 +71,15 @@ def test_it_contains_the_package_with_stubs_and_licence_and_nothing_else(wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in metadata)
 
 
-def test_it_has_no_benchmarks(wheel):
+def test_it_has_no_benchmarks_and_says_where_they_are(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as content:
         assert [name for name in content.namelist() if "bench" in name] == []
+    environment = make_environment(tmp_path, f"{sys.version_info.major}.{sys.version_info.minor}")
+    install(environment, wheel)
+    command = [environment / "bin/kvpipe", "bench", "pipe"]
+    refused = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=100, check=False)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "clone it, and run `kvpipe bench` in its folder" in refused.stderr
 
 
 @pytest.mark.parametrize("version", PYTHONS)
@@ -81,7 +87,6 @@ def test_info_and_the_example_run_with_numpy_alone(wheel, tmp_path, version):
     environment = make_environment(tmp_path, version)
     install(environment, f"{wheel}[ucx-cu12]", "numpy")
     assert f"ucx_path: {environment}/" in run(environment / "bin/kvpipe", "info")
-    assert "usage: kvpipe bench pipe" in run(environment / "bin/kvpipe", "bench", "pipe", "--help")
     assert run_example(environment) == [f"received float32 (4194304,), all {number}" for number in range(4)]
 
 
