@@ -16,6 +16,7 @@ NOT_COUNTED = {
     ("entries/lookup/client/fetches.rs", "rest"): "the five tensors of an entry",
     ("entries/server/arrival.rs", "rest"): "the five parts of a put",
     ("entries/shared.rs", "client_actions"): "the answers of one event, which are sent at its end",
+    ("entries/state.rs", "actions"): "what follows one change, which ends with none",
     ("transfer/incoming_stream.rs", "coming"): "one part on each connection of a session, which has 17 at most",
     ("transport/memory.rs", "connected"): "the endpoints; the transport in memory is for tests",
 }

@@ -217,7 +217,6 @@ impl<C: Clone> Entries<C> {
             ("keys", self.index.len()),
             ("values", self.by_id.len()),
             ("deadlines of entries", self.deadlines.len()),
-            ("actions of entries", self.actions.len()),
         ];
         sizes.extend(self.memory.sizes());
         sizes.extend(self.holds.sizes());
