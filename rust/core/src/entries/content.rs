@@ -9,6 +9,7 @@ use super::items::{Items, Metas, NUM_ITEMS};
 use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
 use crate::tensor::Meta;
+use crate::transfer::TransferError;
 use crate::transfer::host::HUGE;
 use crate::transport::Memory;
 
@@ -126,6 +127,21 @@ pub(super) fn read_metas(record: &[u8]) -> Result<Metas> {
     }
     reader.end()?;
     Ok(metas)
+}
+
+/// The outcome of the read of a part of `num_bytes`.
+pub(super) fn read_outcome(
+    outcome: std::result::Result<(), TransferError>,
+    num_bytes: u64,
+) -> Result<()> {
+    outcome.map_err(|error| {
+        error.into_error(|corruption| {
+            let at = corruption.at;
+            format!(
+                "what came differs from its checksum at byte {at} of {num_bytes}; nothing was delivered, send it again"
+            )
+        })
+    })
 }
 
 /// Bytes that a value counts against the capacity, without its record: all memory that it occupies.

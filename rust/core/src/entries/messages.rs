@@ -166,11 +166,11 @@ pub(crate) enum EntryMessage<'a> {
     /// Client: an operation ends, and with it its wait, reservation, open value or lease. `Done` answers.
     Release { target: u64 },
     /// Client: extend the lease of a take. `Done` or `Refused` answers.
-    Renew { take: u64, lease: Duration },
+    Renew { target: u64, lease: Duration },
     /// Client: delete the value of a take. `Done` or `Refused` answers.
-    Acknowledge { take: u64 },
+    Acknowledge { target: u64 },
     /// Client: the value of a select or take differs from its checksum. `Refused` answers, with the reason for the caller.
-    Corrupt { select: u64 },
+    Corrupt { target: u64 },
     /// Client: delete values without holders. `Deleted` answers.
     Delete { keys: Vec<Cow<'a, [u8]>> },
     /// Client: list values. `Page` answers.
@@ -295,12 +295,12 @@ impl EntryMessage<'_> {
                 (header, plain(write_timeout(writer, timeout)))
             }
             Self::Cancel { is_withdrawn } => (header.u8(is_withdrawn.into()), Vec::new()),
-            Self::Renew { take, lease } => {
-                (write_timeout(header.u64(take), Some(lease)), Vec::new())
+            Self::Renew { target, lease } => {
+                (write_timeout(header.u64(target), Some(lease)), Vec::new())
             }
-            Self::Acknowledge { take: target }
-            | Self::Corrupt { select: target }
-            | Self::Release { target } => (header.u64(target), Vec::new()),
+            Self::Acknowledge { target } | Self::Corrupt { target } | Self::Release { target } => {
+                (header.u64(target), Vec::new())
+            }
             Self::List { prefix, after } => {
                 (header, plain(Writer::default().bytes(&prefix).u64(after)))
             }
@@ -393,12 +393,12 @@ impl<'a> EntryMessage<'a> {
         let value = header.u64()?;
         let message = match kind {
             RENEW => Self::Renew {
-                take: value,
+                target: value,
                 lease: read_lease(&mut header)?,
             },
             RELEASE => Self::Release { target: value },
-            ACKNOWLEDGE => Self::Acknowledge { take: value },
-            CORRUPT => Self::Corrupt { select: value },
+            ACKNOWLEDGE => Self::Acknowledge { target: value },
+            CORRUPT => Self::Corrupt { target: value },
             CHECKSUM => Self::Checksum(value),
             _ => Self::Deleted(value),
         };
@@ -440,7 +440,7 @@ impl<'a> EntryMessage<'a> {
             NOTHING => Self::Nothing,
             ENDED => Self::Ended,
             other => {
-                let text = format_args!("message {other} of a store");
+                let text = format_args!("message {other} of entries");
                 return Err(Error::protocol(text));
             }
         })

@@ -122,11 +122,11 @@ impl LookupClient {
     }
 
     /// Keeps the entry of a select, or gives it back. Nothing waits for the answer.
-    fn settle(&self, cx: &mut Cx<'_>, (session, select): (SessionKey, u64), is_consumed: bool) {
+    fn settle(&self, cx: &mut Cx<'_>, (session, target): (SessionKey, u64), is_consumed: bool) {
         let message = if is_consumed {
-            EntryMessage::Acknowledge { take: select }
+            EntryMessage::Acknowledge { target }
         } else {
-            EntryMessage::Release { target: select }
+            EntryMessage::Release { target }
         };
         message.send(cx.links, session, self.command_queue.next_operation());
     }

@@ -17,7 +17,7 @@ pub use super::items::{Items, NUM_ITEMS};
 pub use buffer::LookupBuffer;
 pub use operation::{Delivery, Operation, Selected};
 
-/// Selects of one client that may wait at a server.
+/// Selects of one buffer that wait or whose entries are not picked up yet.
 const SELECTS_CAP: usize = 4096;
 
 /// The entry that a select requests.

@@ -103,9 +103,9 @@ fn of_clients() -> impl Strategy<Value = EntryMessage<'static>> {
         }),
         any::<bool>().prop_map(|is_withdrawn| EntryMessage::Cancel { is_withdrawn }),
         Just(EntryMessage::Consume),
-        (any::<u64>(), lease()).prop_map(|(take, lease)| EntryMessage::Renew { take, lease }),
-        any::<u64>().prop_map(|take| EntryMessage::Acknowledge { take }),
-        any::<u64>().prop_map(|select| EntryMessage::Corrupt { select }),
+        (any::<u64>(), lease()).prop_map(|(target, lease)| EntryMessage::Renew { target, lease }),
+        any::<u64>().prop_map(|target| EntryMessage::Acknowledge { target }),
+        any::<u64>().prop_map(|target| EntryMessage::Corrupt { target }),
         (bytes(KEY_CAP), any::<u64>())
             .prop_map(|(prefix, after)| EntryMessage::List { prefix, after }),
         any::<u64>().prop_map(|target| EntryMessage::Release { target }),

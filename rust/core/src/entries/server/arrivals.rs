@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use kvpipe_ucx::Buffer;
 
-use super::super::content::{Description, PARTS_CAP, Part, footprint, read_metas};
+use super::super::content::{Description, PARTS_CAP, Part, footprint, read_metas, read_outcome};
 use super::super::items::{INSERTS_IN_FLIGHT, entry_bytes};
 use super::super::messages::{Carried, EntryMessage, check_tokens};
 use super::super::shared::SharedState;
@@ -345,14 +345,7 @@ impl Server {
         cx.transfers
             .remove_source(cx.links, holder.0, write.source, &ended());
         let num_bytes = completion.pieces.num_bytes;
-        let outcome = completion.outcome.map_err(|error| {
-            error.into_error(|corruption| {
-                let at = corruption.at;
-                format!(
-                    "what came differs from its checksum at byte {at} of {num_bytes}; nothing was delivered, send it again"
-                )
-            })
-        });
+        let outcome = read_outcome(completion.outcome, num_bytes);
         if let Err(error @ (Error::Protocol(_) | Error::PeerLost { .. })) = &outcome {
             cx.links.fail(holder.0, error.clone());
         }

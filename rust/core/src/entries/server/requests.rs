@@ -58,7 +58,7 @@ impl Server {
                 EntryMessage::Done.send(cx.links, session, operation);
                 Ok(())
             }
-            (_, EntryMessage::Acknowledge { take }) => self.acknowledge(cx, holder, take),
+            (_, EntryMessage::Acknowledge { target }) => self.acknowledge(cx, holder, target),
             (Face::LookupBuffer, EntryMessage::Consume) => self.consume(cx, holder),
             (Face::LookupBuffer, EntryMessage::Cancel { is_withdrawn }) => {
                 self.cancel(cx, holder, is_withdrawn);
@@ -106,14 +106,13 @@ impl Server {
                 self.begin_commit(cx, (session, reservation), commit)?;
             }
             EntryMessage::Checksum(checksum) => self.set_checksum(cx, holder, checksum),
-            EntryMessage::Renew { take, lease } => {
-                let now = clock::now();
-                let renew =
-                    |state: &mut SharedState| (state.entries).renew((session, take), lease, now);
+            EntryMessage::Renew { target, lease } => {
+                let (target, now) = ((session, target), clock::now());
+                let renew = |state: &mut SharedState| state.entries.renew(target, lease, now);
                 answer(cx, holder, self.change(renew)?);
             }
-            EntryMessage::Corrupt { select } => {
-                let corrupt = |state: &mut SharedState| state.entries.corrupt((session, select));
+            EntryMessage::Corrupt { target } => {
+                let corrupt = |state: &mut SharedState| state.entries.corrupt((session, target));
                 let refusal = self.change(corrupt)?.err().unwrap_or_else(changed);
                 EntryMessage::Refused(refusal).send(cx.links, session, operation);
             }
@@ -197,12 +196,12 @@ impl Server {
         }
     }
 
-    fn acknowledge(&mut self, cx: &mut Cx<'_>, holder: Holder, take: u64) -> Result<()> {
-        let (session, now) = (holder.0, clock::now());
-        let acknowledge = |state: &mut SharedState| state.entries.acknowledge((session, take), now);
+    fn acknowledge(&mut self, cx: &mut Cx<'_>, holder: Holder, target: u64) -> Result<()> {
+        let (target, now) = ((holder.0, target), clock::now());
+        let acknowledge = |state: &mut SharedState| state.entries.acknowledge(target, now);
         let acknowledged = self.change(acknowledge)?;
         if acknowledged.is_ok() {
-            self.withdraw_parts(cx, (session, take));
+            self.withdraw_parts(cx, target);
         }
         let is_on_disk = acknowledged == Ok(true);
         let answer = acknowledged.map_or_else(EntryMessage::Refused, |_| EntryMessage::Done);

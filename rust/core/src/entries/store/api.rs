@@ -313,13 +313,16 @@ impl StoreClient {
 
     /// Extends a lease.
     pub fn renew(&self, take: u64, lease: Duration) -> Result<Work<()>> {
-        let renew = EntryMessage::Renew { take, lease };
+        let renew = EntryMessage::Renew {
+            target: take,
+            lease,
+        };
         Ok(self.ask(renew, None, Pending::Done)?.0)
     }
 
     /// Deletes a leased value.
     pub fn acknowledge(&self, take: u64) -> Result<Work<()>> {
-        let acknowledge = EntryMessage::Acknowledge { take };
+        let acknowledge = EntryMessage::Acknowledge { target: take };
         Ok(self.ask(acknowledge, None, Pending::Done)?.0)
     }
 

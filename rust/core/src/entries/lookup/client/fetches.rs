@@ -7,7 +7,7 @@ use kvpipe_ucx::Buffer;
 
 use super::super::Items;
 use super::LookupClient;
-use crate::entries::content::{PARTS_CAP, read_metas};
+use crate::entries::content::{PARTS_CAP, read_metas, read_outcome};
 use crate::entries::items::Metas;
 use crate::entries::messages::Carried;
 use crate::entries::source_id;
@@ -99,14 +99,7 @@ impl LookupClient {
             return;
         };
         let len = completion.pieces.num_bytes as usize;
-        let outcome = completion.outcome.map_err(|error| {
-            error.into_error(|corruption| {
-                let at = corruption.at;
-                format!(
-                    "what came differs from its checksum at byte {at} of {len}; nothing was delivered, send it again"
-                )
-            })
-        });
+        let outcome = read_outcome(completion.outcome, completion.pieces.num_bytes);
         match outcome {
             Ok(()) => {
                 let buffer = cx.lend(completion.memory, len);

@@ -133,8 +133,8 @@ impl Client {
         }
         // The server knows whether the value has changed, or whether this operation did not hold it any more.
         let operation = self.shared.next_operation();
-        let select = value.operation;
-        let question = EntryMessage::Corrupt { select };
+        let target = value.operation;
+        let question = EntryMessage::Corrupt { target };
         self.ask(cx, operation, question, (Pending::Done(completer), None));
     }
 }
