@@ -39,7 +39,7 @@ _DLPACK_DEVICES = {
     14: "oneapi",
 }
 
-# As in rust/core/src/pipe: the receiver refuses more.
+# As in rust/core/src/tensor.rs: the receiver refuses more.
 _DTYPE_CAP = 4096
 _DIMENSIONS_CAP = 64
 # Bytes of a character in UTF-8.

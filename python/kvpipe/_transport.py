@@ -1,4 +1,4 @@
-"""The transport of this process's pipes and agents: UCX, or in tests its twin in memory."""
+"""The transport of this process's pipes and agents, and in tests its twin in memory."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kvpipe.peer import Peer
 from kvpipe.region import Region, writable_bytes
 from kvpipe.work import Work, readable
 
-# As in rust/core/src/region.rs: peers refuse longer names.
+# As in rust/core/src/transfer/region.rs: peers refuse longer names.
 _NAME_CAP = 256
 
 _INTEGRITY = ("auto", "checksum", "none")

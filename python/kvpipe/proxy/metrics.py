@@ -108,15 +108,15 @@ class Metrics:
         self._replaced.labels(error.role, reason).inc()
 
     def retry_denied(self, reason: str) -> None:
-        """Count a failed request that is not sent to another instance."""
+        """Count a failed request that is not sent to another instance, although one of the role is left."""
         self._denied.labels(reason).inc()
 
     def fell_back(self) -> None:
-        """Count a request that D gets alone because no P is left."""
+        """Count a request that decode gets alone because no prefill is left."""
         self._fallbacks.inc()
 
     def went_to_decode_alone(self, reason: str) -> None:
-        """Count a request that D gets alone although there may be a P."""
+        """Count a request that decode gets alone although there may be a prefill."""
         self._alone.labels(reason).inc()
 
     def response(self) -> web.Response:

@@ -24,7 +24,8 @@ pub(crate) fn now() -> Instant {
     STOPPED.get().unwrap_or_else(Instant::now) + AHEAD.get()
 }
 
-/// Has no deadline pass for the reactors that the calling thread runs, however long a busy machine keeps it waiting.
+/// Stops the time of the reactors that the calling thread runs: however long a busy machine keeps it waiting, no deadline
+/// passes.
 #[cfg(test)]
 pub(crate) fn stop() {
     STOPPED.set(Some(Instant::now()));

@@ -231,7 +231,6 @@ fn selected<'py>(py: Python<'py>, selected: &Selected) -> PyResult<Bound<'py, Py
         .into_bound_py_any(py)
 }
 
-/// `(family, dtype, shape, buffer or None)`.
 /// A document as its text, a moment as `(kind, remaining_s, reason)`.
 fn reply(py: Python<'_>, reply: ControlReply) -> PyResult<Bound<'_, PyAny>> {
     let seconds = |remaining: Option<Duration>| remaining.map(|it| it.as_secs_f64());
@@ -250,6 +249,7 @@ fn reply(py: Python<'_>, reply: ControlReply) -> PyResult<Bound<'_, PyAny>> {
     }
 }
 
+/// `(family, dtype, shape, buffer or None)`.
 fn received(py: Python<'_>, received: Arc<Received>) -> PyResult<Bound<'_, PyAny>> {
     let meta = &received.meta;
     let (family, dtype, shape) = (meta.family, meta.dtype.clone(), meta.shape.clone());

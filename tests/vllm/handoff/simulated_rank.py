@@ -221,7 +221,7 @@ class Rank:
             self._begin_load(load, step)
         for handoff in metadata.committed:
             self._commit(handoff)
-        for handoff in metadata.commits:
+        for handoff in metadata.states:
             if handoff in self.transfers:
                 self.transfers[handoff].is_committed = True
         for cancel in metadata.cancels:
@@ -246,7 +246,7 @@ class Rank:
     def _begin_load(self, load: Load, step: Step) -> None:
         assert load.handoff not in self.transfers, "one load at a time for each handoff"
         self.cache.spoil(load.block_ids)
-        self.transfers[load.handoff] = Transfer(load, step.requests[load.request_id], load.is_committed)
+        self.transfers[load.handoff] = Transfer(load, step.requests[load.request_id], load.has_state)
         self._loads.begin(load)
         if load.refusal or step.is_prompt:
             self.transfers[load.handoff].ending = (False, list(range(len(load.block_ids))))

@@ -71,7 +71,7 @@ def test_a_state_that_comes_during_a_step_has_the_next_one_compute(scene: Scene)
     scene.send_finished()
     scene.end(output)
     num_tokens, metadata = scene.step()
-    assert (num_tokens, metadata.committed, metadata.commits) == (1, [scene.handoff], [])
+    assert (num_tokens, metadata.committed, metadata.states) == (1, [scene.handoff], [])
     assert metadata.first_tokens == {scene.handoff: 7}
 
 
@@ -110,7 +110,7 @@ def test_nothing_is_committed_before_the_last_rank_has_all_blocks(engine: Engine
     scene.blocks_verified(1)
     scene.send_finished()
     num_tokens, metadata = scene.step()
-    assert (num_tokens, metadata.committed, metadata.commits) == (0, [], [scene.handoff])
+    assert (num_tokens, metadata.committed, metadata.states) == (0, [], [scene.handoff])
     assert scene.blocks_verified(1)[0] == 0
     assert scene.step()[0] == 0, "the workers end it, for they were told of the state"
     done = outcome(scene.request)
@@ -157,7 +157,7 @@ def test_a_rank_that_fails_after_it_had_all_blocks_is_not_committed(engine: Engi
     scene.step(kv_connector_worker_meta=scene.broken())
     scene.send_finished()
     num_tokens, metadata = scene.step()
-    assert (num_tokens, metadata.committed, metadata.commits) == (0, [], [scene.handoff])
+    assert (num_tokens, metadata.committed, metadata.states) == (0, [], [scene.handoff])
 
 
 def test_a_rank_whose_blocks_are_lost_after_it_had_them_ends_the_load_when_no_commit_can_come(engine: Engine) -> None:

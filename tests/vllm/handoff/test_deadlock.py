@@ -43,7 +43,7 @@ class Side:
         ended = {end.handoff for end in metadata.ended} & self._leased.keys()
         report = WorkerOutcomes()
         for load in () if self.are_loads_held else metadata.loads:
-            assert load.is_committed, "the producer has finished long ago"
+            assert load.has_state, "the producer has finished long ago"
             report = report.aggregate(outcome(load))
         self.engine.end(
             output,

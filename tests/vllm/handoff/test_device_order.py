@@ -189,7 +189,7 @@ def test_a_load_that_the_scheduler_role_has_refused_ends_with_that_reason_whatev
     pair: LatePair,
 ) -> None:
     pair.here.is_broken = True
-    load = Load("consuming", pair.handoff, 0, [5], [], is_committed=True, refusal="weights differ")
+    load = Load("consuming", pair.handoff, 0, [5], [], has_state=True, refusal="weights differ")
     pair.consumer.begin_step(StepMetadata(loads=[load]))
     assert received(pair.consumer) == {"consuming"}
     outcome = pair.consumer.drain_outcomes().outcomes["consuming"]
@@ -223,7 +223,7 @@ def test_launched_layers_predict_nothing(pair: LatePair, monkeypatch: pytest.Mon
 
 
 def test_steps_without_handoffs_record_nothing(pair: LatePair) -> None:
-    pair.producer.begin_step(StepMetadata(commits=[bytes.fromhex(new_id())]))
+    pair.producer.begin_step(StepMetadata(states=[bytes.fromhex(new_id())]))
     for layer in range(LAYERS):
         pair.producer.save_layer(f"layer.{layer}")
     pair.producer.end_forward()

@@ -22,10 +22,10 @@ HANDOFF = bytes(16)
 LOADED, FAILED = LoadOutcome(is_loaded=True), LoadOutcome(is_loaded=False, num_missing=3, cause="ended")
 
 
-def loading(*, is_committed: bool = False) -> RankLoads:
+def loading(*, has_state: bool = False) -> RankLoads:
     """A rank that loads three blocks."""
     loads = RankLoads()
-    loads.begin(Load("request", HANDOFF, 0, [4, 5, 6], [], is_committed=is_committed))
+    loads.begin(Load("request", HANDOFF, 0, [4, 5, 6], [], has_state=has_state))
     return loads
 
 
@@ -63,7 +63,7 @@ def test_a_load_that_was_committed_while_its_rank_failed_is_never_reported() -> 
 
 
 def test_a_withheld_end_is_reported_once_the_scheduler_role_commits_no_more() -> None:
-    for answer in (StepMetadata(cancels=[Cancel(HANDOFF, "", is_withdrawn=False)]), StepMetadata(commits=[HANDOFF])):
+    for answer in (StepMetadata(cancels=[Cancel(HANDOFF, "", is_withdrawn=False)]), StepMetadata(states=[HANDOFF])):
         loads = verified()
         loads.ended(HANDOFF, FAILED, [1])
         loads.begin_step(answer)
@@ -89,8 +89,8 @@ def test_a_withdrawal_counts_that_comes_in_the_step_of_another_cancel() -> None:
 
 def test_a_load_that_cannot_be_committed_any_more_ends_at_once() -> None:
     answered = verified()
-    answered.begin_step(StepMetadata(commits=[HANDOFF]))
-    for loads in (loading(), loading(is_committed=True), answered):
+    answered.begin_step(StepMetadata(states=[HANDOFF]))
+    for loads in (loading(), loading(has_state=True), answered):
         loads.ended(HANDOFF, FAILED, [2])
         assert reported(loads) == ({"request"}, {6})
 

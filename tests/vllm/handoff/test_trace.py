@@ -57,13 +57,13 @@ def test_schedulers_trace_the_life_of_a_handoff(new_engine: Callable[..., Engine
 def test_workers_trace_layers_blocks_and_the_first_step(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     pair = test_worker.Pair(str(trace))
-    pair.load([5, 4], is_committed=False)
+    pair.load([5, 4], has_state=False)
     pair.begin_step([2, 3])
     for layer in range(test_worker.LAYERS):
         pair.producer.save_layer(f"layer.{layer}")
     pair.producer.end_forward()
     until(lambda: pair.arrived([2, 3], [5, 4]))
-    pair.consumer.begin_step(StepMetadata(commits=[pair.handoff]))
+    pair.consumer.begin_step(StepMetadata(states=[pair.handoff]))
     assert test_worker.received(pair.consumer) == {"consuming"}
     pair.consumer.begin_step(StepMetadata(first_steps=[pair.handoff]))
     pair.consumer.end_forward()

@@ -71,10 +71,10 @@ class Pair:
     def role(self, side: str, trace: str = "") -> WorkerRole:
         return role(trace=trace)
 
-    def load(self, block_ids: list[int], *, is_committed: bool = True, incarnation: bytes | None = None) -> Load:
+    def load(self, block_ids: list[int], *, has_state: bool = True, incarnation: bytes | None = None) -> Load:
         address = self.producer.handshake()
         rank = (address.address, incarnation or address.incarnation)
-        load = Load("consuming", self.handoff, 0, block_ids, [rank], is_committed)
+        load = Load("consuming", self.handoff, 0, block_ids, [rank], has_state)
         self.consumer.begin_step(StepMetadata(loads=[load]))
         return load
 
@@ -283,11 +283,11 @@ def test_a_handoff_that_ends_between_steps_is_announced_no_further(pair: Pair) -
 
 def test_a_load_ends_only_with_the_sequence_state(pair: Pair) -> None:
     pair.announce([2])
-    pair.load([5], is_committed=False)
+    pair.load([5], has_state=False)
     until(lambda: pair.arrived([2], [5]))
     time.sleep(0.05)
     assert pair.consumer.finished() == (set(), set())
-    pair.consumer.begin_step(StepMetadata(commits=[pair.handoff]))
+    pair.consumer.begin_step(StepMetadata(states=[pair.handoff]))
     assert received(pair.consumer) == {"consuming"}
 
 
@@ -306,7 +306,7 @@ def verified(worker: WorkerRole) -> dict[str, Any]:
 
 def test_verified_blocks_are_reported_before_the_sequence_state_arrives(pair: Pair) -> None:
     pair.announce([2, 3])
-    pair.load([5, 4], is_committed=False)
+    pair.load([5, 4], has_state=False)
     (facts,) = verified(pair.consumer)["consuming"]
     assert (facts.is_loaded, facts.num_received, facts.num_missing) == (True, 2, 0)
     assert pair.arrived([2, 3], [5, 4])
@@ -314,12 +314,12 @@ def test_verified_blocks_are_reported_before_the_sequence_state_arrives(pair: Pa
 
 def test_vllm_calls_the_scheduler_role_after_every_step_while_a_load_runs_and_not_after_it(pair: Pair) -> None:
     pair.announce([2])
-    pair.load([5], is_committed=False)
+    pair.load([5], has_state=False)
     assert verified(pair.consumer).keys() == {"consuming"}
     pair.consumer.begin_step(StepMetadata())
     assert pair.consumer.finished() == (set(), set())
     assert pair.consumer.drain_outcomes() == WorkerOutcomes(), "nothing at all is dropped by vLLM's worker"
-    pair.consumer.begin_step(StepMetadata(commits=[pair.handoff]))
+    pair.consumer.begin_step(StepMetadata(states=[pair.handoff]))
     assert received(pair.consumer) == {"consuming"}
     assert pair.consumer.drain_outcomes().outcomes.keys() == {"consuming"}
     assert pair.consumer.drain_outcomes() is None
@@ -328,7 +328,7 @@ def test_vllm_calls_the_scheduler_role_after_every_step_while_a_load_runs_and_no
 def test_a_load_that_the_scheduler_has_committed_is_acknowledged_and_not_reported(pair: Pair) -> None:
     pair.hold()
     pair.announce([2])
-    pair.load([5], is_committed=False)
+    pair.load([5], has_state=False)
     assert verified(pair.consumer).keys() == {"consuming"}
     pair.consumer.begin_step(StepMetadata(committed=[pair.handoff]))
     assert pair.consumer.drain_outcomes().acknowledged == [pair.handoff]
@@ -340,7 +340,7 @@ def test_a_load_that_the_scheduler_has_committed_is_acknowledged_and_not_reporte
 
 def test_a_load_that_fails_after_its_blocks_came_is_reported_as_failed_only(pair: Pair) -> None:
     pair.announce([2])
-    pair.load([5], is_committed=False)
+    pair.load([5], has_state=False)
     until(lambda: pair.arrived([2], [5]))
     time.sleep(0.05)
     pair.consumer.begin_step(
@@ -369,7 +369,7 @@ def test_a_block_that_changes_after_its_checksum_is_reported_as_invalid(pair: Pa
 def test_no_block_of_a_withdrawn_handoff_is_used(pair: Pair, block_ids: list[int]) -> None:
     # With one block it is verified, and lacks the sequence state only.
     pair.announce([2])
-    pair.load(block_ids, is_committed=len(block_ids) > 1)
+    pair.load(block_ids, has_state=len(block_ids) > 1)
     until(lambda: pair.arrived([2], [5]))
     pair.end("aborted")
     assert received(pair.consumer) == {"consuming"}
@@ -404,7 +404,7 @@ def test_of_a_cancelled_load_blocks_that_are_here_count_unless_they_were_withdra
 
 def test_a_load_and_its_cancel_in_one_step_end_it(pair: Pair) -> None:
     address = pair.producer.handshake()
-    load = Load("consuming", pair.handoff, 0, [5], [(address.address, address.incarnation)], is_committed=True)
+    load = Load("consuming", pair.handoff, 0, [5], [(address.address, address.incarnation)], has_state=True)
     pair.consumer.begin_step(StepMetadata(loads=[load], cancels=[Cancel(pair.handoff, "aborted", is_withdrawn=False)]))
     assert received(pair.consumer) == {"consuming"}
 
@@ -426,7 +426,7 @@ def test_a_producer_that_goes_away_ends_the_load(pair: Pair) -> None:
 
 
 def test_a_producer_with_fewer_workers_fails_the_load(pair: Pair) -> None:
-    load = Load("consuming", pair.handoff, 0, [5], [], is_committed=True)
+    load = Load("consuming", pair.handoff, 0, [5], [], has_state=True)
     pair.consumer.begin_step(StepMetadata(loads=[load]))
     assert received(pair.consumer) == {"consuming"}
     assert pair.consumer.drain_invalid_block_ids() == {5}
@@ -443,7 +443,7 @@ def test_a_release_frees_leased_blocks_once(pair: Pair) -> None:
 
 def test_consumers_of_different_handoffs_do_not_disturb_each_other(pair: Pair) -> None:
     pair.announce([2])
-    lost = Load("lost", bytes.fromhex(new_id()), 0, [7], [("127.0.0.1:1", bytes(16))], is_committed=True)
+    lost = Load("lost", bytes.fromhex(new_id()), 0, [7], [("127.0.0.1:1", bytes(16))], has_state=True)
     pair.consumer.begin_step(StepMetadata(loads=[lost]))
     pair.load([5])
     ended: set[str] = set()
@@ -454,7 +454,7 @@ def test_consumers_of_different_handoffs_do_not_disturb_each_other(pair: Pair) -
 
 def test_two_requests_of_one_handoff_are_distinguished(pair: Pair) -> None:
     load = pair.load([5])
-    again = Load("again", pair.handoff, 0, [7], load.ranks, is_committed=True)
+    again = Load("again", pair.handoff, 0, [7], load.ranks, has_state=True)
     pair.consumer.begin_step(StepMetadata(loads=[again]))
     assert received(pair.consumer) == {"again"}
     assert pair.consumer.drain_invalid_block_ids() == {7}

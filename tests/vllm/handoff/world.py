@@ -229,9 +229,9 @@ class World:
                 "a load goes to its request's blocks"
             )
             assert all(self.pool.blocks[block_id].ref_cnt == 1 for block_id in load.block_ids), "and to no other"
-            self.loads[load.request_id] = SentLoad(load, load.is_committed)
+            self.loads[load.request_id] = SentLoad(load, load.has_state)
         by_handoff = {sent.load.handoff: sent for sent in self.loads.values()}
-        for handoff in metadata.commits:
+        for handoff in metadata.states:
             if handoff in by_handoff:
                 by_handoff[handoff].is_committed = True
         for cancel in metadata.cancels:

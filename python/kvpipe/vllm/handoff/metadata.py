@@ -23,7 +23,7 @@ class Load:
         first: Position in the prompt of the first block to read.
         block_ids: Destination blocks, one for each position.
         ranks: `(address, incarnation)` of the producer's workers, by tensor-parallel rank.
-        is_committed: True if the sequence state has arrived.
+        has_state: True if the sequence state has arrived: the end of the blocks ends the load.
         refusal: Reason for which no block can be loaded; empty if they can.
     """
 
@@ -32,7 +32,7 @@ class Load:
     first: int
     block_ids: list[int]
     ranks: list[tuple[str, bytes]]
-    is_committed: bool
+    has_state: bool
     refusal: str = ""
 
 
@@ -111,7 +111,7 @@ class StepMetadata:
 
     Attributes:
         loads: Consumer: loads to begin.
-        commits: Consumer: handoffs whose sequence state has arrived before all blocks were verified. The worker role
+        states: Consumer: handoffs whose sequence state has arrived before all blocks were verified. The worker role
             reports their end.
         committed: Consumer: handoffs whose blocks are verified and whose sequence state has arrived. The worker role
             acknowledges them to the producer; the scheduler role reports them to vLLM.
@@ -131,7 +131,7 @@ class StepMetadata:
     """
 
     loads: list[Load] = field(default_factory=list)
-    commits: list[bytes] = field(default_factory=list)
+    states: list[bytes] = field(default_factory=list)
     committed: list[bytes] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
     ended: list[HandoffEnd] = field(default_factory=list)

@@ -166,7 +166,7 @@ class WorkerRole:
         self._kept.keep(step.restores)
         self._begin_transfers(agent, step)
         self._loads.begin_step(step)
-        for handoff in (*step.commits, *step.committed):
+        for handoff in (*step.states, *step.committed):
             agent.commit(handoff)
         for cancel in step.cancels:
             agent.cancel(cancel.handoff, cancel.reason, cancel.is_withdrawn)
@@ -213,7 +213,7 @@ class WorkerRole:
             incarnation,
             load.first,
             load.block_ids,
-            load.is_committed,
+            load.has_state,
             event,
         )
 

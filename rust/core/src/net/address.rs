@@ -81,7 +81,7 @@ pub(crate) fn listen_address<'a>(
     Ok(listen)
 }
 
-/// Error text for a short token, or none.
+/// Text of the error for a token that is short or missing.
 pub(crate) fn short_token(what: impl fmt::Display) -> String {
     format!(
         "{what} needs a token of {MIN_TOKEN_BYTES} bytes or more, because a shorter one can be guessed from a recorded handshake: set KVPIPE_TOKEN to the output of `openssl rand -hex 16`, on all sides"

@@ -302,7 +302,7 @@ impl TransferEngine {
     }
 }
 
-/// Reads over UCX.
+/// Posted reads: over UCX, or copies between GPUs.
 impl TransferEngine {
     /// Keeps reads from a peer in flight, those of its first transfers first. More are due when a transfer has started, and
     /// when few are left. Where they have failed, or none can be posted any more, the transfer begins again as a stream.

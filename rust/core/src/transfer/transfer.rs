@@ -259,7 +259,7 @@ impl Transfer {
     }
 }
 
-/// Reads over UCX.
+/// Posted reads: over UCX, or copies between GPUs.
 impl Transfer {
     /// Bytes of reads in flight from one peer, up to which this transfer adds more; none if it posts no reads.
     pub(super) fn bytes_in_flight_cap(&self) -> Option<u64> {

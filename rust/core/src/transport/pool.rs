@@ -78,10 +78,10 @@ impl<M: Borrow<Buffer> + Send + Sync + 'static> Pool<M> {
         self.acquire_within(len, len.saturating_mul(2).max(GRAIN), make)
     }
 
-    /// As [`take`](Self::take), but memory of the pool only if a fresh one would have its size.
+    /// As [`acquire`](Self::acquire), but memory of the pool only if a fresh one would have its size.
     ///
     /// # Errors
-    /// As of [`take`](Self::take).
+    /// As of [`acquire`](Self::acquire).
     pub(crate) fn acquire_exact(
         &self,
         len: usize,

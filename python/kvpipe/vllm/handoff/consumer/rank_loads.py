@@ -37,7 +37,7 @@ class RankLoads:
     """Loads of one rank.
 
     With asynchronous scheduling a request may run before its rank knows of the commit. So once a load was reported as
-    verified, its end waits for the scheduler role's answer: `commits`, `committed` or `cancels` of a step.
+    verified, its end waits for the scheduler role's answer: `states`, `committed` or `cancels` of a step.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class RankLoads:
 
     def begin(self, load: Load) -> None:
         """Adds a load."""
-        self._loads[load.handoff] = RankLoad(load, is_verified=False, is_answered=load.is_committed)
+        self._loads[load.handoff] = RankLoad(load, is_verified=False, is_answered=load.has_state)
 
     def refuse(self, load: Load, outcome: LoadOutcome) -> None:
         """Ends a load that cannot begin, without any block."""
@@ -68,7 +68,7 @@ class RankLoads:
         self._acknowledged = step.committed
         for handoff in step.committed:
             self._loads.pop(handoff, None)
-        for handoff in step.commits:
+        for handoff in step.states:
             self._answer(handoff)
         # A step may have two of one load: a rank has lost blocks, and the producer has withdrawn all of them.
         withdrawn = {cancel.handoff for cancel in step.cancels if cancel.is_withdrawn}

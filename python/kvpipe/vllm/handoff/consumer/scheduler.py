@@ -191,7 +191,7 @@ class ConsumerScheduler:
                 first=first,
                 block_ids=block_ids,
                 ranks=opening.get("ranks", []),
-                is_committed=consumed.load.phase is Phase.FINISHING,
+                has_state=consumed.load.phase is Phase.FINISHING,
                 refusal=refusal,
             )
         )
@@ -228,7 +228,7 @@ class ConsumerScheduler:
                 case Action.UNWATCH | Action.ACKNOWLEDGE:
                     self._out.control.unwatch(consumed.handoff, action is Action.ACKNOWLEDGE)
                 case Action.FINISH:
-                    step.commits.append(consumed.handoff)
+                    step.states.append(consumed.handoff)
                 case Action.COMMIT:
                     step.committed.append(consumed.handoff)
                     self._unacknowledged[consumed.handoff] = consumed

@@ -34,7 +34,7 @@ class Phase(Enum):
     PARTIAL = "partial"  # the load has ended without some blocks; the producer still leases them
     PARTIAL_SAMPLED = "partial_sampled"  # as PARTIAL, and the sequence state is here
     LOADED = "loaded"  # all blocks are here
-    LOST = "lost"  # no load has begun, and the KV cannot arrive
+    LOST = "lost"  # no load runs, and the KV cannot arrive
     LOCAL = "local"  # this engine computes what is missing
     REPORTED = "reported"  # the prompt is computed, and the result reported
     FORGOTTEN = "forgotten"  # the request has ended, and the result is reported
@@ -81,23 +81,23 @@ class Watch(Enum):
 
 _END_WATCH = frozenset({Action.UNWATCH, Action.ACKNOWLEDGE})
 
-_OPENED = {
+_OPENED_ROWS = {
     Event.ENDED: (Phase.LOST, ()),
     Event.DIFFERED: (Phase.LOST, (Action.UNWATCH,)),
     Event.GIVEN_UP: (Phase.LOCAL, (Action.UNWATCH,)),
     Event.FINISHED: (Phase.FORGOTTEN, (Action.UNWATCH, Action.REPORT, Action.FORGET)),
 }
-_LOADING = {
+_LOADING_ROWS = {
     Event.ENDED: (Phase.CANCELLED, (Action.CANCEL,)),
     Event.FINISHED: (Phase.ABORTED, (Action.CANCEL,)),
 }
-_PARTIAL = {
+_PARTIAL_ROWS = {
     Event.ENDED: (Phase.LOCAL, ()),
     Event.COMPUTED: (Phase.REPORTED, (Action.UNWATCH, Action.REPORT)),
     Event.FINISHED: (Phase.FORGOTTEN, (Action.UNWATCH, Action.REPORT, Action.FORGET)),
 }
 # The producer has no part in it any more.
-_COMPUTING = {
+_COMPUTING_ROWS = {
     Event.COMPUTED: (Phase.REPORTED, (Action.REPORT,)),
     Event.FINISHED: (Phase.FORGOTTEN, (Action.REPORT, Action.FORGET)),
 }
@@ -113,23 +113,23 @@ TRANSITIONS: dict[Phase, dict[Event, tuple[Phase, tuple[Action, ...]]]] = {
     Phase.OPENED: {
         Event.STATE_RECEIVED: (Phase.SAMPLED, ()),
         Event.ALLOCATED: (Phase.LOADING, ()),
-        **_OPENED,
+        **_OPENED_ROWS,
     },
     Phase.SAMPLED: {
         Event.ALLOCATED: (Phase.FINISHING, ()),
-        **_OPENED,
+        **_OPENED_ROWS,
     },
     Phase.LOADING: {
         Event.STATE_RECEIVED: (Phase.FINISHING, (Action.FINISH,)),
         Event.BLOCKS_VERIFIED: (Phase.VERIFIED, ()),
         Event.WORKER_BROKEN: (Phase.BROKEN, (Action.CANCEL,)),
         Event.WORKER_ENDED: (Phase.BROKEN, ()),
-        **_LOADING,
+        **_LOADING_ROWS,
     },
     Phase.VERIFIED: {
         Event.STATE_RECEIVED: (Phase.COMMITTED, (Action.COMMIT,)),
         Event.WORKER_BROKEN: (Phase.BROKEN, (Action.CANCEL,)),
-        **_LOADING,
+        **_LOADING_ROWS,
     },
     Phase.COMMITTED: {
         Event.RECEIVED_ALL: (Phase.LOADED, ()),
@@ -139,7 +139,7 @@ TRANSITIONS: dict[Phase, dict[Event, tuple[Phase, tuple[Action, ...]]]] = {
         Event.WORKER_ENDED: (Phase.FINISHING, ()),
         Event.RECEIVED_ALL: (Phase.LOADED, (Action.ACKNOWLEDGE,)),
         Event.RECEIVED_PART: (Phase.PARTIAL_SAMPLED, ()),
-        **_LOADING,
+        **_LOADING_ROWS,
     },
     Phase.BROKEN: {
         Event.STATE_RECEIVED: (Phase.FINISHING, (Action.FINISH,)),
@@ -147,7 +147,7 @@ TRANSITIONS: dict[Phase, dict[Event, tuple[Phase, tuple[Action, ...]]]] = {
         Event.WORKER_ENDED: (Phase.BROKEN, ()),
         Event.RECEIVED_ALL: (Phase.LOADED, (Action.ACKNOWLEDGE,)),
         Event.RECEIVED_PART: (Phase.PARTIAL, ()),
-        **_LOADING,
+        **_LOADING_ROWS,
     },
     Phase.CANCELLED: {
         Event.WORKER_ENDED: (Phase.CANCELLED, ()),
@@ -168,19 +168,19 @@ TRANSITIONS: dict[Phase, dict[Event, tuple[Phase, tuple[Action, ...]]]] = {
     Phase.PARTIAL: {
         Event.STATE_RECEIVED: (Phase.PARTIAL_SAMPLED, ()),
         Event.PREEMPTED: (Phase.OPENED, ()),
-        **_PARTIAL,
+        **_PARTIAL_ROWS,
     },
     Phase.PARTIAL_SAMPLED: {
         Event.PREEMPTED: (Phase.SAMPLED, ()),
-        **_PARTIAL,
+        **_PARTIAL_ROWS,
     },
-    Phase.LOADED: _COMPUTING,
+    Phase.LOADED: _COMPUTING_ROWS,
     Phase.LOST: {
         # Under the policy that lost KV fails its request, vLLM fails it by a failed load.
         Event.ALLOCATED: (Phase.CANCELLED, ()),
-        **_COMPUTING,
+        **_COMPUTING_ROWS,
     },
-    Phase.LOCAL: _COMPUTING,
+    Phase.LOCAL: _COMPUTING_ROWS,
     Phase.REPORTED: {
         Event.FINISHED: (Phase.FORGOTTEN, (Action.FORGET,)),
     },
@@ -227,7 +227,7 @@ class HandoffLoad:
         return actions
 
     def blocks_verified(self, ranks: list[LoadOutcome], num_ranks: int) -> None:
-        """Some ranks of this engine's have verified all of their blocks, and lack the sequence state."""
+        """Some ranks of this engine have verified all of their blocks, and lack the sequence state."""
         if self.phase is Phase.LOADING:
             self._verified += ranks
             if len(self._verified) == num_ranks:

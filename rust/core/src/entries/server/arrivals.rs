@@ -144,7 +144,7 @@ impl Server {
         }
     }
 
-    /// Has a put come; in a lookup buffer in its turn.
+    /// Begins to receive a put; in a lookup buffer in its turn.
     fn begin_put(&mut self, cx: &mut Cx<'_>, holder: Holder) {
         if self.face == Face::LookupBuffer {
             let line = self.inserts.entry(holder.0).or_default();
@@ -172,7 +172,7 @@ impl Server {
         }
     }
 
-    /// Has the next parts of a put come, up to one that is read from the client.
+    /// Receives the next parts of a put, up to one that is read from the client.
     fn write_next(&mut self, cx: &mut Cx<'_>, holder: Holder) {
         while let Some(arrival) = self.arrivals.get_mut(&holder)
             && arrival.transfer.is_none()
@@ -244,6 +244,7 @@ impl Server {
                 Some(transfer) => cx.transfers.fail(cx.links, transfer, &late()),
                 None => self.refuse_reservation(cx, holder, holder.1, late()),
             },
+            // Its commit is answered.
             (true, true) => {}
         }
     }

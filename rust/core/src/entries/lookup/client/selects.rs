@@ -81,7 +81,9 @@ impl LookupClient {
             return completer.complete(Err(error));
         }
         if self.selects.len() + self.delivered.len() >= SELECTS_CAP {
-            let text = format!("{SELECTS_CAP} selects wait already, more are not possible");
+            let text = format!(
+                "{SELECTS_CAP} selects wait, or have entries that their callers have not received; more are not possible"
+            );
             return completer.complete(Err(Error::Exhausted(text)));
         }
         let query = query.to_query();
@@ -270,6 +272,7 @@ impl LookupClient {
         }
     }
 
+    /// Ends a select for its caller. An entry that is on its way goes back when it is here.
     fn end_unanswered(&mut self, cx: &mut Cx<'_>, operation: u64) {
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
