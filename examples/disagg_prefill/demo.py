@@ -163,6 +163,13 @@ def _common() -> dict[str, Any]:
     return {"model": MODEL, "temperature": 0, "return_token_ids": True, **limits}
 
 
+async def ask_divided(session: aiohttp.ClientSession, deployment: Deployment, request: Request) -> Answer:
+    """Asks prefill and decode, through the proxy unless the request is for both at once."""
+    if request.is_at_once:
+        return await ask_at_once(session, deployment, request)
+    return await ask(session, deployment.url, request)
+
+
 async def ask_at_once(session: aiohttp.ClientSession, deployment: Deployment, request: Request) -> Answer:
     """Asks prefill and decode together, with what the proxy would write into their requests."""
     handoff = secrets.token_hex(16)
@@ -226,15 +233,26 @@ async def compare(deployment: Deployment, model: Path) -> list[Row]:
         control = stack.enter_context(contextlib.closing(ControlClient(deployment.spec.token)))
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         for request in requests(tokenizer):
-            if request.is_at_once:
-                divided_answer = await ask_at_once(session, deployment, request)
-            else:
-                divided_answer = await ask(session, deployment.url, request)
+            divided_answer = await ask_divided(session, deployment, request)
             undivided_answer = await ask(session, undivided, request)
             status = await handoff_status(control, decode, divided_answer.handoff)
             rows.append(Row(request.kind, divided_answer.same_as(undivided_answer), status))
             say(f"{request.kind}: {'identical' if rows[-1].is_identical else 'DIFFERENT'}")
+            if not rows[-1].is_identical:
+                await explain(session, deployment, request, divided_answer, undivided_answer)
     return rows
+
+
+async def explain(
+    session: aiohttp.ClientSession, deployment: Deployment, request: Request, divided: Answer, undivided: Answer
+) -> None:
+    """Asks again, to say which of two different answers its own side repeats."""
+    for side, before, again in (
+        ("prefill and decode", divided, await ask_divided(session, deployment, request)),
+        ("the undivided instance", undivided, await ask(session, deployment.undivided[0].url, request)),
+    ):
+        say(f"  {side}: {list(before.token_ids)} {before.text!r}")
+        say(f"  asked again: {'the same' if again.same_as(before) else f'{list(again.token_ids)} {again.text!r}'}")
 
 
 def table(rows: list[Row]) -> str:
@@ -275,6 +293,7 @@ async def demo(*, verbose: bool) -> int:
     num_good = sum(row.is_good for row in rows)
     print(f"{num_good} of {len(rows)} requests: identical answer over a full handoff, from prefill's first token on")
     if num_good < len(rows):
+        print(f"the logs are kept until the next run in {LOG_DIR}")
         return 1
     show_streaming(rows)
     return 0
