@@ -72,9 +72,12 @@ class SharedStore(LocalStore):
         assert self.delete([key]) == 1
         assert LocalStore.put(self, key, data)
 
-    def read(self, key: bytes) -> bytes:
-        """The bytes of a value."""
-        with LocalStore.select(self, key) as value:
+    def read(self, key: bytes) -> bytes | None:
+        """The bytes of a value, None if it is gone: an engine's thread deletes a corrupt one at any time."""
+        value = LocalStore.select(self, key)
+        if value is None:
+            return None
+        with value:
             return bytes(value.read())
 
     def close(self) -> None:

@@ -108,7 +108,7 @@ def _fault(choice: random.Random, store: Any) -> None:
     elif kind < 0.30 and (keys := store.keys):
         key = choice.choice(keys)
         data = store.read(key)
-        if LocalStore.delete(store, [key]) and choice.random() < 0.7:
+        if data is not None and LocalStore.delete(store, [key]) and choice.random() < 0.7:
             LocalStore.put(store, key, flipped(data, choice.randrange(len(data))))
 
 
