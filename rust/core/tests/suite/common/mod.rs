@@ -457,12 +457,15 @@ impl Raw {
         }
     }
 
-    /// Waits until the other side has closed the connection, sooner than it would for silence.
+    /// Waits until the other side has closed the connection, sooner than it would for silence. Its heartbeats come meanwhile.
     pub fn is_closed(&mut self) -> bool {
-        self.stream
-            .set_read_timeout(Some(Duration::from_secs(5)))
-            .expect("timeout");
+        let deadline = Instant::now() + Duration::from_secs(5);
         loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            self.stream.set_read_timeout(Some(left)).expect("timeout");
             match self.stream.read(&mut [0; 4096]) {
                 Ok(0) => return true,
                 Ok(_) => {}
