@@ -22,6 +22,15 @@ pub enum Integrity {
 }
 
 impl Integrity {
+    /// Of host memory, whose source computes checksums or nothing.
+    pub(crate) fn of_checksums(is_checksummed: bool) -> Self {
+        if is_checksummed {
+            Self::Checksum
+        } else {
+            Self::None
+        }
+    }
+
     /// The mode for such memory, which is not `Auto`.
     #[must_use]
     pub fn resolved(self, memory: MemoryKind) -> Self {

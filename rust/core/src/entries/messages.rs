@@ -77,6 +77,17 @@ impl<'a> Carried<'a> {
         matches!(self, Self::Offered(_))
     }
 
+    /// Checks the bytes of a value.
+    ///
+    /// # Errors
+    /// `Protocol`: they are to be read from the other side, although a message has place for them.
+    pub(super) fn check_value(&self) -> Result<()> {
+        if self.is_offered() && self.len() <= INLINE_CAP as u64 {
+            return Err(Error::protocol("an offer of a small value"));
+        }
+        Ok(())
+    }
+
     pub(super) fn into_owned(self) -> Carried<'static> {
         match self {
             Self::Inline(bytes) => Carried::Inline(bytes.into_owned().into()),
@@ -98,7 +109,7 @@ impl<'a> Carried<'a> {
             OFFERED => {
                 let buffer = BufferDescription::read(reader)?;
                 // Entries are in host memory, and a lease says until when they may be read.
-                if buffer.is_validated() || buffer.is_cuda {
+                if buffer.is_validated() || buffer.is_cuda || buffer.len == 0 {
                     return Err(Error::protocol("bytes that nothing reads"));
                 }
                 Ok(Self::Offered(buffer))

@@ -2,6 +2,7 @@
 //! value for each key, and evicts those that are unused; a [lookup buffer](lookup) lines entries up by their tokens, and
 //! delivers each once.
 
+mod carrying;
 mod content;
 mod copying;
 mod disk;

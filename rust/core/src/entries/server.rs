@@ -71,11 +71,7 @@ impl Server {
 
     /// A server of a lookup buffer, whose clients verify checksums if it is so.
     pub(super) fn of_buffer(shared: Arc<Shared>, is_checksummed: bool) -> Self {
-        let integrity = if is_checksummed {
-            Integrity::Checksum
-        } else {
-            Integrity::None
-        };
+        let integrity = Integrity::of_checksums(is_checksummed);
         Self::new(shared, Face::LookupBuffer, integrity)
     }
 

@@ -280,10 +280,11 @@ impl Shared {
         }
         let changed = change(&mut state);
         stack.extend(state.drain_actions(by).into_iter().rev());
-        // The server goes on by itself with the insert that it copies.
+        // The server drains what follows from its own changes, and goes on by itself with the insert that it copies.
         let waiting = state.granted.back();
-        let needs_server = !state.client_actions.is_empty()
-            || waiting.is_some_and(|(_, insert)| !insert.is_being_copied());
+        let is_for_server = by == ChangedBy::Caller && !state.client_actions.is_empty();
+        let needs_server =
+            is_for_server || waiting.is_some_and(|(_, insert)| !insert.is_being_copied());
         drop(state);
         if let Some(server) = self.server.get().filter(|_| needs_server) {
             server.wake();

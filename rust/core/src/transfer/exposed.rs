@@ -133,28 +133,11 @@ impl ExposedBuffers {
         self.0.clear();
     }
 
-    /// Registers a buffer, and lets a peer read it until [`withdraw`](Self::withdraw).
-    ///
-    /// # Errors
-    /// The transport cannot register it.
-    pub(crate) fn expose(
-        &mut self,
-        cx: &mut Cx<'_>,
-        session: SessionKey,
-        source: u64,
-        buffer: Buffer,
-        integrity: Integrity,
-    ) -> Result<BufferDescription> {
-        let len = buffer.len();
-        let memory = cx.links.register(buffer)?;
-        self.expose_memory(cx, session, source, (memory, len), integrity)
-    }
-
     /// Lets a peer read the first bytes of registered memory.
     ///
     /// # Errors
     /// It has no remote key.
-    pub(crate) fn expose_memory(
+    pub(crate) fn expose(
         &mut self,
         cx: &mut Cx<'_>,
         session: SessionKey,

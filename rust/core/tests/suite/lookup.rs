@@ -15,10 +15,19 @@ use kvpipe_ucx::{Buffer, Search};
 use crate::common::{self, Raw, TIMEOUT, TOKEN, eventually, on_both_paths};
 
 const EXISTS: u8 = 64;
+const RESERVE: u8 = 65;
+const WRITE: u8 = 66;
+const COMMIT: u8 = 67;
 const PUT: u8 = 68;
+const CHECKSUM: u8 = 69;
 const SELECT: u8 = 70;
 const RELEASE: u8 = 72;
+const RENEW: u8 = 73;
 const ACKNOWLEDGE: u8 = 74;
+const CORRUPT: u8 = 75;
+const DELETE: u8 = 76;
+const LIST: u8 = 77;
+const STATS: u8 = 78;
 const CONSUME: u8 = 79;
 const DONE: u8 = 80;
 const REFUSED: u8 = 81;
@@ -167,6 +176,61 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
         raw.send(&header, &payload);
         raw.message(OFFER);
     });
+}
+
+/// Messages that only a store takes.
+fn of_stores() -> Vec<(Vec<u8>, Vec<u8>)> {
+    let sealed = |kind: u8, payload: Vec<u8>| {
+        let header = Writer::new(kind).u64(1).u64(crc_of(&payload)).finish();
+        (header, payload)
+    };
+    let about_another = |kind| Writer::new(kind).u64(1).u64(2);
+    let reserve = Writer::default().bytes(b"key").u64(9).u64(NEVER).u64(NEVER);
+    let write = Writer::default().u64(2).u8(0).bytes(b"bytes");
+    let commit = Writer::default().u64(2).u64(3).bytes(b"record");
+    let list = Writer::default().bytes(b"prefix").u64(0);
+    let keys = || Writer::default().u32(1).bytes(b"key").finish();
+    vec![
+        (about(EXISTS, 1), keys()),
+        (about(RESERVE, 1), reserve.finish()),
+        sealed(WRITE, write.finish()),
+        sealed(COMMIT, commit.finish()),
+        (about_another(CHECKSUM).finish(), vec![]),
+        (about_another(RENEW).u64(1).finish(), vec![]),
+        (about_another(CORRUPT).finish(), vec![]),
+        (about(DELETE, 1), keys()),
+        (about(LIST, 1), list.finish()),
+        (about(STATS, 1), vec![]),
+    ]
+}
+
+#[test]
+fn a_client_that_sends_what_only_a_store_takes_is_cut_off() {
+    let Some(search) = common::ucx() else { return };
+    let local = serve(&search);
+    for (header, payload) in of_stores() {
+        let mut raw = raw(&local);
+        raw.send(&header, &payload);
+        assert!(raw.is_closed(), "{header:?}");
+    }
+}
+
+#[test]
+fn a_client_whose_inserts_wait_beside_64_others_is_cut_off() {
+    let Some(search) = common::ucx() else { return };
+    let local = serve(&search);
+    insert(&local, &[1], vec![7; FULL]);
+    let mut raw = raw(&local);
+    let wait = |raw: &Raw, operation| {
+        let (header, payload) = an_insert(operation, &[0; 5]);
+        raw.send(&header, &payload);
+    };
+    (1..=64).for_each(|operation| wait(&raw, operation));
+    eventually("all wait", || {
+        (local.info().num_waiting == 64).then_some(())
+    });
+    wait(&raw, 65);
+    assert!(raw.is_closed());
 }
 
 #[test]

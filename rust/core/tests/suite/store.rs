@@ -33,6 +33,7 @@ const REFUSED: u8 = 81;
 const RESERVED: u8 = 83;
 const OFFER: u8 = 85;
 const LIST: u8 = 77;
+const CANCEL: u8 = 91;
 
 const CAPACITY: u64 = 64 << 20;
 const RESERVATION: Duration = Duration::from_secs(30);
@@ -199,6 +200,14 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
             .u8(0)
             .bytes(b"b")
             .finish();
+        let small = |writer: Writer| {
+            let offered = writer.u8(1).u64(32 << 10).u64(4096).u8(0).u8(0);
+            offered.bytes(&[1]).finish()
+        };
+        let small_write = small(Writer::default().u64(1));
+        let small_put = Writer::default().bytes(b"raw").u64(NO_TIME).u64(0);
+        let small_put = small(small_put.u8(1).bytes(b"").u32(1));
+        let cancel = Writer::new(CANCEL).u64(1).u8(1).finish();
         let many = Writer::default().u32(u32::MAX).finish();
         let other = Writer::default().u64(1).u8(9).finish();
         let nonsense: Vec<(Vec<u8>, Vec<u8>)> = vec![
@@ -211,6 +220,9 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
             (sealed(PUT, 1, &unhashed), unhashed),
             (sealed(PUT, 1, &waiting), waiting),
             (sealed(PUT, 1, &two), two),
+            (sealed(PUT, 1, &small_put), small_put),
+            (sealed(WRITE, 1, &small_write), small_write),
+            (cancel, vec![]),
             (plain(EXISTS, 1), many),
             (plain(LIST, 1), vec![1]),
             (plain(RENEW, 1), vec![]),

@@ -56,11 +56,7 @@ pub(super) struct LookupClient {
 
 impl LookupClient {
     pub(super) fn new(command_queue: Arc<CommandQueue>, is_checksummed: bool) -> Self {
-        let integrity = if is_checksummed {
-            Integrity::Checksum
-        } else {
-            Integrity::None
-        };
+        let integrity = Integrity::of_checksums(is_checksummed);
         Self {
             command_queue,
             sessions: Vec::new(),
@@ -138,7 +134,9 @@ impl LookupClient {
         operation: u64,
         message: EntryMessage<'_>,
     ) -> Result<()> {
-        let is_insert = self.inserts.sent.contains_key(&operation);
+        // Inserts go to the first server.
+        let is_first = self.sessions.first() == Some(&session);
+        let is_insert = is_first && self.inserts.sent.contains_key(&operation);
         match message {
             EntryMessage::Done if is_insert => self.insert_answered(cx, session, operation, Ok(())),
             EntryMessage::Done => self.consumed(cx, session, operation),

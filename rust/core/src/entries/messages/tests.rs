@@ -146,7 +146,7 @@ fn of_servers() -> impl Strategy<Value = EntryMessage<'static>> {
                 let next = next.map(u64::from).filter(|next| *next > 0);
                 EntryMessage::Page(Page { values, next })
             }),
-        any::<[u64; 18]>().prop_map(|values| {
+        any::<[u64; 24]>().prop_map(|values| {
             let mut info = StoreInfo::default();
             for (field, value) in info.fields().into_iter().zip(values) {
                 *field = value;
@@ -196,10 +196,16 @@ fn a_value_that_differs_from_its_checksum_is_corrupt() {
 
 #[test]
 fn bytes_that_nothing_reads_are_refused() {
-    for (is_cuda, verification) in [(1, 0), (0, 3)] {
-        let payload = [&[OFFERED], &described(1 << 20, is_cuda, verification)[..]].concat();
-        let refused = Carried::read(&mut Reader::new(&payload), 0).unwrap_err();
+    let read = |len, is_cuda, verification| {
+        let payload = [&[OFFERED], &described(len, is_cuda, verification)[..]].concat();
+        Carried::read(&mut Reader::new(&payload), 0).map(drop)
+    };
+    for (len, is_cuda, verification) in [(1 << 20, 1, 0), (1 << 20, 0, 3), (0, 0, 0)] {
+        let refused = read(len, is_cuda, verification).unwrap_err();
         assert!(matches!(refused, Error::Protocol(_)), "{refused:?}");
+    }
+    for (len, verification) in [(1, 0), (1, 1), (1, 2)] {
+        assert_eq!(read(len, 0, verification), Ok(()));
     }
 }
 

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use super::super::content::{Content, PARTS_CAP, Part};
+use super::super::carrying::{carry, withdraw_parts};
+use super::super::content::Content;
 use super::super::messages::{Carried, EntryMessage};
 use super::super::state::{EntryAction, Holder};
 use super::super::{INLINE_CAP, source_id};
 use super::Server;
 use crate::clock;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::transfer::Cx;
 
 impl Server {
@@ -93,46 +94,23 @@ impl Server {
     fn carry(
         &mut self,
         cx: &mut Cx<'_>,
-        holder: Holder,
+        (session, operation): Holder,
         content: &Content,
     ) -> Result<Vec<Carried<'static>>> {
-        let mut space = INLINE_CAP;
+        let (exposed, mut space) = (&mut self.exposed, INLINE_CAP);
         let parts = content.parts.iter().enumerate();
         parts
             .map(|(index, part)| {
-                let len = part.buffer.len();
-                if len <= space {
-                    space -= len;
-                    let bytes = part.buffer.bytes(0, len).ok_or_else(not_here)?;
-                    return Ok(Carried::Inline(bytes.to_vec().into()));
-                }
-                self.expose(cx, holder, index, part)
+                let source = (session, source_id(operation, index));
+                let bytes = (&part.buffer, part.memory.as_ref());
+                carry(cx, exposed, source, self.integrity, bytes, &mut space)
             })
             .collect()
     }
 
-    fn expose(
-        &mut self,
-        cx: &mut Cx<'_>,
-        (session, operation): Holder,
-        index: usize,
-        part: &Part,
-    ) -> Result<Carried<'static>> {
-        let (source, len) = (source_id(operation, index), part.buffer.len());
-        let memory = match &part.memory {
-            Some(memory) => Arc::clone(memory),
-            None => cx.links.register(part.buffer.clone())?,
-        };
-        let described =
-            (self.exposed).expose_memory(cx, session, source, (memory, len), self.integrity)?;
-        Ok(Carried::Offered(described))
-    }
-
     /// Ends the exposure of an operation's entry.
-    pub(super) fn withdraw_parts(&mut self, cx: &mut Cx<'_>, (session, operation): Holder) {
-        for source in (0..PARTS_CAP).map(|part| source_id(operation, part)) {
-            self.exposed.withdraw(cx, session, source);
-        }
+    pub(super) fn withdraw_parts(&mut self, cx: &mut Cx<'_>, holder: Holder) {
+        withdraw_parts(cx, &mut self.exposed, holder);
     }
 
     /// Ends whatever an operation holds or waits for.
@@ -142,8 +120,4 @@ impl Server {
         let now = clock::now();
         let _ = self.change(|state| state.entries.release(holder, now));
     }
-}
-
-fn not_here() -> Error {
-    Error::Unavailable("the entry is not in host memory".to_owned())
 }

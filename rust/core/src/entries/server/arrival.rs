@@ -43,8 +43,6 @@ pub(super) struct Arrival {
     pub(super) parts: Vec<Part>,
     /// Parts of a put that are to come.
     pub(super) rest: VecDeque<Carried<'static>>,
-    /// True if the engine knows sources of its parts.
-    pub(super) has_sources: bool,
     /// Bytes that are here.
     pub(super) num_written: u64,
     /// The transfer of a write.
@@ -64,6 +62,7 @@ pub(super) struct PendingWrite {
     pub(super) holder: Holder,
     pub(super) operation: u64,
     pub(super) source: u64,
+    pub(super) transfer: u64,
     /// Its reservation may end before the reads: until then the memory is used for nothing else.
     pub(super) _buffer: Buffer,
 }
@@ -76,7 +75,6 @@ impl Arrival {
             has_space: false,
             parts: Vec::new(),
             rest: VecDeque::new(),
-            has_sources: false,
             num_written: 0,
             transfer: None,
             checksum: RunningChecksum::default(),

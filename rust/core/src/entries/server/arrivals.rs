@@ -7,7 +7,8 @@ use std::time::Instant;
 
 use kvpipe_ucx::Buffer;
 
-use super::super::content::{Description, PARTS_CAP, Part, footprint, read_metas, read_outcome};
+use super::super::carrying::remove_sources;
+use super::super::content::{Description, Part, footprint, read_metas, read_outcome};
 use super::super::items::{INSERTS_IN_FLIGHT, entry_bytes};
 use super::super::messages::{Carried, EntryMessage, check_tokens};
 use super::super::shared::SharedState;
@@ -43,19 +44,17 @@ impl Server {
                 if !is_possible {
                     return Err(Error::protocol("a put that is none of a value"));
                 }
+                arrival.rest.iter().try_for_each(Carried::check_value)?;
                 footprint(key, arrival.num_bytes)
             }
             Face::LookupBuffer => self.check_insert(holder.0, key, &mut arrival)?,
         };
-        let mut has_sources = false;
         for (part, bytes) in arrival.rest.iter().enumerate() {
             if let Carried::Offered(buffer) = bytes {
                 let source = source_id(holder.1, part);
                 cx.transfers.add_source(holder.0, source, buffer.source());
-                has_sources = true;
             }
         }
-        arrival.has_sources = has_sources;
         self.begin_arrival(cx, holder, key, (arrival, num_bytes, deadline))
     }
 
@@ -114,7 +113,7 @@ impl Server {
                 Ok(())
             }
             Err(full @ Error::Exhausted(_)) => {
-                remove_sources(cx, holder);
+                remove_sources(cx, holder, &ended());
                 EntryMessage::Refused(full).send(cx.links, holder.0, holder.1);
                 Ok(())
             }
@@ -219,11 +218,10 @@ impl Server {
         let Some(arrival) = self.arrivals.remove(&holder) else {
             return false;
         };
-        match arrival.transfer {
-            Some(transfer) => cx.transfers.fail(cx.links, transfer, &ended()),
-            None if arrival.has_sources => remove_sources(cx, holder),
-            None => {}
+        if let Some(transfer) = arrival.transfer {
+            cx.transfers.fail(cx.links, transfer, &ended());
         }
+        remove_sources(cx, holder, &ended());
         self.end_turn(cx, holder);
         true
     }
@@ -256,6 +254,7 @@ impl Server {
         operation: u64,
         bytes: Carried<'_>,
     ) -> Result<()> {
+        bytes.check_value()?;
         let arrival = self.arrivals.get_mut(&holder);
         let Some(arrival) = arrival.filter(|arrival| arrival.has_space) else {
             return self.refuse_late(cx, holder.0, operation);
@@ -322,13 +321,14 @@ impl Server {
         } else {
             request
         };
+        let transfer = cx.transfers.add(request);
         let write = PendingWrite {
             holder,
             operation,
             source,
+            transfer,
             _buffer: buffer.clone(),
         };
-        let transfer = cx.transfers.add(request);
         self.writes.insert(owner, write);
         arrival.transfer = Some(transfer);
         if self.face == Face::Store {
@@ -350,9 +350,11 @@ impl Server {
         if let Err(error @ (Error::Protocol(_) | Error::PeerLost { .. })) = &outcome {
             cx.links.fail(holder.0, error.clone());
         }
-        let Some(arrival) = self.arrivals.get_mut(&holder) else {
+        // A client may have begun another operation under the number of one that has ended.
+        let arrival = (self.arrivals.get_mut(&holder))
+            .filter(|arrival| arrival.transfer == Some(write.transfer));
+        let Some(arrival) = arrival else {
             // The reservation has ended, and a put has its answer.
-            remove_sources(cx, holder);
             if operation != holder.1 {
                 let _ = self.refuse_late(cx, holder.0, operation);
             }
@@ -467,14 +469,6 @@ impl Server {
     }
 }
 
-/// Nothing of an operation is read any more.
-fn remove_sources(cx: &mut Cx<'_>, (session, operation): Holder) {
-    for source in (0..PARTS_CAP).map(|part| source_id(operation, part)) {
-        cx.transfers
-            .remove_source(cx.links, session, source, &ended());
-    }
-}
-
 fn ended() -> Error {
     Error::Timeout("the reservation has ended; nothing was committed".to_owned())
 }
@@ -488,7 +482,7 @@ fn late() -> Error {
 pub(super) fn allocate(cx: &Cx<'_>, num_bytes: u64) -> Result<Part> {
     let len = usize::try_from(num_bytes).unwrap_or(usize::MAX);
     if len > INLINE_CAP {
-        return lent(cx, cx.exact_memory(len)?, len);
+        return part_in(cx, cx.exact_memory(len)?, len);
     }
     let (buffer, memory) = (Buffer::zeroed(len), None);
     Ok(Part { buffer, memory })
@@ -500,13 +494,13 @@ fn part_of(face: Face, cx: &Cx<'_>, len: usize) -> Result<Part> {
         Face::Store => cx.exact_memory(len)?,
         Face::LookupBuffer => cx.memory(len)?,
     };
-    lent(cx, memory, len)
+    part_in(cx, memory, len)
 }
 
 /// The first bytes of memory, which goes back with them.
-fn lent(cx: &Cx<'_>, memory: Arc<Memory>, len: usize) -> Result<Part> {
-    let lent = cx.lend(Arc::clone(&memory), len);
-    let buffer = lent.ok_or_else(|| Error::Exhausted(format!("no memory for {len} bytes")))?;
+fn part_in(cx: &Cx<'_>, memory: Arc<Memory>, len: usize) -> Result<Part> {
+    let exhausted = || Error::Exhausted(format!("no memory for {len} bytes"));
+    let buffer = (cx.lend(Arc::clone(&memory), len)).ok_or_else(exhausted)?;
     let memory = Some(memory);
     Ok(Part { buffer, memory })
 }

@@ -183,6 +183,7 @@ impl Client {
                 },
             ) if parts.len() == 1 => {
                 if let Some(bytes) = parts.pop() {
+                    bytes.check_value()?;
                     let value = OpenedValue::new(operation, checksum, &record, bytes);
                     self.open(cx, value, completer);
                 }

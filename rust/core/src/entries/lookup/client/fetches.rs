@@ -7,6 +7,7 @@ use kvpipe_ucx::Buffer;
 
 use super::super::Items;
 use super::LookupClient;
+use crate::entries::carrying::remove_sources;
 use crate::entries::content::{PARTS_CAP, read_metas, read_outcome};
 use crate::entries::items::Metas;
 use crate::entries::messages::Carried;
@@ -133,10 +134,7 @@ impl LookupClient {
             return;
         };
         let closed = Error::Closed("the operation has ended".to_owned());
-        for source in (0..fetch.buffers.len()).map(|part| source_id(operation, part)) {
-            let transfers = &mut *cx.transfers;
-            transfers.remove_source(cx.links, fetch.session, source, &closed);
-        }
+        remove_sources(cx, (fetch.session, operation), &closed);
         let items =
             outcome.map(|()| Items::of_metas(fetch.metas, fetch.buffers.into_iter().flatten()));
         self.arrived(cx, fetch.session, operation, items);

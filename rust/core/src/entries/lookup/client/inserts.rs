@@ -3,14 +3,13 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
-use kvpipe_ucx::MemoryKind;
-
 use super::super::Items;
 use super::super::command_queue::QueuedInsert;
 use super::LookupClient;
 use crate::earliest::Earliest;
-use crate::entries::content::{PARTS_CAP, write_metas};
-use crate::entries::items::{INSERTS_IN_FLIGHT, not_host};
+use crate::entries::carrying::{carry, withdraw_parts};
+use crate::entries::content::write_metas;
+use crate::entries::items::INSERTS_IN_FLIGHT;
 use crate::entries::messages::{Carried, EntryMessage};
 use crate::entries::state::TOKEN_BYTES;
 use crate::entries::{INLINE_CAP, TOKENS_CAP, source_id};
@@ -97,7 +96,7 @@ impl LookupClient {
                     self.inserts.sent.insert(operation, sent);
                 }
                 Err(error) => {
-                    self.withdraw_parts(cx, session, operation);
+                    withdraw_parts(cx, &mut self.exposed, (session, operation));
                     drop(items); // before the insert completes
                     self.end(Some(completer), Err(error));
                 }
@@ -117,28 +116,19 @@ impl LookupClient {
         let mut parts = Vec::new();
         for item in &items.0 {
             let Some(buffer) = &item.buffer else { continue };
-            if buffer.kind() != MemoryKind::Host {
-                return Err(not_host());
-            }
-            let len = buffer.len();
-            if len <= space {
-                space -= len;
-                let bytes = buffer.bytes(0, len).ok_or_else(not_host)?;
-                parts.push(Carried::Inline(bytes.to_vec().into()));
-                continue;
-            }
-            let source = source_id(operation, parts.len());
+            let source = (session, source_id(operation, parts.len()));
             let exposed = &mut self.exposed;
-            let described = exposed.expose(cx, session, source, buffer.clone(), self.integrity)?;
-            parts.push(Carried::Offered(described));
+            let part = carry(
+                cx,
+                exposed,
+                source,
+                self.integrity,
+                (buffer, None),
+                &mut space,
+            )?;
+            parts.push(part);
         }
         Ok((record, parts))
-    }
-
-    fn withdraw_parts(&mut self, cx: &mut Cx<'_>, session: SessionKey, operation: u64) {
-        for source in (0..PARTS_CAP).map(|part| source_id(operation, part)) {
-            self.exposed.withdraw(cx, session, source);
-        }
     }
 
     /// The first queued insert, if the server lets it wait beside those that were sent.
@@ -157,7 +147,7 @@ impl LookupClient {
         operation: u64,
         result: Result<()>,
     ) {
-        self.withdraw_parts(cx, session, operation);
+        withdraw_parts(cx, &mut self.exposed, (session, operation));
         if let Some(sent) = self.inserts.sent.remove(&operation) {
             self.command_queue
                 .update_info(|info| info.num_inserted += u64::from(result.is_ok()));

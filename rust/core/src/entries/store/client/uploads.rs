@@ -7,6 +7,7 @@ use kvpipe_ucx::Buffer;
 
 use super::hashing::ValueHasher;
 use super::{Client, Pending};
+use crate::entries::carrying::carry;
 use crate::entries::messages::{Carried, EntryMessage};
 use crate::entries::{INLINE_CAP, source_id};
 use crate::error::{Error, Result};
@@ -119,14 +120,18 @@ impl Client {
         (session, operation): (SessionKey, u64),
         buffer: &Buffer,
     ) -> Result<Carried<'static>> {
-        let bytes = buffer.bytes(0, buffer.len()).ok_or_else(not_host)?;
-        if buffer.len() <= INLINE_CAP {
-            return Ok(Carried::Inline(bytes.to_vec().into()));
-        }
-        let source = source_id(operation, 0);
-        let described =
-            (self.exposed).expose(cx, session, source, buffer.clone(), Integrity::None)?;
-        Ok(Carried::Offered(described))
+        buffer.bytes(0, buffer.len()).ok_or_else(not_host)?;
+        let source = (session, source_id(operation, 0));
+        let exposed = &mut self.exposed;
+        let mut space = INLINE_CAP;
+        carry(
+            cx,
+            exposed,
+            source,
+            Integrity::None,
+            (buffer, None),
+            &mut space,
+        )
     }
 
     /// The server reads nothing of an operation any more.
