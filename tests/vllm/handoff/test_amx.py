@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 
 HAS_TILES = platform.machine() == "x86_64" and " amx_tile " in Path("/proc/cpuinfo").read_text()
 ASK = (
-    "from kvpipe.connector import amx\n"
+    "from kvpipe.vllm import amx\n"
     "print(amx._has_tiles(amx._GET_XCOMP_PERMITTED), amx.permit_tiles(), amx.permit_tiles())"
 )
 

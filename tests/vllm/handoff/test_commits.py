@@ -168,6 +168,15 @@ def test_a_rank_whose_blocks_are_lost_after_it_had_them_ends_the_load_when_no_co
     assert (cancel.handoff, cancel.is_withdrawn) == (scene.handoff, False)
 
 
+def test_a_withdrawal_is_all_that_the_workers_hear_of_a_load_that_is_cancelled_twice_in_a_step(engine: Engine) -> None:
+    scene = Scene(engine, num_ranks=2)
+    scene.blocks_verified(1)
+    output = scene.engine.scheduler.schedule()
+    scene.wire.send_ended(scene.handoff, is_withdrawn=True)
+    scene.end(output, kv_connector_worker_meta=scene.broken())
+    assert scene.step()[1].cancels == [Cancel(scene.handoff, "it has ended", is_withdrawn=True)]
+
+
 def test_a_rank_that_is_broken_after_the_commit_changes_nothing(scene: Scene) -> None:
     scene.blocks_verified()
     output = scene.engine.scheduler.schedule()

@@ -79,14 +79,6 @@ def test_no_block_of_a_withheld_load_counts_whose_producer_has_withdrawn_it() ->
     assert reported(loads) == ({"request"}, {4, 5, 6})
 
 
-def test_a_withdrawal_counts_that_comes_in_the_step_of_another_cancel() -> None:
-    loads = verified()
-    loads.ended(HANDOFF, FAILED, [1])
-    cancels = [Cancel(HANDOFF, "", is_withdrawn=is_withdrawn) for is_withdrawn in (False, True)]
-    loads.begin_step(StepMetadata(cancels=cancels))
-    assert reported(loads) == ({"request"}, {4, 5, 6})
-
-
 def test_a_load_that_cannot_be_committed_any_more_ends_at_once() -> None:
     answered = verified()
     answered.begin_step(StepMetadata(states=[HANDOFF]))

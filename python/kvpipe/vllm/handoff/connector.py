@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
 
-from kvpipe.vllm.engine_checks import check_cache, check_parent, load_failure_policy, warn_of_untested_vllm
+from kvpipe.vllm.engine_checks import check_parent
+from kvpipe.vllm.facade import Facade
 from kvpipe.vllm.fingerprint import attention_properties
 from kvpipe.vllm.handoff.config import ConnectorConfig
 from kvpipe.vllm.handoff.integrity import objection_to_validate
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
-    from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,22 +42,14 @@ KVConnectorHandshakeMetadata.register(HandshakeMetadata)
 KVConnectorWorkerMetadata.register(WorkerOutcomes)
 
 
-class KVPipeConnector(KVConnectorBase_V1):
-    """Moves the KV cache of a request from a prefill instance to a decode instance; see docs/concepts/handoff.md.
-
-    Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.32.
-    """
+class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"]):
+    """Moves the KV cache of a request from a prefill instance to a decode instance; see docs/concepts/handoff.md."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        warn_of_untested_vllm()
-        check_cache(kv_cache_config)
         transfer = self._kv_transfer_config
         config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
-        # vLLM reads it after this; under MultiConnector it reads the parent's.
-        transfer.kv_load_failure_policy = load_failure_policy(config.on_load_failure, transfer.kv_load_failure_policy)
-        self._scheduler: SchedulerRole | None = None
-        self._worker: WorkerRole | None = None
+        self._set_load_failure_policy(config.on_load_failure)
         if role == KVConnectorRole.SCHEDULER:
             from kvpipe.vllm.handoff.scheduler import SchedulerRole  # noqa: PLC0415 - only where the role is
 
@@ -78,18 +69,6 @@ class KVPipeConnector(KVConnectorBase_V1):
                 objection_to_validate=objection,
             )
             self._worker = WorkerRole(engine, config)
-
-    def _of_scheduler(self) -> SchedulerRole:
-        if self._scheduler is None:
-            message = "a scheduler hook was called in the worker role"
-            raise RuntimeError(message)
-        return self._scheduler
-
-    def _of_worker(self) -> WorkerRole:
-        if self._worker is None:
-            message = "a worker hook was called in the scheduler role"
-            raise RuntimeError(message)
-        return self._worker
 
     # --- worker role
 
@@ -112,12 +91,6 @@ class KVPipeConnector(KVConnectorBase_V1):
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
             self._of_worker().begin_step(connector_metadata)
-
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Does nothing: loads begin in `bind_connector_metadata`, which vLLM calls before the forward pass."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: vLLM schedules a request only after its load has ended."""
 
     def save_kv_layer(
         self,
@@ -216,12 +189,6 @@ class KVPipeConnector(KVConnectorBase_V1):
     ) -> KVPipePromMetrics:
         """Registers the connector's Prometheus metrics. vLLM calls this in each API server."""
         return KVPipePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def shutdown(self) -> None:
-        """Closes the role of this process, which notifies its peers."""
-        for role in (self._scheduler, self._worker):
-            if role is not None:
-                role.close()
 
 
 def calls_each_layer_once(vllm_config: VllmConfig) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvpipe.vllm.engine_checks import check_cache, check_parent, load_failure_policy, warn_of_untested_vllm
+from kvpipe.vllm.engine_checks import check_parent
+from kvpipe.vllm.facade import Facade
 from kvpipe.vllm.store.config import StoreConnectorConfig
 from kvpipe.vllm.store.metadata import StoreStepMetadata
 from kvpipe.vllm.store.stats import KVStorePromMetrics, KVStoreStats
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
-    from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,22 +28,14 @@ if TYPE_CHECKING:
     from kvpipe.vllm.store.worker import StoreWorkerRole
 
 
-class KVStoreConnector(KVConnectorBase_V1):
-    """Saves the KV of a prompt's full chunks in a store, and loads the longest prefix that is stored.
-
-    Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.32.
-    """
+class KVStoreConnector(Facade["StoreSchedulerRole", "StoreWorkerRole"]):
+    """Saves the KV of a prompt's full chunks in a store, and loads the longest prefix that is stored."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        warn_of_untested_vllm()
-        check_cache(kv_cache_config)
         transfer, block_size = self._kv_transfer_config, int(vllm_config.cache_config.block_size)
         config = StoreConnectorConfig.parse(transfer.kv_connector_extra_config, block_size)
-        # vLLM reads it after this; under MultiConnector it reads the parent's.
-        transfer.kv_load_failure_policy = load_failure_policy(config.on_load_failure, transfer.kv_load_failure_policy)
-        self._scheduler: StoreSchedulerRole | None = None
-        self._worker: StoreWorkerRole | None = None
+        self._set_load_failure_policy(config.on_load_failure)
         if role == KVConnectorRole.SCHEDULER:
             from kvpipe.vllm.store.scheduler import StoreSchedulerRole  # noqa: PLC0415 - only where the role is
 
@@ -53,18 +45,6 @@ class KVStoreConnector(KVConnectorBase_V1):
 
             check_parent(transfer.kv_load_failure_policy, "KVStoreConnector")
             self._worker = StoreWorkerRole(vllm_config, config)
-
-    def _of_scheduler(self) -> StoreSchedulerRole:
-        if self._scheduler is None:
-            message = "a scheduler hook was called in the worker role"
-            raise RuntimeError(message)
-        return self._scheduler
-
-    def _of_worker(self) -> StoreWorkerRole:
-        if self._worker is None:
-            message = "a worker hook was called in the scheduler role"
-            raise RuntimeError(message)
-        return self._worker
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -82,12 +62,6 @@ class KVStoreConnector(KVConnectorBase_V1):
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StoreStepMetadata):
             self._of_worker().begin_step(connector_metadata)
-
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Does nothing: loads begin in `bind_connector_metadata`, which vLLM calls before the forward pass."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: vLLM schedules a request only after its load has ended."""
 
     def save_kv_layer(
         self,
@@ -172,9 +146,3 @@ class KVStoreConnector(KVConnectorBase_V1):
     ) -> KVStorePromMetrics:
         """Registers the connector's Prometheus metrics. vLLM calls this in each API server."""
         return KVStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def shutdown(self) -> None:
-        """Ends the threads of the role of this process, and its use of the store."""
-        for role in (self._scheduler, self._worker):
-            if role is not None:
-                role.close()

@@ -70,10 +70,8 @@ class RankLoads:
             self._loads.pop(handoff, None)
         for handoff in step.states:
             self._answer(handoff)
-        # A step may have two of one load: a rank has lost blocks, and the producer has withdrawn all of them.
-        withdrawn = {cancel.handoff for cancel in step.cancels if cancel.is_withdrawn}
         for cancel in step.cancels:
-            self._answer(cancel.handoff, is_withdrawn=cancel.handoff in withdrawn)
+            self._answer(cancel.handoff, is_withdrawn=cancel.is_withdrawn)
 
     def _answer(self, handoff: bytes, *, is_withdrawn: bool = False) -> None:
         if (found := self._loads.get(handoff)) is None:

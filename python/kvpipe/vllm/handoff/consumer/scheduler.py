@@ -234,7 +234,8 @@ class ConsumerScheduler:
                     self._unacknowledged[consumed.handoff] = consumed
                     self._unreported.add(consumed.request.request_id)
                 case Action.CANCEL if cancel is not None:
-                    step.cancels.append(cancel)
+                    # The last one of a load counts: its blocks may be withdrawn after a rank has lost some.
+                    step.cancels = [*(it for it in step.cancels if it.handoff != cancel.handoff), cancel]
                 case Action.REPORT:
                     self._report(consumed)
                 case Action.FORGET:

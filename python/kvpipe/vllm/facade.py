@@ -1,0 +1,68 @@
+"""What both connector classes are: a facade over the scheduler role or the worker role of their process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from kvpipe.vllm.engine_checks import check_cache, load_failure_policy, warn_of_untested_vllm
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class Role(Protocol):
+    """A connector's part in one process."""
+
+    def close(self) -> None:
+        """Ends its threads and sessions."""
+
+
+SchedulerT = TypeVar("SchedulerT", bound=Role)
+WorkerT = TypeVar("WorkerT", bound=Role)
+
+
+class Facade(KVConnectorBase_V1, Generic[SchedulerT, WorkerT]):
+    """A connector of which a process has one role. The subclass makes it.
+
+    Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.32.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        warn_of_untested_vllm()
+        check_cache(kv_cache_config)
+        self._scheduler: SchedulerT | None = None
+        self._worker: WorkerT | None = None
+
+    def _set_load_failure_policy(self, on_load_failure: str) -> None:
+        """Sets what vLLM reads after the constructor; under MultiConnector it reads the parent's."""
+        transfer = self._kv_transfer_config
+        transfer.kv_load_failure_policy = load_failure_policy(on_load_failure, transfer.kv_load_failure_policy)
+
+    def _of_scheduler(self) -> SchedulerT:
+        if self._scheduler is None:
+            message = "a scheduler hook was called in the worker role"
+            raise RuntimeError(message)
+        return self._scheduler
+
+    def _of_worker(self) -> WorkerT:
+        if self._worker is None:
+            message = "a worker hook was called in the scheduler role"
+            raise RuntimeError(message)
+        return self._worker
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Does nothing: loads begin in `bind_connector_metadata`, which vLLM calls before the forward pass."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Does nothing: vLLM schedules a request only after its load has ended."""
+
+    def shutdown(self) -> None:
+        """Closes the role of this process, which notifies its peers."""
+        for role in (self._scheduler, self._worker):
+            if role is not None:
+                role.close()
