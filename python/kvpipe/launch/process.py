@@ -11,6 +11,7 @@ import collections
 import contextlib
 import functools
 import os
+import select
 import signal
 import subprocess
 import threading
@@ -28,7 +29,6 @@ _NUM_TAIL_LINES = 30
 _LINE_LIMIT_BYTES = 1 << 16
 
 _KILL_WAIT_S = 5.0
-_LOOK_EVERY_S = 0.02
 
 
 class ProcessGroup(subprocess.Popen[bytes]):
@@ -68,8 +68,9 @@ class ProcessGroup(subprocess.Popen[bytes]):
         deadline = time.monotonic() + _KILL_WAIT_S
         while members := kill_members(self.pid):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"processes {members} of group {self.pid} do not end after SIGKILL")
-            time.sleep(_LOOK_EVERY_S)
+                raise RuntimeError(f"processes {members} do not end after SIGKILL")
+            for pid in members:
+                _wait_for_end(pid, deadline)
         self.wait()
         if self._watchdog is not None:
             self._watchdog.forget(self.pid)
@@ -164,7 +165,10 @@ class ChildProcess:
             self.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._exited.wait(), grace_s)
-        await asyncio.to_thread(self._process.kill_all)
+        try:
+            await asyncio.to_thread(self._process.kill_all)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.name}: {error}") from error
         await self._exited.wait()
         if self._reader is not None:  # ends with the pipe, unless a process left the group with it
             with contextlib.suppress(TimeoutError):
@@ -195,6 +199,20 @@ class ChildProcess:
             return None
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         return stack.enter_context(self.log_path.open("a", encoding="utf-8", buffering=1))
+
+
+def _wait_for_end(pid: int, deadline: float) -> None:
+    """Waits until a process has ended, also one that is no child; until the monotonic time `deadline` at most."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+    finally:
+        os.close(descriptor)
 
 
 def _wait_and_notify(process: subprocess.Popen[bytes], notify: Callable[[], object]) -> None:

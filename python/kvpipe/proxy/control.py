@@ -2,27 +2,13 @@
 
 import logging
 from collections.abc import Awaitable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
+
+from kvpipe.control import Moment
 
 _LOG_INTERVAL_S = 60.0
 
 logger = logging.getLogger(__name__)
-
-
-class Moment(Protocol):
-    """The end of a subscription; `kvpipe.control.Moment` is one."""
-
-    @property
-    def kind(self) -> Literal["due", "finished", "watched", "ended"]:
-        """The event."""
-
-    @property
-    def remaining_s(self) -> float | None:
-        """Seconds to the predicted end, with `due`, and with `finished` if there was a prediction; otherwise None."""
-
-    @property
-    def reason(self) -> str:
-        """The reason of `ended`."""
 
 
 class Describes(Protocol):

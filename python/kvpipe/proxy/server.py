@@ -7,6 +7,7 @@ import signal
 import uvloop
 from aiohttp import web
 
+from kvpipe.control import ControlClient
 from kvpipe.proxy.app import create_app
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.connections import Runner
@@ -28,8 +29,6 @@ def run(config: ProxyConfig, queue: DecodeQueue | None = None) -> None:
     Raises:
         OSError: the port cannot be listened on.
     """
-    # Imported here, because it loads the extension, which callers with their own control client do not need.
-    from kvpipe.control import ControlClient  # noqa: PLC0415
 
     async def main() -> None:
         control = ControlClient(token=config.token)

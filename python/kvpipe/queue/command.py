@@ -14,6 +14,7 @@ import orjson
 import uvloop
 
 from kvpipe import proxy
+from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
 from kvpipe.proxy.server import signalled
 from kvpipe.proxy.upstream import Upstream, open_session
@@ -90,8 +91,6 @@ def run_worker(config: WorkerConfig) -> None:
 
 
 async def _work(config: WorkerConfig) -> None:
-    from kvpipe.control import ControlClient  # noqa: PLC0415 - it loads the extension
-
     stopped = asyncio.Event()
     stopping = asyncio.create_task(signalled())
     stopping.add_done_callback(lambda _: stopped.set())
