@@ -1,10 +1,12 @@
 """LocalStore: the contract of all stores, and what it counts."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from kvpipe import CapacityError, ConfigError
+from kvpipe import CapacityError, ClosedError, ConfigError
 from kvpipe.store import LocalStore
-from tests.store.contract import StoreContract
+from tests.store.contract import StoreContract, eventually
 
 # Of each value, beside its bytes.
 BESIDES = 512 + len(b"a")
@@ -28,11 +30,26 @@ def test_a_full_store_evicts_the_values_that_were_used_least_recently():
         assert (stats.num_evicted, stats.num_bytes, stats.num_values) == (1, 3 * (1000 + BESIDES), 3)
 
 
-def test_a_store_that_open_values_fill_refuses_more():
+@pytest.mark.parametrize("call", [LocalStore.select, LocalStore.take])
+def test_a_store_whose_values_are_in_use_refuses_more(call):
     with LocalStore(1000 + BESIDES) as store:
         assert store.put(b"a", bytes(1000))
-        with store.select(b"a"), pytest.raises(CapacityError, match="values hold 1513"):
+        with call(store, b"a"), pytest.raises(CapacityError, match="values hold 1513"):
             store.reserve(b"b", 1)
+
+
+def test_a_closed_store_ends_who_waits():
+    with LocalStore() as store, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(store.select, b"a", timeout=None)
+        eventually(lambda: store.stats().num_waiting == 1)
+        store.close()
+        with pytest.raises(ClosedError):
+            waiting.result(20)
+
+
+def test_the_url_of_another_store_is_refused():
+    with pytest.raises(ConfigError, match="expected local://"):
+        LocalStore.open("kvpipe://127.0.0.1:1")
 
 
 def test_a_value_that_is_larger_than_the_store_is_refused():

@@ -26,7 +26,11 @@ class LocalStore(RemoteStore):
     def __init__(self, capacity_bytes: int = DEFAULT_CAPACITY_BYTES, *, reservation_s: float = RESERVATION_S) -> None:
         token = secrets.token_hex(16)
         self._server = StoreServer(capacity_bytes=capacity_bytes, token=token, reservation_s=reservation_s)
-        super().__init__(connect(self._server.address, token))
+        try:
+            super().__init__(connect(self._server.address, token))
+        except BaseException:
+            self._server.close()
+            raise
 
     @classmethod
     def open(cls, url: str, *, token: str | None = None, timeout: float = 10) -> Self:  # noqa: ARG003 - of other stores

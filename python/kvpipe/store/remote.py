@@ -120,7 +120,7 @@ class RemoteStore(KVStore):
         self._native.close()
 
     def __repr__(self) -> str:
-        return f"<RemoteStore kvpipe://{self._native.address}>"
+        return f"<{type(self).__name__} kvpipe://{self._native.address}>"
 
     def _wait_for(self, work: _kvpipe.Work, operation: int) -> Any:
         """Waits for what an operation holds then; an interrupted wait releases it."""
