@@ -62,7 +62,7 @@ class Pair:
         self.tell("prefill", how, self.handoff, seed, block_ids)
 
     def load(self, block_ids: list[int]) -> None:
-        load = Load("consuming", self.handoff, 0, block_ids, [self._rank], is_committed=True)
+        load = Load("consuming", self.handoff, 0, block_ids, [self._rank], has_state=True)
         self.consumer.worker.begin_step(StepMetadata(loads=[load]))
 
     def outcome(self) -> LoadOutcome:
@@ -231,7 +231,7 @@ def test_a_closed_worker_lets_go_of_its_memory_and_ends_its_threads() -> None:
     before = torch.cuda.memory_allocated()
     num_before = names_of_threads().count("kvpipe-events")
     instance = Instance("together")
-    load = Load("consuming", secrets.token_bytes(16), 0, [1], [("127.0.0.1:1", bytes(16))], is_committed=True)
+    load = Load("consuming", secrets.token_bytes(16), 0, [1], [("127.0.0.1:1", bytes(16))], has_state=True)
     instance.worker.begin_step(StepMetadata(loads=[load]))
     assert torch.cuda.memory_allocated() > before
     instance.worker.close()
