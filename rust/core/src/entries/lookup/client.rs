@@ -139,7 +139,7 @@ impl LookupClient {
         let is_insert = is_first && self.inserts.sent.contains_key(&operation);
         match message {
             EntryMessage::Done if is_insert => self.insert_answered(cx, session, operation, Ok(())),
-            EntryMessage::Done => self.consumed(cx, session, operation),
+            EntryMessage::Done => self.consumed(cx, session, operation)?,
             EntryMessage::Refused(error) if is_insert => {
                 self.insert_answered(cx, session, operation, Err(error));
             }

@@ -55,7 +55,10 @@ impl Server {
             ) => self.select(cx, holder, (query, access), after(timeout)),
             (_, EntryMessage::Release { target }) => {
                 self.end(cx, (session, target));
-                EntryMessage::Done.send(cx.links, session, operation);
+                // At a lookup buffer nothing waits for the answer, which would cost its client a wake.
+                if self.face == Face::Store {
+                    EntryMessage::Done.send(cx.links, session, operation);
+                }
                 Ok(())
             }
             (_, EntryMessage::Acknowledge { target }) => self.acknowledge(cx, holder, target),
@@ -202,6 +205,9 @@ impl Server {
         let acknowledged = self.change(acknowledge)?;
         if acknowledged.is_ok() {
             self.withdraw_parts(cx, target);
+            if self.face == Face::LookupBuffer {
+                return Ok(());
+            }
         }
         let is_on_disk = acknowledged == Ok(true);
         let answer = acknowledged.map_or_else(EntryMessage::Refused, |_| EntryMessage::Done);

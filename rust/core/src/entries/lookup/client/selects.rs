@@ -225,28 +225,35 @@ impl LookupClient {
         }
     }
 
-    /// The entry belongs to this client alone. Other answers of this kind are to messages for which nothing waits.
-    pub(super) fn consumed(&mut self, cx: &mut Cx<'_>, session: SessionKey, operation: u64) {
-        let select = self.selects.get(&operation);
-        if !select.is_some_and(|select| select.is_consuming_from(session)) {
-            return;
-        }
+    /// The entry belongs to this client alone.
+    pub(super) fn consumed(
+        &mut self,
+        cx: &mut Cx<'_>,
+        session: SessionKey,
+        operation: u64,
+    ) -> Result<()> {
+        let is_asked = |select: &PendingSelect| select.is_consuming_from(session);
+        let is_known = self.selects.get(&operation).is_some_and(is_asked);
+        let select = is_known.then(|| self.selects.remove(&operation)).flatten();
         let Some(PendingSelect {
             stage: SelectStage::Consuming(_, items),
             completer,
             is_withdrawn,
             ..
-        }) = self.selects.remove(&operation)
+        }) = select
         else {
-            return;
+            let text = format_args!("an answer to operation {operation}, which waits for none");
+            return Err(Error::protocol(text));
         };
         if is_withdrawn {
-            return self.settle(cx, (session, operation), false);
+            self.settle(cx, (session, operation), false);
+            return Ok(());
         }
         self.delivered.insert(operation, session);
         let origin = Origin::Remote(Arc::clone(&self.command_queue));
         let delivery = Arc::new(Delivery::new(items, operation, origin));
         self.end(completer, Ok(Some(delivery)));
+        Ok(())
     }
 
     /// Ends selects whose grace period is over. An entry on its way goes back.

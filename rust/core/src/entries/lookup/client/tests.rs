@@ -237,6 +237,15 @@ fn an_entry_larger_than_the_machine_is_refused_by_its_size_before_anything_is_al
 }
 
 #[test]
+fn an_answer_to_an_operation_that_waits_for_none_is_an_error() {
+    let (mut links, (mut client, _command_queue)) = (Links::manual(None), client());
+    let answered = client.call(&mut links, |client, cx| {
+        client.receive(cx, SESSIONS[0], 7, EntryMessage::Done)
+    });
+    assert!(matches!(answered, Err(Error::Protocol(_))), "{answered:?}");
+}
+
+#[test]
 fn an_insert_ends_with_the_first_lost_server_once_no_server_can_read_it() {
     let (mut links, (mut client, _command_queue)) = (Links::manual(None), client());
     let mut far = Vec::new();
