@@ -91,17 +91,74 @@ def test_of_shared_blocks_those_before_the_step_are_announced_first(engine: Engi
     assert announced(metadata.ready, handoff)[0][0] == STEP_TOKENS // BLOCK
 
 
-def test_what_another_connector_loads_within_the_step_is_announced_after_it(engine: Engine) -> None:
-    first = engine.add(prompt(100), max_tokens=1)
-    until(lambda: engine.step() and first.is_finished())
-    handoff = produce(engine, prompt(100))
+@pytest.fixture
+def loaded_elsewhere(engine: Engine) -> set[str]:
+    """Requests whose cached blocks count as loaded within the step, as if MultiConnector had another one bring them."""
+    requests: set[str] = set()
     match = engine.role.match
 
-    def none_local(request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """As if nothing were in the own cache, and MultiConnector had another one bring it."""
-        return match(request, 0 * num_local_tokens)
+    def as_if(request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
+        return match(request, 0 if request.request_id in requests else num_local_tokens)
 
-    engine.role.match = none_local
+    engine.role.match = as_if
+    first = engine.add(prompt(100), max_tokens=1)
+    until(lambda: engine.step() and first.is_finished())
+    return requests
+
+
+def test_what_another_connector_loads_within_a_step_is_announced_once_its_request_has_finished(
+    engine: Engine, loaded_elsewhere: set[str]
+) -> None:
+    handoff = produce(engine, prompt(100) + prompt(300, seed=2))
+    loaded_elsewhere.add(list(engine.scheduler.requests)[-1])
+    for _ in range(2):  # of which the second one computes the last blocks
+        _, metadata = engine.step()
+        assert announced(metadata.cached + metadata.ready, handoff) == []
     _, metadata = engine.step()
-    assert announced(metadata.cached, handoff) == []
-    assert announced(metadata.ready, handoff) == [(0, 4)]
+    assert [lease.handoff for lease in metadata.leased] == [handoff]
+    assert announced(metadata.cached, handoff) == [(0, 13)]
+
+
+@pytest.mark.parametrize("is_in_step", [True, False])
+def test_another_request_with_blocks_that_a_step_loads_announces_them_when_it_has_finished(
+    engine: Engine, loaded_elsewhere: set[str], *, is_in_step: bool
+) -> None:
+    other = engine.add(prompt(100), max_tokens=9)
+    loaded_elsewhere.add(other.request_id)
+    if not is_in_step:
+        engine.step()
+    handoff = produce(engine, prompt(100))
+    _, metadata = engine.step()
+    assert announced(metadata.cached + metadata.ready, handoff) == []
+    _, metadata = engine.step()
+    assert announced(metadata.cached, handoff) == [(0, 4)]
+
+
+def test_a_block_that_could_not_be_loaded_within_a_step_is_announced_once_it_is_computed(
+    engine: Engine, loaded_elsewhere: set[str]
+) -> None:
+    handoff = produce(engine, prompt(100))
+    (request,) = engine.scheduler.requests.values()
+    loaded_elsewhere.add(request.request_id)
+    output = engine.scheduler.schedule()
+    second = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0][1]
+    engine.end(output, invalid_block_ids={second})
+    output, metadata = engine.step()
+    assert output.num_scheduled_tokens == {request.request_id: 100 - BLOCK}
+    assert announced(metadata.cached + metadata.ready, handoff) == []
+    assert metadata.ended == []
+    _, metadata = engine.step()
+    assert announced(metadata.cached, handoff) == [(0, 4)]
+
+
+def test_a_finished_request_delays_no_announcement_by_what_it_has_loaded(
+    engine: Engine, loaded_elsewhere: set[str]
+) -> None:
+    other = engine.add(prompt(100), max_tokens=1)
+    loaded_elsewhere.add(other.request_id)
+    engine.step()
+    assert other.is_finished()
+    handoff = produce(engine, prompt(100))
+    _, metadata = engine.step()
+    assert announced(metadata.cached, handoff) == [(0, 3)]
+    assert announced(metadata.ready, handoff) == [(3, 1)]

@@ -62,6 +62,9 @@ class ProducerScheduler:
         self._block_size = block_size
         self._produced: Handoffs[Produced] = Handoffs()
         self._num_local_tokens: dict[str, int] = {}
+        # Blocks that another connector of a MultiConnector loads within a step, by request, until the request has
+        # finished: vLLM learns after the step that they could not be loaded, and with asynchronous scheduling later.
+        self._loaded_in_step: dict[str, set[int]] = {}
         self.num_leased_blocks = 0
         self._clock = PrefillClock()
 
@@ -101,9 +104,20 @@ class ProducerScheduler:
     def scheduled(self, output: SchedulerOutput, now_s: float) -> None:
         """Predicts when the prefills of scheduled requests end, and announces their ready blocks."""
         self._clock.scheduled(output.total_num_scheduled_tokens, now_s)
+        if self._num_local_tokens:
+            self._note_loads(output)
         if self._produced:
             self._announce_scheduled(output, now_s)
         self._num_local_tokens.clear()
+
+    def _note_loads(self, output: SchedulerOutput) -> None:
+        """Notes the blocks that another connector loads within this step."""
+        for request_id, num_before, _ in scheduled(output):
+            num_local = self._num_local_tokens.get(request_id, num_before)
+            if num_local < num_before and self.manager is not None:
+                blocks = self.manager.get_block_ids(request_id)[0]
+                first, end = num_local // self._block_size, -(-num_before // self._block_size)
+                self._loaded_in_step[request_id] = set(blocks[first:end])
 
     def _announce_scheduled(self, output: SchedulerOutput, now_s: float) -> None:
         # A search of all requests of the step, which is made once, and only if a cached block is shared.
@@ -115,7 +129,12 @@ class ProducerScheduler:
             self._announce(produced, num_before, num_new, written)
 
     def _announce(self, produced: Produced, num_before: int, num_new: int, written: Callable[[], set[int]]) -> None:
-        """Announces the blocks that are ready before this step, and those that are ready after it."""
+        """Announces the blocks that are ready before this step, and those that are ready after it.
+
+        A block that another connector loads within a step, and those after it, are announced when the request has
+        finished: a consumer that loses this engine computes on with the blocks that it has, and must not have one that
+        could not be loaded.
+        """
         if not produced.is_open or produced.is_withdrawn or self.manager is None:
             return
         blocks = self.manager.get_blocks(produced.request.request_id).blocks[0]
@@ -125,11 +144,13 @@ class ProducerScheduler:
             local = blocks[: num_local // self._block_size]
             # A step that writes a shared block has a request that holds it, too.
             in_step = written() if any(block.ref_cnt > 1 for block in local) else set[int]()
-            cached = itertools.takewhile(lambda block: block not in in_step, (block.block_id for block in local))
+            unsure = in_step.union(*self._loaded_in_step.values())
+            cached = itertools.takewhile(lambda block: block not in unsure, (block.block_id for block in local))
             self._out.step.cached.extend(produced.announce(list(cached)))
         num_ready = produced.num_ready(num_before + num_new, self._block_size)
         ready = [block.block_id for block in blocks[produced.num_announced : num_ready]]
-        self._out.step.ready.extend(produced.announce(ready))
+        if all(loaded.isdisjoint(ready) for loaded in self._loaded_in_step.values()):
+            self._out.step.ready.extend(produced.announce(ready))
 
     def _predict(self, produced: Produced, num_before: int, num_new: int, now_s: float) -> None:
         """Reports when a producing request's prefill will end, if the engine's speed is known."""
@@ -145,6 +166,7 @@ class ProducerScheduler:
 
     def preempted(self, request_id: str) -> None:
         """Withdraws the blocks of a preempted request, because they may change."""
+        self._loaded_in_step.pop(request_id, None)
         produced = self._produced.pop(request_id)
         if produced is not None:
             self._withdraw(produced, "the producer preempted the request")
@@ -189,6 +211,7 @@ class ProducerScheduler:
 
     def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Returns true if a finished request's blocks are leased to a consumer, and parameters for its response."""
+        self._loaded_in_step.pop(request.request_id, None)
         produced = self._produced.get(request.request_id)
         if produced is None:
             return False, None
@@ -200,6 +223,8 @@ class ProducerScheduler:
         produced.is_leased, produced.num_leased_blocks = True, len(block_ids)
         self._count_leased(len(block_ids))
         self._out.trace.instant("sampled", produced.handoff)
+        num_ready = produced.num_ready(produced.num_prompt_tokens, self._block_size)
+        self._out.step.cached.extend(produced.announce(block_ids[produced.num_announced : num_ready]))
         self._out.step.leased.append(HandoffLease(produced.handoff, request.request_id))
         self._out.control.finish(
             produced.handoff,
