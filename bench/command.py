@@ -224,10 +224,9 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace) -> Findings:
     bounds: list[Row] = []
     differences: list[Row] = []
     progress = Progress()
-    for kind in dict.fromkeys(case.kind for case in cases):
-        chosen = [case for case in cases if case.kind == kind]
+    for chosen in measure.together(cases):
         with Run(subjects, chosen, progress) as run:
-            run.start(_words(run, total, kind) | pinned)
+            run.start(_words(run, total, chosen[0].kind) | pinned)
             run.measure(args.rounds, builds.ROUNDS_A_START if args.against else None)
         rows += rows_of(run.entries, baselines)
         bounds += bounds_of(run.entries)

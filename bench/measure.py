@@ -94,6 +94,18 @@ class Case:
         return self.num_bytes * self.num_blocks * count
 
 
+def together(cases: Sequence[Case]) -> list[list[Case]]:
+    """Returns the cases in groups that take turns: those of a kind, but of a store those of a size too.
+
+    A store has the values of one case at a time.
+    """
+    groups: dict[tuple[str, int], list[Case]] = {}
+    for case in cases:
+        size = case.num_bytes if case.kind in ("put", "get") else 0
+        groups.setdefault((case.kind, size), []).append(case)
+    return list(groups.values())
+
+
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Parses sizes such as `8,64K,1M` to bytes, ascending; each is a multiple of 8.
 

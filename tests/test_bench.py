@@ -353,6 +353,11 @@ def test_a_plot_and_the_page_have_each_kind_with_its_unit(kind):
             {"kvpipe, producer serves", "kvpipe, server apart", "kvpipe insert", "numpy copy"},
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            ["store", "--sizes", "64K,256K", "--only", "kvpipe store"],
+            {"kvpipe store", "kvpipe store, 4 threads"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_benchmark_runs_to_its_end_and_writes_text_json_and_plot(tmp_path, arguments, names):
