@@ -18,8 +18,8 @@ from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.just_in_time import JustInTime
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.prefill_answer import PrefillAnswer
-from kvpipe.proxy.request import Available
 from kvpipe.proxy.results import RecentHandoffs, ResultRecorder
+from kvpipe.proxy.steps import Available
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Answer, InstanceError, Role, failed
 

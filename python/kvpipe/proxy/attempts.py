@@ -10,7 +10,7 @@ from kvpipe.proxy.early_token import EarlyToken
 from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.handoff import HandoffAttempt, ResumedHandoff
 from kvpipe.proxy.instances import Instance
-from kvpipe.proxy.request import RoutedRequest, Step
+from kvpipe.proxy.steps import RoutedRequest, Step
 from kvpipe.proxy.upstream import Answer, InstanceError
 
 # P and D by a handoff, or by a store that they share; and a D that goes on after P's token.

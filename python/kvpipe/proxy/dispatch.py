@@ -26,9 +26,9 @@ from kvpipe.proxy.limits import LengthCheck, is_contradictory, output_limit
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.pools import Asks, BrokerPool, HttpPool, Pool
 from kvpipe.proxy.prompt_length import PromptLengths
-from kvpipe.proxy.request import RetryBudget, Route, RoutedRequest
 from kvpipe.proxy.results import RecentHandoffs, ResultRecorder, Results
 from kvpipe.proxy.routing import goes_to_decode_alone
+from kvpipe.proxy.steps import RetryBudget, Route, RoutedRequest
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Answer, DecodeQueue, InstanceError, Role, Upstream
 

@@ -16,7 +16,7 @@ from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.headers import HANDOFF
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.prefill_answer import PrefillAnswer
-from kvpipe.proxy.request import Available
+from kvpipe.proxy.steps import Available
 from kvpipe.proxy.upstream import Answer, InstanceError
 
 if TYPE_CHECKING:

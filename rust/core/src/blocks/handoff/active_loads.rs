@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::time::Instant;
 
-use super::consumer::Load;
+use super::load::Load;
 use super::load_request::LoadCounts;
 use super::shared::LoadReport;
 use crate::blocks::peers::transport;

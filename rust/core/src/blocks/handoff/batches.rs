@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::announcements::block_bytes;
-use super::read_batch::ReadBatch;
+use super::load::ReadBatch;
 use super::service::HandoffService;
 use super::{ReadyBlock, checksum};
 use crate::blocks::Peer;

@@ -1,7 +1,7 @@
 //! Validation of the blocks of a load that came without checksums. Once the load's reads have ended, the consumer asks
 //! the producer if its grant still holds. A positive answer covers every read that had ended before the question.
 
-use super::consumer::Load;
+use super::load::Load;
 use crate::ids::Epoch;
 
 /// A load's question to its producer.

@@ -4,7 +4,7 @@ import pytest
 from multidict import CIMultiDict
 
 from kvpipe.proxy.instances import Instance
-from kvpipe.proxy.request import RetryBudget, RoutedRequest, Step
+from kvpipe.proxy.steps import RetryBudget, RoutedRequest, Step
 from kvpipe.proxy.upstream import Answer, InstanceError
 
 P1, P2, P3, D1, D2, D3 = (Instance(f"http://{name}:1") for name in ("p1", "p2", "p3", "d1", "d2", "d3"))

@@ -1,5 +1,5 @@
-//! The consumer of a handoff as a pure state machine: which blocks were announced, which to read, which are verified, are to
-//! be read again, or are lost, and how the load ended.
+//! A load of a handoff at its consumer, as a pure state machine: which blocks were announced, which to read, which are
+//! verified, are to be read again, or are lost, and how the load ended.
 
 #[cfg(test)]
 mod tests;
@@ -9,13 +9,41 @@ use std::time::Duration;
 
 use super::ReadyBlock;
 use super::load_request::{LoadCounts, LoadFailure, LoadRequest};
-use super::read_batch::ReadBatch;
 use super::validation::Validation;
 use crate::error::FailureCause;
 use crate::ids::{Epoch, RegionId};
 
 /// Most reads of a block of one region: by the session's data path, then once more as a stream.
 const MAX_READS: u8 = 2;
+
+/// Blocks of one region to read now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ReadBatch {
+    /// Our region, into which they are read.
+    pub(super) region: RegionId,
+    /// The place of that region among those of the load.
+    pub(super) place: usize,
+    /// The epoch in which they were announced.
+    pub(super) epoch: Epoch,
+    /// True if an earlier read of these blocks failed.
+    pub(super) is_retry: bool,
+    /// The blocks at the producer, with their checksums.
+    pub(super) blocks: Vec<ReadyBlock>,
+    /// Destination ids, in the same order.
+    pub(super) local_ids: Vec<u32>,
+}
+
+impl ReadBatch {
+    /// The producer's region.
+    pub(super) fn remote_region(&self) -> RegionId {
+        self.blocks[0].region
+    }
+
+    /// True if each block has a checksum to compare with.
+    pub(super) fn has_checksums(&self) -> bool {
+        self.blocks.iter().all(|block| block.checksum.is_some())
+    }
+}
 
 /// Outcome of a load.
 #[derive(Debug, PartialEq, Eq)]
