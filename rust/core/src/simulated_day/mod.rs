@@ -16,7 +16,7 @@ use pipes::Pipes;
 use stores::Stores;
 use visitors::Visitors;
 
-use crate::clock::advance;
+use crate::clock::{self, advance};
 use crate::reactor::manual::{Round, Sizes};
 use crate::session::SessionTimeouts;
 use crate::transport::{MemoryPath, Transport};
@@ -131,6 +131,7 @@ struct Day {
 
 impl Day {
     fn new() -> Self {
+        clock::stop();
         let mut day = Self {
             rng: Rng(0x9e37_79b9_7f4a_7c15),
             pairs: [Agents::streams(), Agents::remote_reads()],
