@@ -221,7 +221,7 @@ class SchedulerRole:
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """Returns the number of the producer's tokens: `(None, False)` while it has not opened the handoff."""
-        self._producing.matched(request.request_id, num_local_tokens)
+        self._producing.matched(request, num_local_tokens)
         if request.request_id in self._consuming:
             self._drain_events()
         num_tokens, is_async = self._consuming.match(request, num_local_tokens)

@@ -61,6 +61,8 @@ class ProducerScheduler:
         self._engine_id = engine_id
         self._block_size = block_size
         self._produced: Handoffs[Produced] = Handoffs()
+        # Requests that vLLM has matched for the next step, and their tokens in this engine's prefix cache.
+        self._matched: list[Request] = []
         self._num_local_tokens: dict[str, int] = {}
         # Blocks that another connector of a MultiConnector loads within a step, by request, until the request has
         # finished: vLLM learns after the step that they could not be loaded, and with asynchronous scheduling later.
@@ -97,27 +99,29 @@ class ProducerScheduler:
             what = prompt_hash(request), request.num_prompt_tokens, self.ranks, self._adapters.describe(request)
             self._out.control.open(produced.handoff, *what)
 
-    def matched(self, request_id: str, num_local_tokens: int) -> None:
+    def matched(self, request: Request, num_local_tokens: int) -> None:
         """Notes the number of a request's tokens in this engine's prefix cache."""
-        self._num_local_tokens[request_id] = num_local_tokens
+        self._matched.append(request)
+        self._num_local_tokens[request.request_id] = num_local_tokens
 
     def scheduled(self, output: SchedulerOutput, now_s: float) -> None:
         """Predicts when the prefills of scheduled requests end, and announces their ready blocks."""
         self._clock.scheduled(output.total_num_scheduled_tokens, now_s)
-        if self._num_local_tokens:
-            self._note_loads(output)
+        for request in self._matched:
+            if request.request_id in output.num_scheduled_tokens:
+                self._note_loads(request)
         if self._produced:
             self._announce_scheduled(output, now_s)
+        self._matched.clear()
         self._num_local_tokens.clear()
 
-    def _note_loads(self, output: SchedulerOutput) -> None:
-        """Notes the blocks that another connector loads within this step."""
-        for request_id, num_before, _ in scheduled(output):
-            num_local = self._num_local_tokens.get(request_id, num_before)
-            if num_local < num_before and self.manager is not None:
-                blocks = self.manager.get_block_ids(request_id)[0]
-                first, end = num_local // self._block_size, -(-num_before // self._block_size)
-                self._loaded_in_step[request_id] = set(blocks[first:end])
+    def _note_loads(self, request: Request) -> None:
+        """Notes the blocks of a request that another connector loads within the step in which it is admitted."""
+        num_local, num_before = self._num_local_tokens[request.request_id], request.num_computed_tokens
+        if num_local < num_before and self.manager is not None:
+            blocks = self.manager.get_block_ids(request.request_id)[0]
+            first, end = num_local // self._block_size, -(-num_before // self._block_size)
+            self._loaded_in_step[request.request_id] = set(blocks[first:end])
 
     def _announce_scheduled(self, output: SchedulerOutput, now_s: float) -> None:
         # A search of all requests of the step, which is made once, and only if a cached block is shared.
