@@ -145,7 +145,7 @@ fn a_grant_that_ends_at_any_moment_leaves_no_block_that_could_have_changed() {
                     num_of_second += usize::from(is_completed && epoch == Some(FIRST_EPOCH + 1));
                     num_rounds += 1;
                 }
-                assert!(num_failed > 2, "{path:?} {ending:?}: {num_failed}");
+                assert!(num_failed > 0, "{path:?} {ending:?}");
                 assert_eq!(num_of_second > 0, ending == Ending::Reused);
             }
         }
