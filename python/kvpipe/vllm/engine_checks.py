@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvpipe.connector")
 
-_TESTED_VLLM = "0.32"
 _DEFAULT_POLICY = "recompute"
 _VLLMS_POLICY = "fail"
 # Connectors of vLLM that read the same parameters of requests.
@@ -34,18 +33,6 @@ def check_cache(kv_cache_config: KVCacheConfig) -> None:
     kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
     message = f"model unsupported: kvpipe needs one KV cache group of full attention, this model has {kinds or 'none'}"
     raise ConfigError(message)
-
-
-def warn_of_untested_vllm() -> None:
-    """Logs a warning with a vLLM that kvpipe was not tested with."""
-    from vllm import __version__  # noqa: PLC0415
-
-    if __version__.partition("+")[0].rsplit(".", 1)[0] != _TESTED_VLLM:
-        logger.warning(
-            "kvpipe was tested with vLLM %s.x, this is %s; hooks may differ",
-            _TESTED_VLLM,
-            __version__,
-        )
 
 
 def load_failure_policy(on_load_failure: str, vllms: str) -> str:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from kvpipe.vllm.engine_checks import check_cache, load_failure_policy, warn_of_untested_vllm
+from kvpipe.vllm.engine_checks import check_cache, load_failure_policy
+from kvpipe.vllm.versions import check_version
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -33,10 +34,15 @@ class Facade(KVConnectorBase_V1, Generic[SchedulerT, WorkerT]):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        warn_of_untested_vllm()
+        check_version()
         check_cache(kv_cache_config)
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003 - vLLM's signature
+        """Returns false: vLLM gives a sleeping cache other memory, which is not the one that is registered."""
+        return False
 
     def _set_load_failure_policy(self, on_load_failure: str) -> None:
         """Sets what vLLM reads after the constructor; under MultiConnector it reads the parent's."""

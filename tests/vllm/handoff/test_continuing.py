@@ -253,7 +253,6 @@ def test_the_v2_model_runner_tells_the_token_from_the_prompt(v2_engine: Engine, 
         {"logprob_token_ids": [5]},
         {"thinking_token_budget": 5},
         {"trace_decode_token_ids": [5]},
-        {"watermarking": True},
         {"max_tokens": 1},
         {"stop_token_ids": [OTHER]},
         {"structured_outputs": StructuredOutputsParams(regex="a+")},
@@ -267,6 +266,16 @@ def test_what_depends_on_more_than_the_tokens_takes_two_steps(
     for each in (engine, v2_engine) if sampling not in COUNTS_OUTPUTS else (engine,):
         assert not each.role._continuations.begin(request, OTHER)
     assert request.num_output_tokens == 0
+
+
+def test_a_token_with_a_watermark_takes_two_steps(v2_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request("request", prompt(100), SamplingParams(max_tokens=4), None)
+    continuations = v2_engine.role._continuations
+    monkeypatch.setattr(continuations._config, "watermark_config", object(), raising=False)
+    assert not continuations.begin(request, OTHER)
+    request.sampling_params.watermarking = False
+    assert continuations.begin(request, OTHER)
+    continuations.forget(request)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"seed": 1, "temperature": 0.0}, {"temperature": 1.2}])

@@ -89,6 +89,8 @@ class Core(EngineCoreProc):
         self.process_input_queue_block = True
         self.aborts_queue, self._idle_state_callbacks = queue.Queue(), []
         self.has_coordinator, self._weight_version = False, ""
+        # Of vLLM 0.30, and of 0.33.
+        self.is_ec_consumer, self.reject_new_requests = True, False
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from kvpipe.vllm.handoff.metadata import StepMetadata
+from kvpipe.vllm.handoff.metadata import StepMetadata, WorkerOutcomes
 
 CONTENTS = {"control": "127.0.0.1:1", "first_tokens": {b"handoff": 7}}
 
@@ -24,3 +24,9 @@ def test_an_empty_step_is_small_and_survives_pickling():
     assert step.is_empty()
     step.loads.append(b"content")
     assert StepMetadata().is_empty()
+
+
+def test_commits_that_one_of_two_reports_acknowledges_are_acknowledged():
+    # vLLM 0.33 adds the report of a failed worker to the next ones.
+    before, now = WorkerOutcomes(acknowledged=[b"1", b"2"]), WorkerOutcomes(acknowledged=[b"2", b"3"])
+    assert before.aggregate(now).acknowledged == [b"1", b"2", b"3"]

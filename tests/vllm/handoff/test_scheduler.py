@@ -491,14 +491,6 @@ def test_a_wrong_token_is_refused_and_the_request_computed(engine: Engine) -> No
     foreign.close()
 
 
-def test_a_vllm_outside_the_tested_range_is_warned_of_with_both_versions(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, new_engine: Callable[..., Engine]
-) -> None:
-    monkeypatch.setattr("vllm.__version__", "0.99.1")
-    new_engine()
-    assert "tested with vLLM 0.32.x, this is 0.99.1" in caplog.text
-
-
 def test_a_watch_waits_for_a_request_that_queues_at_its_producer(new_engine: Callable[..., Engine]) -> None:
     engine = new_engine(open_timeout_s=0.2)
     _, handoff = produced(engine, prompt(100))

@@ -21,6 +21,8 @@ from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from kvpipe.vllm.versions import is_watermarked
+
 if TYPE_CHECKING:
     from typing import Self
 
@@ -116,6 +118,7 @@ class Continuations:
         self._is_on = is_wanted and not refusal
         if is_wanted and refusal:
             logger.warning("continuing.off every request takes one step more to its second token: %s", refusal)
+        self._config = vllm_config
         self._uses_v2 = bool(vllm_config.use_v2_model_runner)
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._block_size = int(vllm_config.cache_config.block_size)
@@ -145,6 +148,7 @@ class Continuations:
             and request.num_tokens + 1 < self._max_model_len
             and token not in params.all_stop_token_ids
             and _is_plain(params)
+            and not is_watermarked(self._config, params)
             and (self._uses_v2 or _depends_on_tokens_only(params))
         )
 
@@ -194,7 +198,6 @@ def _is_plain(params: SamplingParams) -> bool:
         and params.structured_outputs is None
         and params.thinking_token_budget is None
         and params.trace_decode_token_ids is None
-        and not params.watermarking
     )
 
 

@@ -261,5 +261,6 @@ class WorkerOutcomes:
             outcomes[request_id] = theirs if ours is None else ours.merged(theirs)
         for request_id, ranks in other.verified.items():
             verified[request_id] = [*verified.get(request_id, ()), *ranks]
-        # All ranks receive a commit in the same step.
-        return WorkerOutcomes(outcomes, verified, self.acknowledged, self.broken | other.broken)
+        # All ranks receive a commit in the same step, but vLLM 0.33 adds what a failed worker has said before.
+        acknowledged = list(dict.fromkeys([*self.acknowledged, *other.acknowledged]))
+        return WorkerOutcomes(outcomes, verified, acknowledged, self.broken | other.broken)
