@@ -5,6 +5,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use super::*;
+use crate::clock;
 use crate::session::wire;
 
 /// Rounds after which the reactor processes an end that its owner has marked.
@@ -126,6 +127,7 @@ fn ends_after(
 
 #[test]
 fn a_grant_that_ends_at_any_moment_leaves_no_block_that_could_have_changed() {
+    clock::stop();
     for path in PATHS {
         for ending in [Ending::Processed, Ending::MarkedOnly, Ending::Reused] {
             for is_consumer_first in [false, true] {
@@ -145,7 +147,7 @@ fn a_grant_that_ends_at_any_moment_leaves_no_block_that_could_have_changed() {
                     num_of_second += usize::from(is_completed && epoch == Some(FIRST_EPOCH + 1));
                     num_rounds += 1;
                 }
-                assert!(num_failed > 0, "{path:?} {ending:?}");
+                assert!(num_failed > 2, "{path:?} {ending:?}: {num_failed}");
                 assert_eq!(num_of_second > 0, ending == Ending::Reused);
             }
         }
