@@ -1,4 +1,4 @@
-"""What both connector classes are: a facade over the scheduler role or the worker role of their process."""
+"""The base of both connector classes: a facade over the scheduler role or the worker role of their process."""
 
 from __future__ import annotations
 

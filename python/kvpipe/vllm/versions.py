@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that kvpipe supports. Nothing else of kvpipe depends on the version."""
+"""Differences between the versions of vLLM that kvpipe supports. Nothing else of kvpipe depends on the version."""
 
 from __future__ import annotations
 

@@ -59,11 +59,12 @@ def cache_config(num_blocks: int = NUM_BLOCKS) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def sampling(reasoning_parser: str = "", logits_processors: tuple[str, ...] = ()) -> Sampling:
+def sampling(reasoning_parser: str = "", logits_processors: tuple[str, ...] = (), watermark: object = None) -> Sampling:
     """Sampling of an engine with these settings."""
     structured = SimpleNamespace(reasoning_parser=reasoning_parser, enable_in_reasoning=False)
     model = SimpleNamespace(logits_processors=logits_processors)
-    return Sampling(SimpleNamespace(structured_outputs_config=structured, model_config=model))
+    config = SimpleNamespace(structured_outputs_config=structured, model_config=model, watermark_config=watermark)
+    return Sampling(config)
 
 
 SAMPLING = sampling()

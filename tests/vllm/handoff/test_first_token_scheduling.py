@@ -339,6 +339,9 @@ def test_a_token_that_an_engine_of_other_settings_sampled_is_not_forced() -> Non
     assert parses.hash(with_sampling(plain)) == SAMPLING.hash(with_sampling(plain))
     assert parses.hash(with_sampling(choice)) != SAMPLING.hash(with_sampling(choice))
     assert processes.hash(with_sampling(plain)) != SAMPLING.hash(with_sampling(plain))
+    marks, unmarked = sampling(watermark="gumbel"), SamplingParams(watermarking=False)
+    assert marks.hash(with_sampling(plain)) != SAMPLING.hash(with_sampling(plain))
+    assert marks.hash(with_sampling(unmarked)) == SAMPLING.hash(with_sampling(plain))
 
 
 def test_lengths_stops_and_logprobs_do_not_decide_whether_a_token_is_forced() -> None:

@@ -174,11 +174,11 @@ pub(crate) enum EntryMessage<'a> {
     /// Client: all of the entry that this select leases is here. `Done` or `Refused` answers; from then on the entry does
     /// not go back if the client is lost.
     Consume,
-    /// Client: an operation ends, and with it its wait, reservation, open value or lease. `Done` answers.
+    /// Client: an operation ends, and with it its wait, reservation, open value or lease. `Done` answers at a store.
     Release { target: u64 },
     /// Client: extend the lease of a take. `Done` or `Refused` answers.
     Renew { target: u64, lease: Duration },
-    /// Client: delete the value of a take. `Done` or `Refused` answers.
+    /// Client: delete the entry of a lease. `Done` or `Refused` answers; at a lookup buffer `Refused` alone.
     Acknowledge { target: u64 },
     /// Client: the value of a select or take differs from its checksum. `Refused` answers, with the reason for the caller.
     Corrupt { target: u64 },

@@ -61,9 +61,8 @@ class ProducerScheduler:
         self._engine_id = engine_id
         self._block_size = block_size
         self._produced: Handoffs[Produced] = Handoffs()
-        # Requests that vLLM has matched for the next step, and their tokens in this engine's prefix cache.
-        self._matched: list[Request] = []
-        self._num_local_tokens: dict[str, int] = {}
+        # For each request that vLLM has matched for the next step, its tokens in this engine's prefix cache.
+        self._num_local_tokens: dict[Request, int] = {}
         # Blocks that another connector of a MultiConnector loads within a step, by request, until the request has
         # finished: vLLM learns after the step that they could not be loaded, and with asynchronous scheduling later.
         self._loaded_in_step: dict[str, set[int]] = {}
@@ -101,23 +100,21 @@ class ProducerScheduler:
 
     def matched(self, request: Request, num_local_tokens: int) -> None:
         """Notes the number of a request's tokens in this engine's prefix cache."""
-        self._matched.append(request)
-        self._num_local_tokens[request.request_id] = num_local_tokens
+        self._num_local_tokens[request] = num_local_tokens
 
     def scheduled(self, output: SchedulerOutput, now_s: float) -> None:
         """Predicts when the prefills of scheduled requests end, and announces their ready blocks."""
         self._clock.scheduled(output.total_num_scheduled_tokens, now_s)
-        for request in self._matched:
+        for request, num_local in self._num_local_tokens.items():
             if request.request_id in output.num_scheduled_tokens:
-                self._note_loads(request)
+                self._note_loads(request, num_local)
         if self._produced:
             self._announce_scheduled(output, now_s)
-        self._matched.clear()
         self._num_local_tokens.clear()
 
-    def _note_loads(self, request: Request) -> None:
+    def _note_loads(self, request: Request, num_local: int) -> None:
         """Notes the blocks of a request that another connector loads within the step in which it is admitted."""
-        num_local, num_before = self._num_local_tokens[request.request_id], request.num_computed_tokens
+        num_before = request.num_computed_tokens
         if num_local < num_before and self.manager is not None:
             blocks = self.manager.get_block_ids(request.request_id)[0]
             first, end = num_local // self._block_size, -(-num_before // self._block_size)
@@ -125,12 +122,14 @@ class ProducerScheduler:
 
     def _announce_scheduled(self, output: SchedulerOutput, now_s: float) -> None:
         # A search of all requests of the step, which is made once, and only if a cached block is shared.
-        written = functools.cache(
-            lambda: written_blocks(output, self.manager, self._num_local_tokens, self._block_size)
-        )
+        written = functools.cache(lambda: self._written_blocks(output))
         for produced, num_before, num_new in self._produced.scheduled(output):
             self._predict(produced, num_before, num_new, now_s)
             self._announce(produced, num_before, num_new, written)
+
+    def _written_blocks(self, output: SchedulerOutput) -> set[int]:
+        num_local_tokens = {request.request_id: num for request, num in self._num_local_tokens.items()}
+        return written_blocks(output, self.manager, num_local_tokens, self._block_size)
 
     def _announce(self, produced: Produced, num_before: int, num_new: int, written: Callable[[], set[int]]) -> None:
         """Announces the blocks that are ready before this step, and those that are ready after it.
@@ -144,7 +143,7 @@ class ProducerScheduler:
         blocks = self.manager.get_blocks(produced.request.request_id).blocks[0]
         if produced.num_cached_tokens is None:
             produced.num_cached_tokens = num_before
-            num_local = self._num_local_tokens.get(produced.request.request_id, num_before)
+            num_local = self._num_local_tokens.get(produced.request, num_before)
             local = blocks[: num_local // self._block_size]
             # A step that writes a shared block has a request that holds it, too.
             in_step = written() if any(block.ref_cnt > 1 for block in local) else set[int]()

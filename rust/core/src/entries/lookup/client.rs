@@ -117,7 +117,7 @@ impl LookupClient {
         Ok(())
     }
 
-    /// Keeps the entry of a select, or gives it back. Nothing waits for the answer.
+    /// Keeps the entry of a select, or gives it back. The server does not answer.
     fn settle(&self, cx: &mut Cx<'_>, (session, target): (SessionKey, u64), is_consumed: bool) {
         let message = if is_consumed {
             EntryMessage::Acknowledge { target }
