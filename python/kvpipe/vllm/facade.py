@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from kvpipe.vllm.engine_checks import check_cache, load_failure_policy
+from kvpipe.vllm.engine_checks import load_failure_policy
 from kvpipe.vllm.versions import check_version
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ class Facade(KVConnectorBase_V1, Generic[SchedulerT, WorkerT]):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_version()
-        check_cache(kv_cache_config)
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
 

@@ -53,9 +53,9 @@ def engine_config(
 
 
 def cache_config(num_blocks: int = NUM_BLOCKS) -> KVCacheConfig:
-    """The cache of the tiny model, of one layer."""
+    """The cache of a tiny model."""
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(["layer"], spec)]
+    groups = [KVCacheGroupSpec([f"layer.{number}" for number in range(3)], spec)]
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 

@@ -252,7 +252,7 @@ class Rank:
             self.transfers[load.handoff].ending = (False, list(range(len(load.block_ids))))
             self._seen["load refused"] += bool(load.refusal)
         self._seen["load"] += 1
-        self._seen["load beyond the own cache"] += bool(load.first)
+        self._seen["load beyond the own cache"] += bool(load.parts[0][0])
 
     def _commit(self, handoff: bytes) -> None:
         """Ends a load that the scheduler role has committed, which the worker does not report."""
@@ -314,9 +314,10 @@ class Rank:
         if load.handoff in self._foreign:
             return
         history = self.cache.history(transfer.request.prompt_token_ids)
-        table = [*[0] * load.first, *load.block_ids]
-        for position in range(load.first, len(table)):
-            if position - load.first not in missing:
+        first = load.parts[0][0]
+        table = [*[0] * first, *load.block_ids]
+        for position in range(first, len(table)):
+            if position - first not in missing:
                 self.cache.write(table, history, position * BLOCK, min((position + 1) * BLOCK, len(history)))
 
     def acknowledge(self, handoff: bytes) -> None:
@@ -360,7 +361,7 @@ class Rank:
         self._update_rows(step.output)
         for block_id in step.output.new_block_ids_to_zero or ():
             self.cache.slots[block_id] = [None] * BLOCK
-        kept = {block_id: list(self.cache.slots[block_id]) for block_id in metadata.restores}
+        kept = {block_id: list(self.cache.slots[block_id]) for _, block_id in metadata.restores}
         self._check_kept(step, kept)
         self.consumers_go_on()
         self._compute(step)

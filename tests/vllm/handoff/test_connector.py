@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvpipe import info
 from kvpipe.connector import KVPipeConnector
@@ -23,7 +23,7 @@ from tests.vllm.handoff.test_worker import BLOCKS, caches
 pytestmark = pytest.mark.vllm
 
 SHAPE = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-FULL, SLIDING = FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=64)
+FULL, RING = FullAttentionSpec(**SHAPE), CircularBufferSpec(**SHAPE)
 
 
 def test_the_worker_of_an_engine_that_may_sleep_uses_checksums_though_validation_is_set(
@@ -37,14 +37,13 @@ def test_the_worker_of_an_engine_that_may_sleep_uses_checksums_though_validation
     connector.shutdown()
 
 
-@pytest.mark.parametrize("specs", [[SLIDING], [FULL, FULL], []], ids=["sliding window", "two groups", "none"])
 @pytest.mark.parametrize("role", KVConnectorRole)
-def test_a_cache_in_which_a_token_may_have_no_block_or_several_is_refused(
-    config: Any, specs: list[Any], role: KVConnectorRole
+def test_a_cache_whose_blocks_cannot_be_handed_over_is_refused_in_both_roles(
+    config: Any, role: KVConnectorRole
 ) -> None:
-    groups = [KVCacheGroupSpec(["layer"], spec) for spec in specs]
+    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate([FULL, RING])]
     kv_cache_config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
-    with pytest.raises(ConfigError, match="model unsupported: kvpipe needs one KV cache group of full attention"):
+    with pytest.raises(ConfigError, match="model unsupported: kvpipe does not hand over KV caches of CircularBufferSp"):
         KVPipeConnector(config, role, kv_cache_config)
 
 

@@ -204,6 +204,8 @@ def multi(tiny_model: str, *connectors: Mapping[str, Any], **parent: Any) -> Vll
         kv_connector_extra_config={"connectors": list(connectors)},
         **parent,
     )
+    # As vLLM does where a connector does not support it.
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
     return config
 
 

@@ -316,7 +316,7 @@ def test_a_block_that_is_freed_after_another_consumers_load_is_invalid_to_a_slow
     there = pair.producer.handshake()
     ranks = [(there.address, there.incarnation)]
     # It waits for one block more than there is, with all the others read.
-    load = Load("slow", pair.handoff, 0, list(range(len(block_ids) + 1)), ranks, has_state=True)
+    load = Load("slow", pair.handoff, [(0, list(range(len(block_ids) + 1)))], ranks, has_state=True)
     slow.begin_step(StepMetadata(loads=[load]))
     until(lambda: all(torch.equal(target[name][: len(block_ids)], pair.source[name][block_ids]) for name in target))
     pair.load(list(range(len(block_ids))))

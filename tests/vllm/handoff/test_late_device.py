@@ -84,7 +84,7 @@ class Run:
         address = self.producer.worker.handshake()
         assert address is not None
         rank = (address.address, address.incarnation)
-        load = Load("consuming", self.handoff, 0, self.target, [rank], has_state=True)
+        load = Load("consuming", self.handoff, [(0, self.target)], [rank], has_state=True)
         steps: list[Callable[[], object]] = [
             lambda layer=layer: self.consumer.write(layer, self.target, POISON) for layer in self.consumer.caches
         ]

@@ -25,7 +25,7 @@ LOADED, FAILED = LoadOutcome(is_loaded=True), LoadOutcome(is_loaded=False, num_m
 def loading(*, has_state: bool = False) -> RankLoads:
     """A rank that loads three blocks."""
     loads = RankLoads()
-    loads.begin(Load("request", HANDOFF, 0, [4, 5, 6], [], has_state=has_state))
+    loads.begin(Load("request", HANDOFF, [(0, [4, 5, 6])], [], has_state=has_state))
     return loads
 
 

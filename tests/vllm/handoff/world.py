@@ -225,9 +225,8 @@ class World:
         for load in metadata.loads:
             assert load.request_id not in self.loads, "one load at a time for each request"
             end = -(-self._by_id[load.request_id].num_prompt_tokens // BLOCK)
-            assert load.block_ids == self.table(load.request_id)[load.first : end], (
-                "a load goes to its request's blocks"
-            )
+            ((first, block_ids),) = load.parts
+            assert block_ids == self.table(load.request_id)[first:end], "a load goes to its request's blocks"
             assert all(self.pool.blocks[block_id].ref_cnt == 1 for block_id in load.block_ids), "and to no other"
             self.loads[load.request_id] = SentLoad(load, load.has_state)
         by_handoff = {sent.load.handoff: sent for sent in self.loads.values()}
@@ -273,11 +272,11 @@ class World:
                 self.continued.add(request_id)
                 self.seen["request continued"] += 1
             else:
-                expected.append(table[num_before // BLOCK])
+                expected.append((0, table[num_before // BLOCK]))
         assert sorted(metadata.restores) == sorted(expected), "the last block of a loaded prompt is restored"
         self.seen["last block restored"] += len(expected)
         ready = {block_id for ready in metadata.ready for block_id in ready.block_ids}
-        self.seen["restored block announced for another request"] += len(ready & set(expected))
+        self.seen["restored block announced for another request"] += len(ready & {block_id for _, block_id in expected})
 
     def _known_token(self, handoff: bytes) -> int | None:
         """The first token of a consuming request, as far as this engine was told."""
