@@ -15,6 +15,7 @@ from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThrea
 from kvpipe.launch.plan import free_ports
 from kvpipe.store.server import StoreServer
 from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
+from tests.e2e.model_kinds import KINDS, make_model
 from tests.zygote import Zygote
 
 REPOSITORY = Path(__file__).parents[2]
@@ -62,6 +63,13 @@ BFLOAT16 = (
 THREADS = {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "passive"}
 
 
+# vLLM computes gated delta networks on CPUs in bfloat16 only.
+KIND_ARGS = {
+    "qwen3-next": ("--dtype", "bfloat16"),
+    "gpt-oss": ("--no-enable-auto-tool-choice", "--tool-call-parser", "openai"),
+}
+
+
 class Groups:
     """Starts a group when it is first asked for, and ends the one before.
 
@@ -71,10 +79,11 @@ class Groups:
 
     store_server: StoreServer
 
-    def __init__(self, zygote: Zygote, flip: Path, store: Path) -> None:
+    def __init__(self, zygote: Zygote, flip: Path, store: Path, models: Path) -> None:
         self._zygote = zygote
         self._flip = flip
         self._store = store
+        self._models = models
         self._name = ""
         self._servers: Servers | None = None
         self._running = ExitStack()
@@ -91,7 +100,8 @@ class Groups:
         """The servers of a group.
 
         Args:
-            name: `roomy`, `multi`, `tight`, `tight, validate`, `bfloat16`, `lengths`, `store` or `pipe and store`.
+            name: `roomy`, `multi`, `tight`, `tight, validate`, `bfloat16`, `lengths`, `store`, `pipe and store`, or a
+                kind of model and more arguments of vLLM.
         """
         if self._servers is None or name != self._name:
             self._running.close()
@@ -128,7 +138,7 @@ class Groups:
         elif name == "bfloat16":
             for instance in running.deployment.instances:
                 instance.child._command += BFLOAT16
-        else:
+        elif name not in WITH_ROOM and _kind(name) not in KINDS:
             by_role = LENGTHS_BY_ROLE if name == "lengths" else TIGHT_BY_ROLE
             for instance in running.deployment.instances:
                 instance.child._command += by_role[instance.role]
@@ -142,7 +152,7 @@ class Groups:
 
     def _spec(self, name: str, zygote: Zygote, threads: Mapping[str, str]) -> DeploymentSpec:
         return DeploymentSpec(
-            model=tiny_model(),
+            model=self._model(_kind(name)),
             num_undivided=1,
             token=TOKEN,
             block_size=32,
@@ -151,9 +161,25 @@ class Groups:
             connector_config={"lease_s": LEASE_S} | ({"integrity": "validate"} if "validate" in name else {}),
             env={"KVPIPE_TEST_FLIP": str(self._flip), "PYTHONPATH": str(REPOSITORY), "VLLM_SERVER_DEV_MODE": "1"}
             | dict(threads),
-            vllm_args=COMMON + (ROOMY if name in WITH_ROOM else ()),
-            log_dir=LOGS / name.replace(", ", "-").replace(" ", "-"),
+            vllm_args=(*COMMON, *self._more_args(name)),
+            log_dir=LOGS / name.replace(", ", "-").replace(" --", "-").replace(" ", "-"),
         )
+
+    def _more_args(self, name: str) -> tuple[str, ...]:
+        if (kind := _kind(name)) in KINDS:
+            return (*ROOMY, *KIND_ARGS.get(kind, ()), *name.split()[1:])
+        return ROOMY if name in WITH_ROOM else ()
+
+    def _model(self, kind: str) -> str:
+        plain = tiny_model()
+        if kind not in KINDS:
+            return plain
+        folder = self._models / kind
+        return str(folder if folder.exists() else make_model(kind, folder, Path(plain)))
+
+
+def _kind(name: str) -> str:
+    return name.partition(" ")[0]
 
 
 def change_transfer(instance: Instance, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 from kvpipe import _kvpipe
 from kvpipe.transfer_params import resume
 from kvpipe.vllm.handoff.metadata import HandshakeMetadata, ReadyRange, StepMetadata
+from kvpipe.vllm.handoff.worker import WorkerRole
 from kvpipe.vllm.kept_blocks import KeptBlocks
 from tests.vllm.handoff.engine import BLOCK, Engine, engine_config, new_id
 from tests.vllm.handoff.test_cached_blocks import announced, produce
@@ -245,12 +246,18 @@ def test_a_restored_block_that_another_request_shares_is_announced_after_the_for
 # --- how
 
 
+def begin(worker: WorkerRole, step: StepMetadata) -> None:
+    """The first two hooks of a step."""
+    worker.prepare_step(step)
+    worker.begin_step(step)
+
+
 def test_a_restored_block_has_the_bytes_of_before_the_forward_pass_in_every_layer_and_no_other_has() -> None:
     layers = caches()
     before = {name: cache.clone() for name, cache in layers.items()}
     worker = role()
     worker.register(layers)
-    worker.begin_step(StepMetadata(restores=[(0, 5), (0, 9)]))
+    begin(worker, StepMetadata(restores=[(0, 5), (0, 9)]))
     computed(layers, [4, 5, 9])
     worker.end_forward()
     worker.close()
@@ -259,15 +266,30 @@ def test_a_restored_block_has_the_bytes_of_before_the_forward_pass_in_every_laye
         assert torch.equal(cache[4], before[name][4] + 1)
 
 
+def test_a_restored_block_has_the_bytes_of_before_vllm_prepares_the_step() -> None:
+    """VLLM's V1 runner moves recurrent states before it calls the hook in which loads begin."""
+    layers = caches()
+    before = {name: cache[5].clone() for name, cache in layers.items()}
+    worker = role()
+    worker.register(layers)
+    step = StepMetadata(restores=[(0, 5)])
+    worker.prepare_step(step)
+    computed(layers, [5])
+    worker.begin_step(step)
+    worker.end_forward()
+    worker.close()
+    assert all(torch.equal(cache[5], before[name]) for name, cache in layers.items())
+
+
 def test_the_next_step_restores_nothing_of_the_one_before() -> None:
     layers = caches()
     worker = role()
     worker.register(layers)
-    worker.begin_step(StepMetadata(restores=[(0, 5)]))
+    begin(worker, StepMetadata(restores=[(0, 5)]))
     worker.end_forward()
     computed(layers, [5])
     after = {name: cache.clone() for name, cache in layers.items()}
-    worker.begin_step(StepMetadata())
+    begin(worker, StepMetadata())
     worker.end_forward()
     worker.close()
     assert all(torch.equal(cache, after[name]) for name, cache in layers.items())
@@ -293,7 +315,7 @@ def test_a_restored_block_is_announced_to_others_with_its_restored_bytes(pair: P
     recorded = Recorded(pair.producer)
     before = pair.source["layer.0"][2].clone()
     pair.load([7, 8])
-    pair.producer.begin_step(StepMetadata(ready=[ReadyRange(pair.handoff, 0, [2, 3])], restores=[(0, 2)]))
+    begin(pair.producer, StepMetadata(ready=[ReadyRange(pair.handoff, 0, [2, 3])], restores=[(0, 2)]))
     for name, cache in pair.source.items():
         computed({name: cache}, [2, 3])
         pair.producer.save_layer(name)
@@ -307,7 +329,7 @@ def test_a_restored_block_is_announced_to_others_with_its_restored_bytes(pair: P
 
 def test_other_blocks_of_a_step_that_restores_are_announced_by_layer(pair: Pair) -> None:
     recorded = Recorded(pair.producer)
-    pair.producer.begin_step(StepMetadata(ready=[ReadyRange(pair.handoff, 0, [2, 3])], restores=[(0, 4)]))
+    begin(pair.producer, StepMetadata(ready=[ReadyRange(pair.handoff, 0, [2, 3])], restores=[(0, 4)]))
     pair.producer.save_layer("layer.0")
     assert recorded.num_layers == [1]
     pair.producer.end_forward()

@@ -95,7 +95,7 @@ class Run:
         if self.is_ended:
             return
         self.is_ended = True
-        self.producer.worker.end_handoffs(StepMetadata(ended=[HandoffEnd(self.handoff, "preempted")]))
+        self.producer.worker.prepare_step(StepMetadata(ended=[HandoffEnd(self.handoff, "preempted")]))
         for layer in self.producer.caches:
             self.producer.write(layer, self.source, POISON)
 

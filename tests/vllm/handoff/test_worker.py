@@ -91,7 +91,7 @@ class Pair:
         self.producer.end_forward()
 
     def end(self, reason: str) -> None:
-        self.producer.end_handoffs(StepMetadata(ended=[HandoffEnd(self.handoff, reason)]))
+        self.producer.prepare_step(StepMetadata(ended=[HandoffEnd(self.handoff, reason)]))
 
     def settle(self) -> None:
         """Waits until the consumer's agent has handled what UCX had received: bytes can be here before it knows."""

@@ -123,6 +123,10 @@ class CacheGroup:
         """
         return self.kind is not Kind.STATE and self.first_needed(num_tokens) == self.first_needed(num_tokens - 1)
 
+    def moves_state(self, num_tokens: int) -> bool:
+        """True if a step that computes the last of these tokens again begins by moving the state to its next block."""
+        return self.kind is Kind.STATE and num_tokens > 1 and (num_tokens - 1) % self.block_size == 0
+
     def describe(self) -> str:
         """Returns what another engine's group must share."""
         reach = f" of {self.reach}" if self.reach else ""
@@ -165,6 +169,10 @@ class CacheGroups(tuple[CacheGroup, ...]):
     def can_repeat_last(self, num_tokens: int) -> bool:
         """True if all groups can compute the last of `num_tokens` tokens again."""
         return all(group.can_repeat_last(num_tokens) for group in self)
+
+    def moves_state(self, num_tokens: int) -> bool:
+        """True if some group does."""
+        return any(group.moves_state(num_tokens) for group in self)
 
     def layers(self) -> list[tuple[str, ...]]:
         """Returns the layers of each group."""

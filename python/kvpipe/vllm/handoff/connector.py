@@ -88,10 +88,10 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
         return self._of_worker().handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Ends handoffs before this step writes into their blocks."""
+        """Ends handoffs, and copies blocks that are to be restored, before this step writes into any."""
         # Under MultiConnector the metadata may be another connector's.
         if isinstance(kv_connector_metadata, StepMetadata):
-            self._of_worker().end_handoffs(kv_connector_metadata)
+            self._of_worker().prepare_step(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begins the step's loads, before the forward pass."""

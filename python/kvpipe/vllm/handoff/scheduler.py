@@ -90,6 +90,7 @@ class SchedulerRole:
             groups=groups,
             num_ranks=vllm_config.parallel_config.world_size,
             is_recomputed=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
+            uses_v2=bool(vllm_config.use_v2_model_runner),
         )
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
             "log": self._on_log,

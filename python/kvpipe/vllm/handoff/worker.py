@@ -173,10 +173,14 @@ class WorkerRole:
 
     # --- every step
 
-    def end_handoffs(self, step: StepMetadata) -> None:
-        """Ends handoffs before this step writes into their blocks."""
+    def prepare_step(self, step: StepMetadata) -> None:
+        """Ends handoffs and copies blocks that are to be restored, before this step writes into any block.
+
+        Between this and `begin_step` vLLM's V1 runner moves recurrent states that a step continues to their next block.
+        """
         if self._agent is None:
             return
+        self._kept.keep(step.restores)
         for end in step.ended:
             self._agent.end(end.handoff, end.reason)
             self._leases.ended(end.handoff)
@@ -188,7 +192,6 @@ class WorkerRole:
         if agent is None or (is_empty and self._is_step_empty):  # an empty step after an empty one changes nothing
             return
         self._is_step_empty = is_empty
-        self._kept.keep(step.restores)
         self._begin_transfers(agent, step)
         self._loads.begin_step(step)
         for handoff in (*step.states, *step.committed):

@@ -57,6 +57,7 @@ class ConsumerScheduler:
         groups: KV cache groups of this engine.
         num_ranks: Workers of this engine.
         is_recomputed: True if this engine computes lost KV; otherwise lost KV fails its request.
+        uses_v2: True if its model runner is V2.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ConsumerScheduler:
         groups: CacheGroups,
         num_ranks: int,
         is_recomputed: bool,
+        uses_v2: bool,
     ) -> None:
         self._out = outbox
         self._first_token_support = first_token_support
@@ -78,6 +80,7 @@ class ConsumerScheduler:
         self._continuations = continuations
         self._groups = groups
         self._is_recomputed = is_recomputed
+        self._uses_v2 = uses_v2
         self._consumed: Handoffs[Consumed] = Handoffs()
         self._num_ranks = num_ranks
         # Committed loads: those that the workers have not acknowledged, and do not report afterwards, and those that
@@ -164,6 +167,8 @@ class ConsumerScheduler:
         """
         if self._groups.can_repeat_last(consumed.num_prompt_tokens):
             return ""
+        if self._uses_v2 and self._groups.moves_state(consumed.num_prompt_tokens):
+            return "the V2 model runner moves the recurrent state of such a prompt before it calls the connector"
         params = consumed.request.sampling_params
         reason = consumed.unsupported_reason
         if not reason and params is not None and params.logprobs is not None:
