@@ -231,7 +231,7 @@ class SchedulerRole:
             self._drain_events()
         num_tokens, is_async = self._consuming.match(request, num_local_tokens)
         self._lacks_blocks = num_tokens is not None
-        if num_tokens is None:
+        if num_tokens is None and self._consuming.awaits_producer(request.request_id):
             self._matched_waiting.add(request.request_id)
         return num_tokens, is_async
 

@@ -62,6 +62,7 @@ class Consumed:
         num_preemptions: Preemptions that this object has processed.
         last_blocks: The prompt's last block of each KV cache group that has one, from the start of a load until a step
             computes in it; none if the load misses blocks.
+        is_behind_others: True if vLLM was told to look at other requests first, after its last load has failed.
         reason: Reason for missing KV.
         loss: The same for metrics, as far as the scheduler role knows.
     """
@@ -83,6 +84,7 @@ class Consumed:
     num_computed: int = 0
     num_preemptions: int = 0
     last_blocks: list[tuple[int, int]] = field(default_factory=list)
+    is_behind_others: bool = False
     reason: str = ""
     loss: LossReason = LossReason.NONE
 

@@ -111,7 +111,7 @@ class RankLoads:
     def _report_end(self, load: Load, outcome: LoadOutcome, missing: list[int]) -> None:
         if self._has_parts:
             self._invalid_block_ids.update(missing)
-        elif missing:
+        elif missing or not outcome.is_loaded:
             self._failed.add(load.request_id)
         self._received.add(load.request_id)
         self._outcomes[load.request_id] = outcome

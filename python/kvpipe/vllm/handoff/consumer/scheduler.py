@@ -13,7 +13,7 @@ from kvpipe.vllm.handoff.consumer.consumed import Consumed, LossReason
 from kvpipe.vllm.handoff.consumer.deadlock import DeadlockTimer
 from kvpipe.vllm.handoff.consumer.state_machine import Action, Event, Phase
 from kvpipe.vllm.handoff.handoffs import Handoffs
-from kvpipe.vllm.handoff.metadata import Cancel, Load, WorkerOutcomes
+from kvpipe.vllm.handoff.metadata import Cancel, Load, LoadOutcome, WorkerOutcomes
 from kvpipe.vllm.model_files import NOT_COMPARED
 from kvpipe.vllm.prompt_hash import prompt_hash
 from kvpipe.vllm.scheduler_output import output_position
@@ -137,7 +137,7 @@ class ConsumerScheduler:
             return 0, False
         if consumed.note_preemptions():
             self._consumed.unsettle(consumed)
-        if consumed.load.phase is Phase.WAITING:
+        if consumed.load.phase is Phase.WAITING or self._is_behind_others(consumed):
             return None, False
         # vLLM can compute the last prompt token itself; alone it is not worth a load.
         wanted = request.num_prompt_tokens - num_local_tokens
@@ -153,6 +153,23 @@ class ConsumerScheduler:
             consumed.num_local_tokens = num_local_tokens
             return wanted, True
         return 0, False
+
+    def awaits_producer(self, request_id: str) -> bool:
+        """True if a request waits for a message of its producer, and for nothing here."""
+        consumed = self._consumed.get(request_id)
+        return consumed is not None and (consumed.load.phase is Phase.WAITING or consumed.awaits_first_token())
+
+    def _is_behind_others(self, consumed: Consumed) -> bool:
+        """True once after a load that vLLM has thrown away.
+
+        To compute the prompt takes more blocks than the load had, if there are windows. While vLLM has not enough, it
+        looks at no other request whose load has ended, which would free some. Left out once, it comes after these.
+        """
+        outcome = consumed.load.outcome
+        if consumed.is_behind_others or self._groups.has_parts or outcome is None or outcome.is_loaded:
+            return False
+        consumed.is_behind_others = True
+        return True
 
     def _is_claimable(self, consumed: Consumed) -> bool:
         """True if a load may begin. Where lost KV fails its request, vLLM fails it by a failed load: one is claimed."""
@@ -222,6 +239,7 @@ class ConsumerScheduler:
         refusal = consumed.reason if consumed.load.phase is Phase.LOST else ""
         opening = {} if refusal or consumed.opening is None else consumed.opening
         consumed.load.on(Event.ALLOCATED)
+        consumed.is_behind_others = False
         consumed.last_blocks = [(index, block_ids[-1]) for index, (_, block_ids) in enumerate(parts) if block_ids]
         self._beginning.append(consumed)
         num_blocks = sum(len(block_ids) for _, block_ids in parts)
@@ -338,7 +356,7 @@ class ConsumerScheduler:
         received = 0
         missing = report["recomputed_tokens"]
         if consumed.load.outcome is not None:
-            missing = self._num_missing_tokens(wanted, report["blocks_missing"])
+            missing = self._num_missing_tokens(wanted, consumed.load.outcome)
             received = wanted - missing
         self._out.stats.add_handoff(
             report["result"],
@@ -350,11 +368,11 @@ class ConsumerScheduler:
             received_bytes=report["bytes"],
         )
 
-    def _num_missing_tokens(self, num_wanted: int, num_missing_blocks: int) -> int:
+    def _num_missing_tokens(self, num_wanted: int, outcome: LoadOutcome) -> int:
         """Tokens that did not come: all of them, if vLLM cannot go on from the blocks before the first missing one."""
         if self._groups.has_parts:
-            return min(num_wanted, num_missing_blocks * self._groups[0].block_size)
-        return num_wanted if num_missing_blocks else 0
+            return min(num_wanted, outcome.num_missing * self._groups[0].block_size)
+        return 0 if outcome.is_loaded else num_wanted
 
     def is_idle(self) -> bool:
         """True if a step has nothing to report here."""
@@ -412,7 +430,8 @@ class ConsumerScheduler:
         if consumed.load.phase is phase:  # another connector's load
             return
         self._out.trace.instant("received", consumed.handoff)
-        if consumed.load.outcome is None or consumed.load.outcome.num_missing:
+        outcome = consumed.load.outcome
+        if outcome is None or outcome.num_missing or not (outcome.is_loaded or self._groups.has_parts):
             consumed.last_blocks = []
         self._perform(consumed, actions)
         if consumed.load.phase is Phase.LOADED:
