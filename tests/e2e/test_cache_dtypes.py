@@ -29,7 +29,7 @@ ALIKE = [
     pytest.param(("--dtype float16", 2), id="float16"),
     pytest.param(
         (f"--max-model-len 1024 --num-gpu-blocks-override {MANY} | --num-gpu-blocks-override {FEW}", 4),
-        id="different numbers of blocks",
+        id="unequal numbers of blocks",
     ),
 ]
 
@@ -56,7 +56,9 @@ def expected(servers: Servers, wanted: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("is_reversed", [False, True], ids=["to decode", "to prefill"])
-def test_every_answer_is_that_of_one_instance(alike: tuple[Servers, int], *, is_reversed: bool) -> None:
+def test_answers_in_fp8_and_float16_and_between_unequal_numbers_of_blocks_are_those_of_one_instance(
+    alike: tuple[Servers, int], *, is_reversed: bool
+) -> None:
     servers, itemsize = alike
     url = servers.through("just-in-time", is_reversed=is_reversed)
     others = []
