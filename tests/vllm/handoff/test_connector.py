@@ -11,14 +11,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 
 from kvpipe import info
 from kvpipe.connector import KVPipeConnector
 from kvpipe.exceptions import ConfigError, TransportUnavailableError
 from kvpipe.vllm.handoff.metadata import HandshakeMetadata, StepMetadata, WorkerOutcomes
 from tests.vllm.handoff.engine import cache_config, engine_config
-from tests.vllm.handoff.test_worker import BLOCKS, caches
+from tests.vllm.handoff.test_worker import BLOCKS
 
 pytestmark = pytest.mark.vllm
 
@@ -26,15 +32,18 @@ SHAPE = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.flo
 FULL, RING = FullAttentionSpec(**SHAPE), CircularBufferSpec(**SHAPE)
 
 
-def test_the_worker_of_an_engine_that_may_sleep_uses_checksums_though_validation_is_set(
+def windows() -> KVCacheConfig:
+    """A cache whose blocks vLLM may free before their request ends."""
+    groups = [KVCacheGroupSpec(["layer.0"], SlidingWindowSpec(**SHAPE, sliding_window=64))]
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_the_worker_of_an_engine_that_may_free_blocks_early_uses_checksums_though_validation_is_set(
     tiny_model: str, log: pytest.LogCaptureFixture
 ) -> None:
     config = engine_config(tiny_model, integrity="validate")
-    config.model_config.enable_sleep_mode = True
-    connector = KVPipeConnector(config, KVConnectorRole.WORKER, cache_config(BLOCKS))
-    connector.register_kv_caches(caches())
-    assert "integrity.fallback checksums instead of validation: sleep mode" in log.text
-    connector.shutdown()
+    KVPipeConnector(config, KVConnectorRole.WORKER, windows())
+    assert "integrity.fallback checksums instead of validation: vLLM may free" in log.text
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)
@@ -48,21 +57,20 @@ def test_a_cache_whose_blocks_cannot_be_handed_over_is_refused_in_both_roles(
 
 
 @pytest.mark.parametrize(
-    ("device", "has_sleep_mode", "extra", "message"),
+    ("device", "cache", "extra", "message"),
     [
-        ("xpu", False, {}, "KV cache on device xpu: kvpipe moves caches in host memory and on NVIDIA GPUs"),
-        ("cuda", False, {"integrity": "checksum"}, 'write "integrity": "validate" or "auto"'),
-        ("cuda", True, {}, "validation is not possible: sleep mode"),
+        ("xpu", cache_config(), {}, "KV cache on device xpu: kvpipe moves caches in host memory and on NVIDIA GPUs"),
+        ("cuda", cache_config(), {"integrity": "checksum"}, 'write "integrity": "validate" or "auto"'),
+        ("cuda", windows(), {}, "KV cache on cuda has no checksums, and validation is not possible: vLLM may free"),
     ],
 )
 def test_an_engine_whose_device_cannot_work_is_refused_by_the_constructor(
-    tiny_model: str, device: str, extra: dict[str, Any], message: str, *, has_sleep_mode: bool
+    tiny_model: str, device: str, cache: KVCacheConfig, extra: dict[str, Any], message: str
 ) -> None:
     config = engine_config(tiny_model, **extra)
     config.device_config.device_type = device
-    config.model_config.enable_sleep_mode = has_sleep_mode
     with pytest.raises(ConfigError, match=re.escape(message)):
-        KVPipeConnector(config, KVConnectorRole.WORKER, cache_config())
+        KVPipeConnector(config, KVConnectorRole.WORKER, cache)
 
 
 def test_a_gpu_without_cuda_in_ucx_is_refused_by_the_constructor_with_the_wheels_that_have_it(

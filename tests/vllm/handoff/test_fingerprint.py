@@ -258,8 +258,9 @@ def test_settings_of_the_multimodal_processor_are_compared(config: VllmConfig) -
 def test_the_dtype_of_the_kv_is_named_however_it_was_chosen(config: VllmConfig, tiny_model: str) -> None:
     by_model = dict(fingerprint(config))["kv cache dtype"]
     assert by_model == "float32"
-    quantized = engine_config(tiny_model, {"kv_cache_dtype": "fp8_e4m3"})
-    assert difference(fingerprint(config), fingerprint(quantized))["kv cache dtype"] == ("float32", "fp8_e4m3")
+    for name, dtype in {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}.items():
+        quantized = engine_config(tiny_model, {"kv_cache_dtype": name})
+        assert difference(fingerprint(config), fingerprint(quantized)) == {"kv cache dtype": ("float32", dtype)}
 
 
 class OtherBackend(CPUAttentionBackend):

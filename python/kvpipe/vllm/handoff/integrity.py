@@ -44,8 +44,6 @@ def objection_to_validate(vllm_config: VllmConfig, kv_cache_config: KVCacheConfi
     """Reason for which a block may change before the worker role can mark its handoff as ended; empty if none does."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec  # noqa: PLC0415 - where vLLM is
 
-    if vllm_config.model_config.enable_sleep_mode:
-        return "sleep mode discards KV without calling the connector's worker role"
     specs = {type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups}
     # Their blocks belong to a request until it ends, and only its own tokens are written into them.
     if other := sorted(spec.__name__ for spec in specs.difference((FullAttentionSpec, MLAAttentionSpec))):
