@@ -8,9 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 BLOCK = 32
 WINDOW = 64
 PLAIN: dict[str, Any] = {
@@ -33,13 +30,13 @@ ATTENTION: dict[str, Any] = {
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
-def _gemma3() -> Any:
+def _gemma3(transformers: Any) -> Any:
     return transformers.Gemma3TextConfig(
         **PLAIN, **ATTENTION, sliding_window=WINDOW, layer_types=ALTERNATING, query_pre_attn_scalar=32
     )
 
 
-def _gpt_oss() -> Any:
+def _gpt_oss(transformers: Any) -> Any:
     return transformers.GptOssConfig(
         **PLAIN,
         **ATTENTION,
@@ -50,7 +47,7 @@ def _gpt_oss() -> Any:
     )
 
 
-def _deepseek_v2() -> Any:
+def _deepseek_v2(transformers: Any) -> Any:
     return transformers.DeepseekV2Config(
         **PLAIN,
         **ATTENTION | {"num_key_value_heads": 4},
@@ -69,13 +66,13 @@ def _deepseek_v2() -> Any:
     )
 
 
-def _mamba2() -> Any:
+def _mamba2(transformers: Any) -> Any:
     return transformers.Mamba2Config(
         **PLAIN, num_hidden_layers=4, num_heads=8, head_dim=32, state_size=32, n_groups=1, expand=2, chunk_size=32
     )
 
 
-def _qwen3_next() -> Any:
+def _qwen3_next(transformers: Any) -> Any:
     return transformers.Qwen3NextConfig(
         **PLAIN,
         **ATTENTION,
@@ -102,8 +99,12 @@ KINDS = {
 
 def make_model(kind: str, folder: Path, tokenizer: Path) -> Path:
     """Makes a model in a new folder, with the tokenizer of another one."""
+    # Importing it fixes where models are looked for, which other tests choose.
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
     torch.manual_seed(0)
-    config = KINDS[kind]()
+    config = KINDS[kind](transformers)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         if (tokenizer / name).exists():
