@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    SlidingWindowSpec,
+    MambaSpec,
 )
 
 from kvpipe import info
@@ -30,20 +30,22 @@ pytestmark = pytest.mark.vllm
 
 SHAPE = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 FULL, RING = FullAttentionSpec(**SHAPE), CircularBufferSpec(**SHAPE)
+STATE = MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
 
 
-def windows() -> KVCacheConfig:
-    """A cache whose blocks vLLM may free before their request ends."""
-    groups = [KVCacheGroupSpec(["layer.0"], SlidingWindowSpec(**SHAPE, sliding_window=64))]
+def zeroed() -> KVCacheConfig:
+    """A cache whose new blocks vLLM zeroes."""
+    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate([FULL, STATE])]
     return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def test_the_worker_of_an_engine_that_may_free_blocks_early_uses_checksums_though_validation_is_set(
-    tiny_model: str, log: pytest.LogCaptureFixture
+def test_the_worker_of_an_engine_that_zeroes_blocks_early_uses_checksums_though_validation_is_set(
+    tiny_model: str, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = engine_config(tiny_model, integrity="validate")
-    KVPipeConnector(config, KVConnectorRole.WORKER, windows())
-    assert "integrity.fallback checksums instead of validation: vLLM may free" in log.text
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    KVPipeConnector(config, KVConnectorRole.WORKER, zeroed())
+    assert "integrity.fallback checksums instead of validation: the V2 model runner zeroes" in log.text
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)
@@ -57,20 +59,21 @@ def test_a_cache_whose_blocks_cannot_be_handed_over_is_refused_in_both_roles(
 
 
 @pytest.mark.parametrize(
-    ("device", "cache", "extra", "message"),
+    ("device", "extra", "message"),
     [
-        ("xpu", cache_config(), {}, "KV cache on device xpu: kvpipe moves caches in host memory and on NVIDIA GPUs"),
-        ("cuda", cache_config(), {"integrity": "checksum"}, 'write "integrity": "validate" or "auto"'),
-        ("cuda", windows(), {}, "KV cache on cuda has no checksums, and validation is not possible: vLLM may free"),
+        ("xpu", {}, "KV cache on device xpu: kvpipe moves caches in host memory and on NVIDIA GPUs"),
+        ("cuda", {"integrity": "checksum"}, 'write "integrity": "validate" or "auto"'),
+        ("cuda", {}, "KV cache on cuda has no checksums, and validation is not possible: the V2 model runner zeroes"),
     ],
 )
 def test_an_engine_whose_device_cannot_work_is_refused_by_the_constructor(
-    tiny_model: str, device: str, cache: KVCacheConfig, extra: dict[str, Any], message: str
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, device: str, extra: dict[str, Any], message: str
 ) -> None:
     config = engine_config(tiny_model, **extra)
     config.device_config.device_type = device
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ConfigError, match=re.escape(message)):
-        KVPipeConnector(config, KVConnectorRole.WORKER, cache)
+        KVPipeConnector(config, KVConnectorRole.WORKER, zeroed())
 
 
 def test_a_gpu_without_cuda_in_ucx_is_refused_by_the_constructor_with_the_wheels_that_have_it(
