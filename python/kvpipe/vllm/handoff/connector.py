@@ -151,6 +151,10 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
         """Returns the number of the producer's tokens; `None` while it has not opened the handoff."""
         return self._of_scheduler().match(request, num_computed_tokens)
 
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Returns all groups: vLLM must not zero what a load writes."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Opens a handoff as the producer, or begins a load as the consumer."""
         self._of_scheduler().allocated(request, blocks, num_external_tokens)
