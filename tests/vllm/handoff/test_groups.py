@@ -1,6 +1,7 @@
 """Models with several KV cache groups, in both roles: what is announced, loaded, given up and computed again."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionS
 from kvpipe import _kvpipe
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import consume, produce
+from kvpipe.vllm.handoff.config import ConnectorConfig
 from kvpipe.vllm.handoff.metadata import Cancel, Load, ReadyRange, StepMetadata
+from kvpipe.vllm.handoff.scheduler import SchedulerRole
 from kvpipe.vllm.prompt_hash import prompt_hash
 from tests.vllm.handoff.engine import BLOCK, SHAPE, Engine, engine_config, new_id, outcome
-from tests.vllm.handoff.test_cache_groups import STATE
+from tests.vllm.handoff.test_cache_groups import STATE, groups
 from tests.vllm.handoff.test_rank_reports import FAILED, HANDOFF, LOADED
 from tests.vllm.handoff.test_rank_reports import loading as one_rank
 from tests.vllm.handoff.test_scheduler import consuming, loading, opened, prompt, reported, until
@@ -217,6 +220,16 @@ def test_a_load_ends_without_use_when_the_producers_token_turns_out_to_be_of_non
     reason = "the producer sampled with other parameters"
     reason = f"the last prompt token cannot be computed twice, nor the first token forced: {reason}"
     assert cancels == [Cancel(handoff, reason, is_withdrawn=True)]
+
+
+@pytest.mark.parametrize(("role_name", "num_warnings"), [("kv_both", 1), ("kv_producer", 0)])
+def test_an_engine_that_can_use_no_handed_over_state_says_so_at_its_start(
+    tiny_model: str, log: pytest.LogCaptureFixture, role_name: str, num_warnings: int
+) -> None:
+    config = engine_config(tiny_model, {"enable_prefix_caching": False}, {"kv_role": role_name})
+    config.speculative_config = SimpleNamespace()
+    SchedulerRole(config, ConnectorConfig(), groups(FULL, PLAIN_STATE))
+    assert log.text.count("handoff.local every prompt is computed here") == num_warnings
 
 
 def test_a_state_that_the_v2_runner_moves_before_the_connector_is_called_is_not_loaded(

@@ -162,6 +162,11 @@ class CacheGroups(tuple[CacheGroup, ...]):
         return len(self) == 1 and self[0].kind is Kind.FULL
 
     @property
+    def has_state(self) -> bool:
+        """True if some layers keep a recurrent state."""
+        return any(group.kind is Kind.STATE for group in self)
+
+    @property
     def num_attention_layers(self) -> int:
         """Layers that read the KV of tokens."""
         return sum(len(group.layer_names) for group in self if group.kind is not Kind.STATE)

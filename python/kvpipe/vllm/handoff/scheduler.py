@@ -67,6 +67,8 @@ class SchedulerRole:
         for name, value in self._fingerprint:
             if NOT_COMPARED in value:
                 logger.warning("fingerprint.incomplete %s is %s", name, value)
+        if groups.has_state and self._first_token_support.is_speculative and self._role != PRODUCER:
+            logger.warning("handoff.local every prompt is computed here: recurrent states need a forced first token")
         self._config = config
         self._data_parallel_index = vllm_config.parallel_config.data_parallel_index
         self._is_listening = False
