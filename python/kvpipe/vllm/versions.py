@@ -21,6 +21,14 @@ logger = init_logger("vllm.kvpipe.connector")
 
 _OLDEST, _NEWEST = "0.30", "0.33"
 _TESTED = (_OLDEST, "0.31", "0.32", _NEWEST)
+# Releases whose code was compared. For these models they compute the same keys and values (`model_executor/models`,
+# `model_executor/layers/rotary_embedding`) ...
+_COMPARED = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
+_COMPARED_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_COMPARED_DTYPES = ("float32", "bfloat16", "float16")
+# ... and these backends write them to the same bytes of a block: CPU_ATTN in compiled code, which 0.33 has no build of,
+# FLASH_ATTN by `v1/attention/backends/flash_attn.py:do_kv_cache_update`.
+_COMPARED_BACKENDS = {"CPU_ATTN": _COMPARED[:3], "FLASH_ATTN": _COMPARED}
 
 
 def _running() -> str:
@@ -46,9 +54,38 @@ def check_version() -> None:
         )
         raise ConfigError(message)
     if _minor(running) not in _TESTED:
-        logger.warning(
-            "kvpipe was tested with vLLM %s to %s, this is %s; hooks may differ", _OLDEST, _NEWEST, running
-        )
+        logger.warning("kvpipe was tested with vLLM %s to %s, this is %s; hooks may differ", _OLDEST, _NEWEST, running)
+
+
+def version_of_kv(config: VllmConfig, kv_cache_dtype: str) -> str:
+    """Names the versions of vLLM that compute the same KV as this one for a model.
+
+    They were compared for some models of text, with full attention and without quantization or adapters. For all others
+    this version stands alone: a refusal costs a prefill, but KV that means something else costs the answer.
+
+    Args:
+        config: The configuration of the engine.
+        kv_cache_dtype: The dtype of its KV cache, by name.
+    """
+    model = config.model_config
+    is_compared = (
+        model.architecture in _COMPARED_MODELS
+        and not (model.trust_remote_code or model.quantization or model.multimodal_config or config.lora_config)
+        and model.get_sliding_window() is None
+        and kv_cache_dtype in _COMPARED_DTYPES
+    )
+    return _same_as_running(_COMPARED if is_compared else ())
+
+
+def attention_version(backends: Iterable[str]) -> str:
+    """Names the versions of vLLM whose attention backends write the same bytes of a block as this one's."""
+    found = [_COMPARED_BACKENDS.get(name, ()) for name in backends]
+    return _same_as_running([version for version in _COMPARED if all(version in versions for versions in found)])
+
+
+def _same_as_running(versions: Iterable[str]) -> str:
+    same, running = tuple(versions), _running()
+    return ", ".join(same) if running in same else running
 
 
 def is_watermarked(config: VllmConfig, params: SamplingParams) -> bool:
