@@ -22,7 +22,7 @@ ANSWER = transfer_params.produced(
     engine_id="engine",
     parallel_size=2,
     num_tokens=40,
-    block_ids=[3, 9],
+    block_ids=[[3, 9]],
     first_token=7,
 )
 

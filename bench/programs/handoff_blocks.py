@@ -89,14 +89,15 @@ class Active(_Node):
 
     def run(self, task: Task) -> Words:
         """Runs one load after the other, and looks for the end of each, because a worker role has no blocking wait."""
-        agent, total = self.agent[task.num_bytes], len(self.memory)
+        agent, regions, total = self.agent[task.num_bytes], [self.region[task.num_bytes]], len(self.memory)
         local, chosen = task.transfers(total, LOCAL), task.chosen(total)
         loads = [(self.handoff(task, i), local[chosen[i]].tolist()) for i in range(len(chosen))]
         agent.notifications(_TIMEOUT_S)
 
         def all_loads() -> None:
             for handoff, block_ids in loads:
-                agent.load(handoff, *self._producers[task.num_bytes], 0, block_ids, is_committed=True)
+                parts = [(regions, 0, block_ids)]
+                agent.load(handoff, *self._producers[task.num_bytes], parts, is_committed=True)
                 _wait_for(agent, handoff)
 
         return seconds(all_loads)

@@ -115,7 +115,7 @@ class Prefill(_Instance):
             engine_id="p",
             parallel_size=1,
             num_tokens=2,
-            block_ids=[0],
+            block_ids=[[0]],
             first_token=0,
         )
         return self._answer(number, 1, kv_transfer_params=produced)

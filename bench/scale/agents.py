@@ -117,7 +117,8 @@ class Loads:
     def _begin(self, handoff: bytes, place: int) -> None:
         producer = self._producer(handoff)
         blocks = [place * _BLOCKS_A_LOAD + number for number in range(_BLOCKS_A_LOAD)]
-        self._agent.load(handoff, producer.address, producer.agent.incarnation, 0, blocks, is_committed=True)
+        parts = [(self._node.regions, 0, blocks)]
+        self._agent.load(handoff, producer.address, producer.agent.incarnation, parts, is_committed=True)
 
     def _half_loaded(self, place: int | None = None) -> bytes:
         """Begins a load and waits until its first block is here."""

@@ -571,12 +571,14 @@ class Agent:
         handoff: bytes,
         producer: str,
         incarnation: bytes,
-        first: int,
-        block_ids: Sequence[int],
+        parts: Sequence[tuple[Sequence[Region], int, Sequence[int]]],
         is_committed: bool,
         event: CudaEvent | ManualEvent | None = None,
     ) -> None:
-        """Begins a load, without waiting. With an event, its blocks are not written before the event is completed.
+        """Begins a load, without waiting. Each part has regions, the position of the first block, and destination ids.
+
+        The `missing` of `load_failed` counts through the ids of all parts. With an event, no block is written before
+        the event is completed.
 
         If the event fails, so does the load, with the reason.
         """

@@ -149,12 +149,12 @@ def produced(
     engine_id: str,
     parallel_size: int,
     num_tokens: int,
-    block_ids: Sequence[int],
+    block_ids: Sequence[Sequence[int]],
     first_token: int,
 ) -> dict[str, Any]:
     """Returns a producer's answer: every field that NixlConnector's has, for routers that rebuild the object."""
     return consume(handoff, producer) | {
-        "remote_block_ids": [list(block_ids)],
+        "remote_block_ids": [list(of_group) for of_group in block_ids],
         "remote_engine_id": engine_id,
         "tp_size": parallel_size,
         "dcp_size": 1,

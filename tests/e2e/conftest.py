@@ -57,9 +57,9 @@ def zygote() -> Iterator[Zygote]:
 
 
 @pytest.fixture(scope="session")
-def groups(zygote: Zygote, order: Path, folder: Path) -> Iterator[Groups]:
+def groups(zygote: Zygote, order: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
     """Starts the servers; only one group runs at a time."""
-    with Groups(zygote, order, folder) as groups:
+    with Groups(zygote, order, folder, tmp_path_factory.mktemp("models")) as groups:
         yield groups
 
 

@@ -3,8 +3,9 @@ decode keeps its own KV of a prompt's last token.
 
 Before: at the producer, which has computed the checksum already, so that other bytes arrive than were announced. After:
 at the consumer, where only a test would put it: it proves that the tests could see wrong KV at all. The order is the
-content of the file that `KVPIPE_TEST_FLIP` names: `source`, nothing for the consumer's side, or `recomputed`. The file
-goes when the order has been carried out at the source, which is before the producer has answered.
+content of the file that `KVPIPE_TEST_FLIP` names: `source`, the index of a KV cache group for the consumer's side
+(nothing: the first), or `recomputed`. The file goes when the order has been carried out at the source, which is before
+the producer has answered.
 """
 
 import os
@@ -26,13 +27,19 @@ class KVPipeConnector(connector.KVPipeConnector):
     """Flips the values of one block in one layer, when ordered."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Keeps the first layer's cache."""
+        """Keeps the cache of the first layer of each group."""
         super().register_kv_caches(kv_caches)
         self._order = Path(os.environ["KVPIPE_TEST_FLIP"])
-        self._first_layer = next(iter(kv_caches.values()))
-        self._sources: list[int] = []
-        self._destinations: dict[str, int] = {}
+        self._first_layers = [kept[0] for kept in self._of_worker()._kept._caches]
+        self._source: tuple[int, int] | None = None
+        self._destinations: dict[str, list[list[int]]] = {}
         self._requests: dict[bytes, str] = {}
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Has nothing restored, when ordered."""
+        if self._is_ordered("recomputed"):
+            kv_connector_metadata.restores.clear()
+        super().handle_preemptions(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Notes the blocks of each load, and of a prompt of several blocks that is computed in this step alone.
@@ -40,32 +47,37 @@ class KVPipeConnector(connector.KVPipeConnector):
         Blocks that the scheduler role has committed are spoiled here, before they are used: no end is reported.
         """
         for load in connector_metadata.loads:
-            self._destinations[load.request_id] = load.block_ids[0]
+            self._destinations[load.request_id] = [block_ids for _, block_ids in load.parts]
             self._requests[load.handoff] = load.request_id
-        if self._is_ordered("recomputed"):
-            connector_metadata.restores.clear()
         for handoff in connector_metadata.committed:
             self._spoil_loaded(self._requests.pop(handoff, ""))
-        ready = [each.block_ids for each in connector_metadata.ready if each.first == 0]
-        whole = [block_ids for block_ids in ready if len(block_ids) > SPOILT]
-        self._sources = whole[-1] if whole else []
+        self._source = self._chosen(connector_metadata.ready)
         super().bind_connector_metadata(connector_metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Spoils one of the blocks that this step has lent, or the first block of what has just arrived."""
-        if self._sources and self._is_ordered("source"):
+        if self._source is not None and self._is_ordered("source"):
+            group, block_id = self._source
             time.sleep(SUMMED_AFTER_S)
-            self._first_layer[self._sources[SPOILT]].neg_()
+            self._first_layers[group][block_id].neg_()
             self._order.unlink()
         sent, received = super().get_finished(finished_req_ids)
         for request_id in received or ():
             self._spoil_loaded(request_id)
         return sent, received
 
+    def _chosen(self, ready: list[Any]) -> tuple[int, int] | None:
+        """A block that is ready with this step: of the last group, or of a prompt of several blocks."""
+        if len(self._first_layers) > 1:
+            return (ready[-1].group, ready[-1].block_ids[0]) if ready else None
+        whole = [each.block_ids for each in ready if each.first == 0 and len(each.block_ids) > SPOILT]
+        return (0, whole[-1][SPOILT]) if whole else None
+
     def _spoil_loaded(self, request_id: str) -> None:
-        block_id = self._destinations.pop(request_id, None)
-        if block_id is not None and self._is_ordered(""):
-            self._first_layer[block_id].neg_()
+        loaded = self._destinations.pop(request_id, [])
+        for group, block_ids in enumerate(loaded):
+            if block_ids and (self._is_ordered(str(group)) or (group == 0 and self._is_ordered(""))):
+                self._first_layers[group][block_ids[0]].neg_()
 
     def _is_ordered(self, order: str) -> bool:
         return self._order.exists() and self._order.read_text() == order

@@ -3,9 +3,10 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThrea
 from kvpipe.launch.plan import free_ports
 from kvpipe.store.server import StoreServer
 from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
+from tests.e2e.model_kinds import KINDS, make_model
 from tests.zygote import Zygote
 
 REPOSITORY = Path(__file__).parents[2]
@@ -27,7 +29,7 @@ COMMON = (
 # Long prompts take several steps of 256 tokens, so that blocks are announced while prefill computes. The instance that
 # is called prefill fails requests whose KV does not come; that matters where it decodes.
 ROOMY = ("--max-model-len", "4096", "--max-num-batched-tokens", "256")
-WITH_ROOM = ("roomy", "multi", "store", "pipe and store")
+WITH_ROOM = ("roomy", "multi", "store", "pipe and store", *KINDS)
 
 # 39 blocks of 32 tokens, where requests of 1024 tokens are allowed: what runs at once grows until some is preempted.
 # vLLM on CPU dies of a seeded request that is computed in several chunks: a step holds all that a test sends at once.
@@ -62,6 +64,13 @@ BFLOAT16 = (
 THREADS = {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "passive"}
 
 
+# vLLM computes gated delta networks on CPUs in bfloat16 only.
+KIND_ARGS = {
+    "qwen3-next": ("--dtype", "bfloat16"),
+    "gpt-oss": ("--no-enable-auto-tool-choice", "--tool-call-parser", "openai"),
+}
+
+
 class Groups:
     """Starts a group when it is first asked for, and ends the one before.
 
@@ -71,10 +80,11 @@ class Groups:
 
     store_server: StoreServer
 
-    def __init__(self, zygote: Zygote, flip: Path, store: Path) -> None:
+    def __init__(self, zygote: Zygote, flip: Path, store: Path, models: Path) -> None:
         self._zygote = zygote
         self._flip = flip
         self._store = store
+        self._models = models
         self._name = ""
         self._servers: Servers | None = None
         self._running = ExitStack()
@@ -91,7 +101,8 @@ class Groups:
         """The servers of a group.
 
         Args:
-            name: `roomy`, `multi`, `tight`, `tight, validate`, `bfloat16`, `lengths`, `store` or `pipe and store`.
+            name: `roomy`, `multi`, `tight`, `tight, validate`, `bfloat16`, `lengths`, `store`, `pipe and store`, or a
+                kind of model; and more arguments of vLLM. Those after ` | ` are for decode and the undivided instance.
         """
         if self._servers is None or name != self._name:
             self._running.close()
@@ -106,32 +117,34 @@ class Groups:
     @contextmanager
     def _started(self, name: str) -> Iterator[Servers]:
         started = ExitStack()
-        threads = THREADS if name == "bfloat16" else {}
+        group, shared, differing = _parts(name)
+        threads = THREADS if group == "bfloat16" else {}
         zygote = started.enter_context(Zygote(env=threads, log=LOGS / "zygote.log")) if threads else self._zygote
-        running = DeploymentThread(self._spec(name, zygote, threads), report=print)
+        spec = self._spec(group, shared, zygote, threads, LOGS / "-".join(re.findall(r"[\w.]+", name)))
+        running = DeploymentThread(spec, report=print)
         prefill, decode = running.deployment.prefill[0], running.deployment.decode[0]
         # Some tests have the two change places.
         for instance in (prefill, decode):
             change_transfer(instance, lambda config: config | {"kv_role": "kv_both"})
-        if name == "roomy":
+        if group == "roomy":
             change_transfer(prefill, strict)
-        elif name == "multi":
+        elif group == "multi":
             change_transfer(prefill, lambda config: beside_another(config, "fail"))
             change_transfer(decode, lambda config: beside_another(config, "recompute"))
-        elif name == "store":
+        elif group == "store":
             change_transfer(prefill, lambda config: store_alone(config, f"{FILE_STORE}:{self._store}"))
             change_transfer(decode, lambda config: store_alone(config, f"{FILE_STORE}:{self._store}"))
-        elif name == "pipe and store":
+        elif group == "pipe and store":
             self.store_server = started.enter_context(StoreServer(token=TOKEN))
             change_transfer(prefill, lambda config: beside_store(config, self.store_server.url))
             change_transfer(decode, lambda config: beside_store(config, self.store_server.url))
-        elif name == "bfloat16":
-            for instance in running.deployment.instances:
-                instance.child._command += BFLOAT16
-        else:
-            by_role = LENGTHS_BY_ROLE if name == "lengths" else TIGHT_BY_ROLE
+        elif group == "bfloat16":
+            add_arguments(running.deployment.instances, BFLOAT16)
+        elif group not in WITH_ROOM:
+            by_role = LENGTHS_BY_ROLE if group == "lengths" else TIGHT_BY_ROLE
             for instance in running.deployment.instances:
                 instance.child._command += by_role[instance.role]
+        add_arguments((decode, running.deployment.undivided[0]), differing)
         with started, running, ExitStack() as proxies:
             yield Servers(
                 running,
@@ -140,20 +153,42 @@ class Groups:
                 ),
             )
 
-    def _spec(self, name: str, zygote: Zygote, threads: Mapping[str, str]) -> DeploymentSpec:
+    def _spec(
+        self, group: str, more: tuple[str, ...], zygote: Zygote, threads: Mapping[str, str], logs: Path
+    ) -> DeploymentSpec:
         return DeploymentSpec(
-            model=tiny_model(),
+            model=self._model(group),
             num_undivided=1,
             token=TOKEN,
             block_size=32,
             server_command=zygote.command(),
             connector_module="tests.e2e.faulty_connector",
-            connector_config={"lease_s": LEASE_S} | ({"integrity": "validate"} if "validate" in name else {}),
+            connector_config={"lease_s": LEASE_S} | ({"integrity": "validate"} if "validate" in group else {}),
             env={"KVPIPE_TEST_FLIP": str(self._flip), "PYTHONPATH": str(REPOSITORY), "VLLM_SERVER_DEV_MODE": "1"}
             | dict(threads),
-            vllm_args=COMMON + (ROOMY if name in WITH_ROOM else ()),
-            log_dir=LOGS / name.replace(", ", "-").replace(" ", "-"),
+            vllm_args=(*COMMON, *(ROOMY if group in WITH_ROOM else ()), *KIND_ARGS.get(group, ()), *more),
+            log_dir=logs,
         )
+
+    def _model(self, kind: str) -> str:
+        plain = tiny_model()
+        if kind not in KINDS:
+            return plain
+        folder = self._models / kind
+        return str(folder if folder.exists() else make_model(kind, folder, Path(plain)))
+
+
+def _parts(name: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """The group or kind of model, the arguments of all instances, and those of all but prefill."""
+    group = name.partition(" --")[0]
+    shared, _, differing = name.removeprefix(group).partition(" | ")
+    return group, tuple(shared.split()), tuple(differing.split())
+
+
+def add_arguments(instances: Iterable[Instance], arguments: tuple[str, ...]) -> None:
+    """Adds arguments of vLLM to instances before they start. Of one that is given twice, the last counts."""
+    for instance in instances:
+        instance.child._command += arguments
 
 
 def change_transfer(instance: Instance, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

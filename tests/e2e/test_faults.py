@@ -94,6 +94,22 @@ def test_released_kv_is_freed_before_its_lease_ends(servers: Servers) -> None:
     until(lambda: servers.holds_no_block(servers.prefill), LEASE_S - 3)
 
 
+def test_instances_that_were_sent_to_sleep_hand_over_when_they_are_awake(servers: Servers) -> None:
+    """Without sleep mode vLLM pauses and resets its caches; their memory stays."""
+    servers.come_to_rest()  # vLLM falls asleep when no block is leased
+    body = completion(prompt(100, seed=31))
+    expected = servers.expected(COMPLETIONS, body)
+    for paths in ((), ("/sleep", "/wake_up")):
+        for path in paths:
+            for instance in (servers.prefill, servers.decode):
+                with post(instance.url, path, {}) as response:
+                    assert response.status == http.HTTPStatus.OK
+        text, handoff = servers.answer(servers.url, COMPLETIONS, body)
+        result = servers.result(handoff)
+        assert (text, result["result"], result["local_tokens"]) == (expected, "full", 0)
+        servers.come_to_rest()
+
+
 def test_a_handoff_that_its_producer_does_not_know_is_recomputed(servers: Servers) -> None:
     body = completion(prompt(70, seed=25))
     # There is no listener: the first port is privileged and unused.

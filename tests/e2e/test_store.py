@@ -86,11 +86,15 @@ def asked(instance: Instance, path: str) -> None:
         assert answer.status == HTTPStatus.OK, answer.read()
 
 
-@pytest.mark.parametrize("paths", [["/pause", "/resume"], ["/reset_prefix_cache?reset_external=true"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "paths",
+    [["/pause", "/resume"], ["/sleep", "/wake_up"], ["/reset_prefix_cache?reset_external=true"]],
+    ids=" ".join,
+)
 def test_instances_that_were_reset_go_on_sharing_what_they_stored_before_and_after(
     sharing: Servers, folder: Path, paths: list[str]
 ) -> None:
-    before, after = (completion(prompt(NUM_TOKENS, seed=410 + len(paths) + more)) for more in (0, 2))
+    before, after = (completion(prompt(NUM_TOKENS, seed=430 + len("".join(paths)) + more)) for more in (0, 2))
     stored(sharing.prefill, folder, before)
     for path in paths:
         for instance in (sharing.prefill, sharing.decode):

@@ -31,7 +31,15 @@ class Instance:
 
     def __init__(self, form: str) -> None:
         caches = new_caches(form)
-        engine = WorkerEngine(rank=0, engine_id=f"engine {form}", kv_role="kv_both", num_blocks=BLOCKS, device="cuda")
+        engine = WorkerEngine(
+            rank=0,
+            engine_id=f"engine {form}",
+            kv_role="kv_both",
+            num_blocks=BLOCKS,
+            groups=[list(caches)],
+            num_hooked_layers=len(caches),
+            device="cuda",
+        )
         self.worker = WorkerRole(engine, ConnectorConfig(silence_s=20))
         self.worker.register(caches)
         self.order = self.worker._order

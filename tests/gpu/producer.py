@@ -61,7 +61,7 @@ class Producer(Instance):
         torch.cuda.synchronize()
 
     def end(self, handoff: bytes, reason: str) -> None:
-        self.worker.end_handoffs(StepMetadata(ended=[HandoffEnd(handoff, reason)]))
+        self.worker.prepare_step(StepMetadata(ended=[HandoffEnd(handoff, reason)]))
 
 
 def run(form: str, commands: Connection) -> None:

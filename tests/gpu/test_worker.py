@@ -62,7 +62,7 @@ class Pair:
         self.tell("prefill", how, self.handoff, seed, block_ids)
 
     def load(self, block_ids: list[int]) -> None:
-        load = Load("consuming", self.handoff, 0, block_ids, [self._rank], has_state=True)
+        load = Load("consuming", self.handoff, [(0, block_ids)], [self._rank], has_state=True)
         self.consumer.worker.begin_step(StepMetadata(loads=[load]))
 
     def outcome(self) -> LoadOutcome:
@@ -216,7 +216,15 @@ def test_what_is_launched_into_a_graph_is_known_to_be_captured() -> None:
 
 
 def test_checksums_of_a_cache_on_a_gpu_are_refused_in_the_constructor() -> None:
-    engine = WorkerEngine(rank=0, engine_id="engine", kv_role="kv_both", num_blocks=BLOCKS, device="cuda")
+    engine = WorkerEngine(
+        rank=0,
+        engine_id="engine",
+        kv_role="kv_both",
+        num_blocks=BLOCKS,
+        groups=[["layer"]],
+        num_hooked_layers=1,
+        device="cuda",
+    )
     with pytest.raises(ConfigError, match='write "integrity": "validate" or "auto"'):
         WorkerRole(engine, ConnectorConfig(integrity="checksum"))
 
@@ -231,7 +239,7 @@ def test_a_closed_worker_lets_go_of_its_memory_and_ends_its_threads() -> None:
     before = torch.cuda.memory_allocated()
     num_before = names_of_threads().count("kvpipe-events")
     instance = Instance("together")
-    load = Load("consuming", secrets.token_bytes(16), 0, [1], [("127.0.0.1:1", bytes(16))], has_state=True)
+    load = Load("consuming", secrets.token_bytes(16), [(0, [1])], [("127.0.0.1:1", bytes(16))], has_state=True)
     instance.worker.begin_step(StepMetadata(loads=[load]))
     assert torch.cuda.memory_allocated() > before
     instance.worker.close()

@@ -53,7 +53,7 @@ def run(**addresses: str) -> None:
     while not select.select([sys.stdin], [], [], 0.005)[0]:
         output = engine.scheduler.schedule()
         metadata = output.kv_connector_metadata
-        worker.end_handoffs(metadata)
+        worker.prepare_step(metadata)
         worker.begin_step(metadata)
         worker.end_forward()
         sent, _ = worker.finished()

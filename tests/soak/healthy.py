@@ -99,8 +99,8 @@ class Pair:
         """Begins to load a handoff of which so many blocks are ready."""
         handoff = next(self._numbers).to_bytes(16)
         self.mark_ready(handoff, blocks, 0, num_ready)
-        incarnation = self.producer.incarnation
-        self.consumer.load(handoff, self.producer.address, incarnation, 0, list(blocks), is_committed=True)
+        incarnation, parts = self.producer.incarnation, [([self.region], 0, list(blocks))]
+        self.consumer.load(handoff, self.producer.address, incarnation, parts, is_committed=True)
         return handoff
 
     def mark_ready(self, handoff, blocks, first, num_ready):

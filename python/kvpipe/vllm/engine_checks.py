@@ -11,14 +11,31 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.kvpipe.connector")
 
 _DEFAULT_POLICY = "recompute"
 _VLLMS_POLICY = "fail"
+# vLLM's settings with which it can unmap the memory of a KV cache. On CUDA devices the first one sets the second.
+_UNMAPPING_SETTINGS = ("enable_sleep_mode", "enable_cumem_allocator")
 # Connectors of vLLM that read the same parameters of requests.
 _SAME_PARAMS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector")
+
+
+def check_memory_stays(model: ModelConfig) -> None:
+    """Refuses engines that can take the memory of the KV cache away, and give it other memory.
+
+    vLLM does so on `/sleep` and `/release_kv_cache_memory`. Up to 0.32 it does not call the worker role before.
+
+    Raises:
+        ConfigError: Sleep mode or the cumem allocator is on.
+    """
+    if setting := next((name for name in _UNMAPPING_SETTINGS if getattr(model, name)), ""):
+        flag = f"--{setting.replace('_', '-')}"
+        message = f"{flag}: vLLM can unmap the KV cache, whose addresses kvpipe keeps; start vLLM without it"
+        raise ConfigError(message)
 
 
 def check_cache(kv_cache_config: KVCacheConfig) -> None:

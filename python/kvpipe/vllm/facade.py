@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from kvpipe.vllm.engine_checks import check_cache, load_failure_policy
+from kvpipe.vllm.engine_checks import check_memory_stays, load_failure_policy
 from kvpipe.vllm.versions import LoadedFirst, check_version
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ class Facade(KVConnectorBase_V1, Generic[SchedulerT, WorkerT]):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_version()
-        check_cache(kv_cache_config)
+        check_memory_stays(vllm_config.model_config)
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
         self._loaded_first = LoadedFirst()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003 - vLLM's signature
-        """Returns false: vLLM gives a sleeping cache other memory, which is not the one that is registered."""
+        """Returns false: vLLM 0.33 asks at the start, and refuses sleep mode; the constructor does in each version."""
         return False
 
     def _set_load_failure_policy(self, on_load_failure: str) -> None:

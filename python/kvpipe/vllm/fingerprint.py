@@ -29,6 +29,8 @@ _TOKENIZER_FILES = (
 )
 # Above it vLLM tunes Llama 4's attention (`models/llama4.py`).
 _LLAMA4_TUNED_FROM = 32768
+# Two names of one type: `vllm/config/cache.py` says "fp8 (=fp8_e4m3)".
+_DTYPE_ALIASES = {"fp8": "fp8_e4m3"}
 # Keys that transformers adds to a configuration when it reads it: the source, and the version of transformers.
 _KEYS_OF_ITS_SOURCE = ("_name_or_path", "_commit_hash", "auto_map", "transformers_version")
 
@@ -182,6 +184,7 @@ def _quantization(model: ModelConfig) -> str:
 def _kv_cache_dtype(config: VllmConfig) -> str:
     cache = config.cache_config
     dtype = str(config.model_config.dtype).removeprefix("torch.") if cache.cache_dtype == "auto" else cache.cache_dtype
+    dtype = _DTYPE_ALIASES.get(dtype, dtype)
     skipped = cache.kv_cache_dtype_skip_layers
     return f"{dtype} except in {', '.join(map(str, skipped))}" if skipped else dtype
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -21,16 +21,16 @@ class KeptBlocks:
     its current stream: on a device, in order with the forward pass between them.
 
     Args:
-        caches: The cache of each layer, `[num_blocks, …]`.
+        caches: For each KV cache group, the cache of each layer, `[num_blocks, …]`.
     """
 
-    def __init__(self, caches: Iterable[torch.Tensor] = ()) -> None:
-        self._caches = list(caches)
+    def __init__(self, caches: Sequence[Sequence[torch.Tensor]] = ()) -> None:
+        self._caches = caches
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def keep(self, block_ids: list[int]) -> None:
-        """Copies these blocks, and forgets others."""
-        blocks = [cache[block_id] for block_id in block_ids for cache in self._caches]
+    def keep(self, block_ids: Iterable[tuple[int, int]]) -> None:
+        """Copies these blocks, each named by its group and its id, and forgets others."""
+        blocks = [cache[block_id] for group, block_id in block_ids for cache in self._caches[group]]
         self._copies = [(block, block.clone()) for block in blocks]
 
     def put_back(self) -> None:

@@ -3,7 +3,7 @@
 use std::os::fd::RawFd;
 use std::time::Instant;
 
-use kvpipe_core::blocks::handoff::{Event, LoadReport, LoadRequest};
+use kvpipe_core::blocks::handoff::{Event, LoadPart, LoadReport, LoadRequest};
 use kvpipe_core::blocks::{self, AgentConfig, Notification, Options};
 use kvpipe_core::ids::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
@@ -239,25 +239,29 @@ impl Agent {
         self.0.end(id(handoff)?, reason).map_err(to_py)
     }
 
-    #[pyo3(signature = (handoff, producer, incarnation, first, block_ids, is_committed, event=None))]
-    #[expect(clippy::too_many_arguments, reason = "a private class")]
+    #[pyo3(signature = (handoff, producer, incarnation, parts, is_committed, event=None))]
     fn load(
         &self,
         handoff: &[u8],
         producer: String,
         incarnation: &[u8],
-        first: u32,
-        block_ids: Vec<u32>,
+        parts: Vec<(Vec<PyRef<'_, Region>>, u32, Vec<u32>)>,
         is_committed: bool,
         event: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (handoff, incarnation) = (id(handoff)?, id(incarnation)?);
+        let parts = parts
+            .into_iter()
+            .map(|(regions, first, block_ids)| LoadPart {
+                regions: Some(regions.iter().map(|region| region.0.clone()).collect()),
+                first,
+                block_ids,
+            });
         let request = LoadRequest {
             handoff,
             producer,
             incarnation,
-            first,
-            block_ids,
+            parts: parts.collect(),
             is_committed,
         };
         let begun = match event {

@@ -1,8 +1,9 @@
 """vLLM's real scheduler with the connector in its scheduler role; the workers' word comes from the test."""
 
 import itertools
+import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -52,10 +53,15 @@ def engine_config(
     ).create_engine_config()
 
 
-def cache_config(num_blocks: int = NUM_BLOCKS) -> KVCacheConfig:
-    """The cache of the tiny model, of one layer."""
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(["layer"], spec)]
+SHAPE = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
+
+
+def cache_config(num_blocks: int = NUM_BLOCKS, specs: Sequence[KVCacheSpec] = ()) -> KVCacheConfig:
+    """The cache of a tiny model, of one group or of one for each of these specs."""
+    groups = [
+        KVCacheGroupSpec([f"layer.{3 * index + number}" for number in range(3)], spec)
+        for index, spec in enumerate(specs or [FullAttentionSpec(**SHAPE)])
+    ]
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -78,13 +84,13 @@ class Engine:
         sent: Tokens that clients have got, by request id.
     """
 
-    def __init__(self, config: VllmConfig, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(self, config: VllmConfig, num_blocks: int = NUM_BLOCKS, specs: Sequence[KVCacheSpec] = ()) -> None:
         config.cache_config.num_gpu_blocks = num_blocks
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
-            kv_cache_config=cache_config(num_blocks),
+            kv_cache_config=cache_config(num_blocks, specs),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
+            block_size=math.lcm(BLOCK, *(spec.block_size for spec in specs)),
             hash_block_size=BLOCK,
             log_stats=True,
         )

@@ -15,7 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
 from kvpipe.vllm.handoff.producer.rank_leases import RankLeases
 from kvpipe.vllm.scheduler_output import scheduled
-from tests.vllm.handoff.cache import Cache
+from tests.vllm.handoff.cache import Cache, Layers
 from tests.vllm.handoff.engine import BLOCK, is_unreported, outcome
 
 if TYPE_CHECKING:
@@ -43,10 +43,11 @@ class Transfer:
 
 @dataclass
 class Exposed:
-    """Blocks that are announced to consumers."""
+    """Blocks that are announced to consumers, of each group, and the position of the first of them."""
 
     request: Request
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]]
+    first: list[int | None]
 
 
 @dataclass
@@ -55,12 +56,13 @@ class RemoteRead:
 
     Attributes:
         num_pauses: Number of calls without a read after each block.
+        read: Group, position and content of each block that was read.
     """
 
     handoff: bytes
     exposed: Exposed
     num_pauses: int
-    slots: list[int | None] = field(default_factory=list)
+    read: list[tuple[int, int, list[int | None]]] = field(default_factory=list)
     pauses_left: int = 0
 
 
@@ -90,7 +92,7 @@ class Step:
     Attributes:
         output: vLLM's, with the metadata of the scheduler role.
         requests: All requests by id.
-        tables: The blocks of its requests, by id.
+        tables: The blocks of its requests in each group, by id.
         num_preemptions: Number of preemptions of each before the step.
         expected_tokens: The token that each handoff of the step forces; `None` where its worker samples.
         leased: The blocks of each handoff that it leases.
@@ -100,7 +102,7 @@ class Step:
 
     output: SchedulerOutput
     requests: dict[str, Request]
-    tables: dict[str, list[int]]
+    tables: dict[str, list[list[int]]]
     num_preemptions: dict[str, int]
     expected_tokens: dict[bytes, int | None]
     leased: dict[bytes, list[int]]
@@ -132,6 +134,8 @@ class Rank:
         given: The tokens that resumed requests bring, by handoff.
         foreign: Handoffs whose producer computes another prompt.
         seen: Counts what happens.
+        groups: What the layers of each KV cache group read.
+        has_parts: True if vLLM goes on from the blocks before the first missing one.
         uses_v2: True if the model runner is V2; otherwise V1.
         is_async: True if vLLM schedules asynchronously.
         is_late: True if forward passes run when the test has them do so; otherwise they run at once.
@@ -143,7 +147,9 @@ class Rank:
         given: dict[bytes, tuple[int, ...]],
         foreign: set[bytes],
         seen: Counter[str],
+        groups: tuple[Layers, ...],
         *,
+        has_parts: bool,
         uses_v2: bool,
         is_async: bool,
         is_late: bool,
@@ -155,13 +161,13 @@ class Rank:
         self._uses_v2 = uses_v2
         self._is_async = is_async
         self._is_late = is_late
-        self.cache = Cache()
+        self.cache = Cache(groups)
         self.transfers: dict[bytes, Transfer] = {}
         self.exposed: dict[bytes, Exposed] = {}
         self.remote_reads: list[RemoteRead] = []
         self.leased: dict[bytes, list[int]] = {}
         self.passes: deque[Pass] = deque()
-        self._loads, self._leases = RankLoads(), RankLeases()
+        self._loads, self._leases = RankLoads(has_parts=has_parts), RankLeases()
         self._ended: set[bytes] = set()
         self._read: set[bytes] = set()
         self._rows: dict[str, Row] = {}
@@ -252,7 +258,7 @@ class Rank:
             self.transfers[load.handoff].ending = (False, list(range(len(load.block_ids))))
             self._seen["load refused"] += bool(load.refusal)
         self._seen["load"] += 1
-        self._seen["load beyond the own cache"] += bool(load.first)
+        self._seen["load beyond the own cache"] += self.cache.groups[0].kind == "full" and bool(load.parts[0][0])
 
     def _commit(self, handoff: bytes) -> None:
         """Ends a load that the scheduler role has committed, which the worker does not report."""
@@ -287,6 +293,7 @@ class Rank:
         return KVConnectorOutput(
             finished_recving=received,
             finished_sending=sent,
+            failed_recving=self._loads.drain_failed(),
             invalid_block_ids=self._loads.drain_invalid_block_ids(),
             kv_connector_worker_meta=self._loads.drain_outcomes(),
         )
@@ -314,10 +321,24 @@ class Rank:
         if load.handoff in self._foreign:
             return
         history = self.cache.history(transfer.request.prompt_token_ids)
-        table = [*[0] * load.first, *load.block_ids]
-        for position in range(load.first, len(table)):
-            if position - load.first not in missing:
-                self.cache.write(table, history, position * BLOCK, min((position + 1) * BLOCK, len(history)))
+        number = 0
+        for layers, (first, block_ids) in zip(self.cache.groups, load.parts, strict=True):
+            for position, block_id in enumerate(block_ids, first):
+                if number not in missing:
+                    self.cache.slots[block_id] = self._content(layers, history, position)
+                number += 1
+
+    def _content(self, layers: Layers, history: list[int], position: int) -> list[int | None]:
+        """What a block of a prompt holds."""
+        if layers.is_state:
+            return [history[-1], *[None] * (BLOCK - 1)]
+        known = history[position * BLOCK : (position + 1) * BLOCK]
+        return [*known, *[None] * (BLOCK - len(known))]
+
+    def _is_content(self, layers: Layers, history: list[int], position: int, slots: list[int | None]) -> bool:
+        """True if a block holds a part of a prompt; what is behind the prompt does not matter."""
+        end = 1 if layers.is_state else min(BLOCK, len(history) - position * BLOCK)
+        return slots[:end] == self._content(layers, history, position)[:end]
 
     def acknowledge(self, handoff: bytes) -> None:
         """The consumer has all blocks of a handoff."""
@@ -337,16 +358,18 @@ class Rank:
             if read.pauses_left >= 0:
                 continue
             read.pauses_left = read.num_pauses
-            block_ids = read.exposed.block_ids
-            num_read = len(read.slots) // BLOCK
-            if num_read < len(block_ids):
-                read.slots += self.cache.slots[block_ids[num_read]]
+            blocks = self._exposed_blocks(read.exposed)
+            if len(read.read) < len(blocks):
+                group, position, block_id = blocks[len(read.read)]
+                read.read.append((group, position, list(self.cache.slots[block_id])))
                 continue
             self.remote_reads.remove(read)
             is_valid = self.exposed.get(read.handoff) is read.exposed
             history = self.cache.history(read.exposed.request.prompt_token_ids)
-            end = min(len(read.slots), len(history))
-            is_right = read.slots[:end] == history[:end]
+            is_right = all(
+                self._is_content(self.cache.groups[group], history, position, slots)
+                for group, position, slots in read.read
+            )
             assert is_right or not is_valid, "a block that had changed was validated"
             self._seen["consumer validated its blocks"] += is_valid
             self._seen["consumer read changed blocks"] += not is_right
@@ -360,10 +383,15 @@ class Rank:
         self._update_rows(step.output)
         for block_id in step.output.new_block_ids_to_zero or ():
             self.cache.slots[block_id] = [None] * BLOCK
-        kept = {block_id: list(self.cache.slots[block_id]) for block_id in metadata.restores}
+        states = self._states(step)
+        if self._uses_v2:
+            self._move_states(step, states)
+        kept = {block_id: list(self.cache.slots[block_id]) for _, block_id in metadata.restores}
         self._check_kept(step, kept)
         self.consumers_go_on()
-        self._compute(step)
+        if not self._uses_v2:
+            self._move_states(step, states)
+        self._compute(step, kept, states)
         self._round(step, kept)
         self.consumers_go_on()
         for block_id, slots in kept.items():
@@ -396,31 +424,87 @@ class Rank:
                 row.output = cached.all_token_ids[request_id][-num_output:]
         self._batch = set(output.num_scheduled_tokens)
 
-    def _compute(self, step: Step) -> None:
+    def _states(self, step: Step) -> dict[tuple[str, int], int | None]:
+        """The states from which requests go on, by request and group."""
+        return {
+            (request_id, index): self.cache.slots[step.tables[request_id][index][layers.block_of(first - 1)]][0]
+            for index, layers in enumerate(self.cache.groups)
+            for request_id, first, _ in step.spans()
+            if layers.is_state and first
+        }
+
+    def _move_states(self, step: Step, states: dict[tuple[str, int], int | None]) -> None:
+        """A state goes to the block that it is written into, if that is another one."""
+        for request_id, first, end in step.spans():
+            for index, layers in enumerate(self.cache.groups):
+                if layers.is_state and first and layers.block_of(first - 1) != layers.block_of(end - 1):
+                    block_id = step.tables[request_id][index][layers.block_of(end - 1)]
+                    self.cache.slots[block_id][0] = states[request_id, index]
+
+    def _compute(
+        self, step: Step, kept: dict[int, list[int | None]], states: dict[tuple[str, int], int | None]
+    ) -> None:
+        """All requests write, then all read. What a request computes from wrong KV is wrong, too."""
         for request_id, first, end in step.spans():
             tokens = self._rows[request_id].tokens[:end]
             assert len(tokens) == end, "a worker computes tokens that it has not"
             step.computed[request_id] = tokens[first:]
-            self.cache.write(step.tables[request_id], self.cache.history(tokens), first, end)
-        for request_id, _, end in step.spans():
-            history = self.cache.history(self._rows[request_id].tokens[:end])
-            assert self.cache.holds(step.tables[request_id], history, 0, end), (
-                f"{request_id} was computed on KV that is not its own"
-            )
+            for layers, table in zip(self.cache.groups, step.tables[request_id], strict=True):
+                self.cache.write(layers, table, self.cache.history(tokens), first, end)
+        wrong = {span[0] for span in step.spans() if not self._reads_its_own(step, span, states)}
+        for request_id, first, _ in step.spans():
+            if request_id in wrong:
+                assert self._is_replaced(step, request_id, kept), f"{request_id} was computed on KV that is not its own"
+                self._seen["first token forced in place of a wrong one"] += 1
+                self._spoil_token(step, request_id, first)
+        for span in step.spans():
+            assert span[0] in wrong or self._reads_its_own(step, span, states), "it has read what another one replaces"
+
+    def _reads_its_own(self, step: Step, span: tuple[str, int, int], states: dict[tuple[str, int], int | None]) -> bool:
+        """True if a request goes on from its own states, and reads its own tokens."""
+        request_id, first, end = span
+        history = self.cache.history(self._rows[request_id].tokens[:end])
+        for index, (layers, table) in enumerate(zip(self.cache.groups, step.tables[request_id], strict=True)):
+            if layers.is_state:
+                is_own = first == 0 or states[request_id, index] == history[first - 1]
+            else:
+                is_own = self.cache.holds(layers, table, history, layers.first_read(first), end)
+            if not is_own:
+                return False
+        return True
+
+    def _spoil_token(self, step: Step, request_id: str, position: int) -> None:
+        for layers, table in zip(self.cache.groups, step.tables[request_id], strict=True):
+            if block_id := table[layers.block_of(position)]:
+                self.cache.slots[block_id][0 if layers.is_state else position % BLOCK] = None
+
+    def _is_repeated(self, step: Step, request_id: str, kept: dict[int, list[int | None]]) -> bool:
+        """True if a step computes the last token of a prompt again, and its blocks are restored."""
+        _, first, end = next(span for span in step.spans() if span[0] == request_id)
+        return end == first + 1 and any(
+            table[layers.block_of(first)] in kept
+            for layers, table in zip(self.cache.groups, step.tables[request_id], strict=True)
+        )
+
+    def _is_replaced(self, step: Step, request_id: str, kept: dict[int, list[int | None]]) -> bool:
+        """True if what a step computes is thrown away: its token is forced, and its blocks are restored."""
+        handoff = self._handoffs.get(request_id, b"")
+        return self._is_repeated(step, request_id, kept) and handoff in step.metadata.first_tokens
 
     def _check_kept(self, step: Step, kept: dict[int, list[int | None]]) -> None:
         for request_id, first, _ in step.spans():
-            table, request = step.tables[request_id], step.requests[request_id]
-            if table[first // BLOCK] in kept:
-                history = self.cache.history(request.prompt_token_ids)
-                assert self.cache.holds(table, history, 0, len(history)), "what is kept is the KV of the prompt"
+            if self._is_repeated(step, request_id, kept):
+                history = self.cache.history(step.requests[request_id].prompt_token_ids)
+                assert first + 1 == len(history)
+                assert self.cache.holds_for(step.tables[request_id], history, len(history)), (
+                    "what is kept is the KV of the prompt"
+                )
 
     def _round(self, step: Step, kept: dict[int, list[int | None]]) -> None:
         """A recomputed slot differs in some bits from the producer's."""
-        for request_id, first, end in step.spans():
-            block_id = step.tables[request_id][first // BLOCK]
-            if end == first + 1 and block_id in kept:
-                self.cache.slots[block_id][first % BLOCK] = None
+        for request_id, first, _ in step.spans():
+            if self._is_repeated(step, request_id, kept):
+                self._spoil_token(step, request_id, first)
 
     def _sample(self, step: Step, request_id: str, end: int) -> list[int]:
         tokens, request = self._rows[request_id].tokens, step.requests[request_id]
@@ -446,9 +530,28 @@ class Rank:
         for part in parts:
             if part.handoff in self._ended:
                 continue
-            exposed = self.exposed.setdefault(part.handoff, Exposed(self._request_of(part.handoff, step)))
-            assert part.first == len(exposed.block_ids), "blocks become ready in the order of the prompt, each once"
-            exposed.block_ids += part.block_ids
+            num_groups = len(self.cache.groups)
+            nothing = Exposed(
+                self._request_of(part.handoff, step), [[] for _ in range(num_groups)], [None] * num_groups
+            )
+            exposed = self.exposed.setdefault(part.handoff, nothing)
+            if exposed.first[part.group] is None:
+                exposed.first[part.group] = part.first
+                assert part.first <= self._first_needed(part.group, exposed.request), (
+                    "a consumer needs blocks before it"
+                )
+            expected = exposed.first[part.group] + len(exposed.block_ids[part.group])
+            assert part.first == expected, "blocks become ready in the order of the prompt, each once"
+            exposed.block_ids[part.group] += part.block_ids
+
+    def _first_needed(self, group: int, request: Request) -> int:
+        layers, length = self.cache.groups[group], len(request.prompt_token_ids)
+        return 0 if layers.is_state else layers.first_read(length) // BLOCK
+
+    def _exposed_blocks(self, exposed: Exposed) -> list[tuple[int, int, int]]:
+        """Group, position and id of each exposed block."""
+        firsts = enumerate(zip(exposed.first, exposed.block_ids, strict=True))
+        return [(group, at, it) for group, (first, ids) in firsts for at, it in enumerate(ids, first or 0)]
 
     def _request_of(self, handoff: bytes, step: Step) -> Request:
         return next(it for request_id, it in step.requests.items() if self._handoffs.get(request_id) == handoff)
@@ -457,5 +560,7 @@ class Rank:
         """Whenever a consumer reads exposed blocks, they hold the KV of the prompt."""
         for exposed in self.exposed.values():
             history = self.cache.history(exposed.request.prompt_token_ids)
-            end = min(len(exposed.block_ids) * BLOCK, len(history))
-            assert self.cache.holds(exposed.block_ids, history, 0, end), "an exposed block has changed"
+            for group, position, block_id in self._exposed_blocks(exposed):
+                assert self._is_content(self.cache.groups[group], history, position, self.cache.slots[block_id]), (
+                    "an exposed block has changed"
+                )

@@ -11,59 +11,69 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 
 from kvpipe import info
 from kvpipe.connector import KVPipeConnector
 from kvpipe.exceptions import ConfigError, TransportUnavailableError
 from kvpipe.vllm.handoff.metadata import HandshakeMetadata, StepMetadata, WorkerOutcomes
 from tests.vllm.handoff.engine import cache_config, engine_config
-from tests.vllm.handoff.test_worker import BLOCKS, caches
+from tests.vllm.handoff.test_worker import BLOCKS
 
 pytestmark = pytest.mark.vllm
 
 SHAPE = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-FULL, SLIDING = FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=64)
+FULL, RING = FullAttentionSpec(**SHAPE), CircularBufferSpec(**SHAPE)
+STATE = MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
 
 
-def test_the_worker_of_an_engine_that_may_sleep_uses_checksums_though_validation_is_set(
-    tiny_model: str, log: pytest.LogCaptureFixture
+def zeroed() -> KVCacheConfig:
+    """A cache whose new blocks vLLM zeroes."""
+    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate([FULL, STATE])]
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_the_worker_of_an_engine_that_zeroes_blocks_early_uses_checksums_though_validation_is_set(
+    tiny_model: str, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = engine_config(tiny_model, integrity="validate")
-    config.model_config.enable_sleep_mode = True
-    connector = KVPipeConnector(config, KVConnectorRole.WORKER, cache_config(BLOCKS))
-    connector.register_kv_caches(caches())
-    assert "integrity.fallback checksums instead of validation: sleep mode" in log.text
-    connector.shutdown()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    KVPipeConnector(config, KVConnectorRole.WORKER, zeroed())
+    assert "integrity.fallback checksums instead of validation: the V2 model runner zeroes" in log.text
 
 
-@pytest.mark.parametrize("specs", [[SLIDING], [FULL, FULL], []], ids=["sliding window", "two groups", "none"])
 @pytest.mark.parametrize("role", KVConnectorRole)
-def test_a_cache_in_which_a_token_may_have_no_block_or_several_is_refused(
-    config: Any, specs: list[Any], role: KVConnectorRole
+def test_a_cache_whose_blocks_cannot_be_handed_over_is_refused_in_both_roles(
+    config: Any, role: KVConnectorRole
 ) -> None:
-    groups = [KVCacheGroupSpec(["layer"], spec) for spec in specs]
+    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate([FULL, RING])]
     kv_cache_config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
-    with pytest.raises(ConfigError, match="model unsupported: kvpipe needs one KV cache group of full attention"):
+    with pytest.raises(ConfigError, match="model unsupported: kvpipe does not hand over KV caches of CircularBufferSp"):
         KVPipeConnector(config, role, kv_cache_config)
 
 
 @pytest.mark.parametrize(
-    ("device", "has_sleep_mode", "extra", "message"),
+    ("device", "extra", "message"),
     [
-        ("xpu", False, {}, "KV cache on device xpu: kvpipe moves caches in host memory and on NVIDIA GPUs"),
-        ("cuda", False, {"integrity": "checksum"}, 'write "integrity": "validate" or "auto"'),
-        ("cuda", True, {}, "validation is not possible: sleep mode"),
+        ("xpu", {}, "KV cache on device xpu: kvpipe moves caches in host memory and on NVIDIA GPUs"),
+        ("cuda", {"integrity": "checksum"}, 'write "integrity": "validate" or "auto"'),
+        ("cuda", {}, "KV cache on cuda has no checksums, and validation is not possible: the V2 model runner zeroes"),
     ],
 )
 def test_an_engine_whose_device_cannot_work_is_refused_by_the_constructor(
-    tiny_model: str, device: str, extra: dict[str, Any], message: str, *, has_sleep_mode: bool
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, device: str, extra: dict[str, Any], message: str
 ) -> None:
     config = engine_config(tiny_model, **extra)
     config.device_config.device_type = device
-    config.model_config.enable_sleep_mode = has_sleep_mode
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ConfigError, match=re.escape(message)):
-        KVPipeConnector(config, KVConnectorRole.WORKER, cache_config())
+        KVPipeConnector(config, KVConnectorRole.WORKER, zeroed() if "zeroes" in message else cache_config())
 
 
 def test_a_gpu_without_cuda_in_ucx_is_refused_by_the_constructor_with_the_wheels_that_have_it(

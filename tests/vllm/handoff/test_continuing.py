@@ -399,13 +399,13 @@ def test_an_engine_in_which_no_request_can_continue_says_why(
         kv_transfer_config=SimpleNamespace(engine_id="engine"),
     )
     request = Request("request", prompt(100), SamplingParams(max_tokens=4, ignore_eos=True), None)
-    continuations = continuing_scheduler.Continuations(config)
+    continuations = continuing_scheduler.Continuations(config, [BLOCK])
     assert continuations.begin(request, OTHER)
     continuations.forget(request)
     setattr(getattr(config, part), field, value)
     request = Request("request", prompt(100), SamplingParams(max_tokens=4, ignore_eos=True), None)
     with log.at_level(logging.WARNING):
-        assert not continuing_scheduler.Continuations(config).begin(request, OTHER)
+        assert not continuing_scheduler.Continuations(config, [BLOCK]).begin(request, OTHER)
     assert "continuing.off" in log.text
     assert reason in log.text
 

@@ -189,7 +189,7 @@ def test_a_load_that_the_scheduler_role_has_refused_ends_with_that_reason_whatev
     pair: LatePair,
 ) -> None:
     pair.here.is_broken = True
-    load = Load("consuming", pair.handoff, 0, [5], [], has_state=True, refusal="weights differ")
+    load = Load("consuming", pair.handoff, [(0, [5])], [], has_state=True, refusal="weights differ")
     pair.consumer.begin_step(StepMetadata(loads=[load]))
     assert received(pair.consumer) == {"consuming"}
     outcome = pair.consumer.drain_outcomes().outcomes["consuming"]

@@ -10,8 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpipe import _kvpipe
+from kvpipe.connector import KVPipeConnector
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
+from kvpipe.store_connector import KVStoreConnector
 from kvpipe.transfer_params import consume, produce, resume
 from kvpipe.vllm.engine_checks import load_failure_policy
 from kvpipe.vllm.first_token.logits_processor import ForcedOutputs
@@ -162,6 +164,32 @@ def test_policies_that_contradict_are_an_error_with_the_line_to_write() -> None:
     assert '"kv_load_failure_policy": "recompute"' in str(raised.value)
 
 
+# --- memory that vLLM can take away
+
+
+@pytest.mark.parametrize("setting", ["enable_sleep_mode", "enable_cumem_allocator"])
+@pytest.mark.parametrize("role", KVConnectorRole)
+@pytest.mark.parametrize("connector", [KVPipeConnector, KVStoreConnector])
+def test_a_cache_that_vllm_can_unmap_is_refused_by_both_connectors_in_both_roles_with_the_flag_to_leave_out(
+    tiny_model: str, connector: Any, role: KVConnectorRole, setting: str
+) -> None:
+    config = engine_config(tiny_model)
+    setattr(config.model_config, setting, True)
+    flag = f"--{setting.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"{flag}: vLLM can unmap the KV cache.*; start vLLM without it"):
+        connector(config, role, cache_config())
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"), [("enable_sleep_mode", "Sleep mode"), ("enable_cumem_allocator", "cumem allocator")]
+)
+def test_vllm_itself_has_no_sleep_mode_and_no_cumem_allocator_on_a_cpu(
+    tiny_model: str, setting: str, name: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{name} is not supported on current platform"):
+        engine_config(tiny_model, {setting: True})
+
+
 # --- caches that vLLM resets
 
 
@@ -204,6 +232,8 @@ def multi(tiny_model: str, *connectors: Mapping[str, Any], **parent: Any) -> Vll
         kv_connector_extra_config={"connectors": list(connectors)},
         **parent,
     )
+    # As vLLM does where a connector does not support it.
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
     return config
 
 

@@ -21,10 +21,11 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from kvpipe import _kvpipe
 from kvpipe.control import ControlClient
 from kvpipe.vllm.fingerprint import _length_scaling, attention_properties, fingerprint, merge_ranks
+from kvpipe.vllm.handoff.cache_groups import CacheGroups
 from kvpipe.vllm.handoff.metadata import HandshakeMetadata
 from kvpipe.vllm.handoff.scheduler import SchedulerRole
 from kvpipe.vllm.model_files import find_files, hash_weights
-from tests.vllm.handoff.engine import engine_config
+from tests.vllm.handoff.engine import cache_config, engine_config
 
 pytestmark = pytest.mark.vllm
 
@@ -185,7 +186,7 @@ def test_weights_that_are_loaded_otherwise_are_said_not_to_be_compared(
     other.load_config = dataclasses.replace(LoadConfig(), load_format=load_format)
     said = f"not compared: loaded by load_format={load_format}"
     assert dict(fingerprint(other))["weights"] == said
-    SchedulerRole(other, SimpleNamespace(allowed_producers="", trace=""))
+    SchedulerRole(other, SimpleNamespace(allowed_producers="", trace=""), CacheGroups.of(cache_config()))
     assert f"fingerprint.incomplete weights is {said}" in log.text
 
 
@@ -257,8 +258,11 @@ def test_settings_of_the_multimodal_processor_are_compared(config: VllmConfig) -
 def test_the_dtype_of_the_kv_is_named_however_it_was_chosen(config: VllmConfig, tiny_model: str) -> None:
     by_model = dict(fingerprint(config))["kv cache dtype"]
     assert by_model == "float32"
-    quantized = engine_config(tiny_model, {"kv_cache_dtype": "fp8_e4m3"})
-    assert difference(fingerprint(config), fingerprint(quantized))["kv cache dtype"] == ("float32", "fp8_e4m3")
+    for name, dtype in {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}.items():
+        quantized = engine_config(tiny_model, {"kv_cache_dtype": name})
+        found = difference(fingerprint(config), fingerprint(quantized))
+        assert found.keys() == {"vllm version", "kv cache dtype"}, "quantized KV was not compared between versions"
+        assert found["kv cache dtype"] == ("float32", dtype)
 
 
 class OtherBackend(CPUAttentionBackend):
@@ -403,7 +407,7 @@ def test_what_the_workers_selected_is_in_the_fingerprint_that_peers_compare(
 ) -> None:
     engine = new_engine()
     selected = [("attention backend", "FLASH_ATTN")]
-    role = SchedulerRole(config, engine.role._config)
+    role = SchedulerRole(config, engine.role._config, engine.role._groups)
     role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), properties=selected)})
     other = _kvpipe.Control("127.0.0.1:0", b"", "other", [*engine.role._fingerprint, ("attention backend", "TRITON")])
     client = ControlClient("")

@@ -225,13 +225,13 @@ def test_the_producers_answer_names_the_token_unless_the_handoff_was_withdrawn(e
         produced = engine.role._producing._produced.get(request.request_id)
         produced.is_open, produced.is_withdrawn = True, is_withdrawn
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        _, params = engine.role.finished(request, [3])
+        _, params = engine.role.finished(request, ([3, 4],))
         if is_withdrawn:
             assert params is None
         else:
             found = parse(params)
             assert (found.handoff, found.producer) == (produced.handoff, engine.role.address)
-            assert (params["kvpipe"]["first_token"], params["remote_block_ids"]) == (5, [[3]])
+            assert (params["kvpipe"]["first_token"], params["remote_block_ids"]) == (5, [[3, 4]])
         engine.scheduler.requests.pop(request.request_id)
         engine.scheduler.waiting.remove_requests([request])
 

@@ -17,7 +17,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MLAAttentionSpec,
-    SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
@@ -39,8 +38,8 @@ pytestmark = pytest.mark.vllm
 SHAPE = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 
 
-def engine(*, has_sleep_mode: bool = False, uses_v2: bool = False) -> Any:
-    return SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=has_sleep_mode), use_v2_model_runner=uses_v2)
+def engine(*, uses_v2: bool = False) -> Any:
+    return SimpleNamespace(use_v2_model_runner=uses_v2)
 
 
 def cache(*specs: Any) -> KVCacheConfig:
@@ -49,26 +48,15 @@ def cache(*specs: Any) -> KVCacheConfig:
 
 
 @pytest.mark.parametrize("uses_v2", [False, True])
-@pytest.mark.parametrize("spec", [FullAttentionSpec(**SHAPE), MLAAttentionSpec(**SHAPE)])
-def test_plain_full_attention_is_validated_with_either_model_runner(spec: Any, *, uses_v2: bool) -> None:
+@pytest.mark.parametrize(
+    "spec", [FullAttentionSpec(**SHAPE), MLAAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=64)]
+)
+def test_attention_is_validated_with_either_model_runner(spec: Any, *, uses_v2: bool) -> None:
     assert objection_to_validate(engine(uses_v2=uses_v2), cache(spec)) == ""
 
 
-def test_an_engine_that_may_sleep_is_not_validated() -> None:
-    objection = objection_to_validate(engine(has_sleep_mode=True), cache(FullAttentionSpec(**SHAPE)))
-    assert "sleep mode" in objection
-
-
-@pytest.mark.parametrize("spec", [SlidingWindowSpec(**SHAPE, sliding_window=64), SinkFullAttentionSpec(**SHAPE)])
-def test_a_cache_whose_blocks_may_be_freed_in_mid_request_is_not_validated(spec: Any) -> None:
-    objection = objection_to_validate(engine(), cache(FullAttentionSpec(**SHAPE), spec))
-    assert type(spec).__name__ in objection
-
-
 def test_a_model_runner_that_zeroes_blocks_before_it_calls_the_connector_is_not_validated() -> None:
-    zeroed = SimpleNamespace(
-        kv_cache_groups=cache(FullAttentionSpec(**SHAPE)).kv_cache_groups, needs_kv_cache_zeroing=True
-    )
+    zeroed = SimpleNamespace(needs_kv_cache_zeroing=True)
     assert "V2 model runner" in objection_to_validate(engine(uses_v2=True), zeroed)
     assert objection_to_validate(engine(uses_v2=False), zeroed) == ""
 
@@ -77,10 +65,10 @@ def test_a_model_runner_that_zeroes_blocks_before_it_calls_the_connector_is_not_
     ("setting", "objection", "device", "chosen"),
     [
         ("auto", "", "cpu", "auto"),
-        ("auto", "it sleeps", "cpu", "auto"),
-        ("checksum", "it sleeps", "cpu", "checksum"),
+        ("auto", "it zeroes blocks", "cpu", "auto"),
+        ("checksum", "it zeroes blocks", "cpu", "checksum"),
         ("validate", "", "cpu", "validate"),
-        ("validate", "it sleeps", "cpu", "auto"),
+        ("validate", "it zeroes blocks", "cpu", "auto"),
         ("auto", "", "cuda", "auto"),
         ("validate", "", "cuda", "validate"),
     ],
@@ -91,8 +79,8 @@ def test_the_agent_validates_what_it_may(setting: str, objection: str, device: s
 
 @pytest.mark.parametrize("setting", ["auto", "validate"])
 def test_a_cache_on_a_device_that_cannot_be_validated_is_refused(setting: str) -> None:
-    with pytest.raises(ConfigError, match="it sleeps"):
-        choose_integrity(setting, "it sleeps", "cuda")
+    with pytest.raises(ConfigError, match="it zeroes blocks"):
+        choose_integrity(setting, "it zeroes blocks", "cuda")
 
 
 def test_checksums_of_a_cache_on_a_device_are_refused_with_the_line_to_write() -> None:
@@ -105,8 +93,8 @@ def test_checksums_instead_of_validation_are_logged_with_the_reason(monkeypatch:
     logger = logging.getLogger("test.integrity")
     monkeypatch.setattr(integrity, "logger", logger)
     monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
-    choose_integrity("validate", "it sleeps", "cpu")
-    assert lines == ["integrity.fallback checksums instead of validation: it sleeps"]
+    choose_integrity("validate", "it zeroes blocks", "cpu")
+    assert lines == ["integrity.fallback checksums instead of validation: it zeroes blocks"]
 
 
 @pytest.mark.parametrize("value", ["none", "crc", ""])
@@ -152,7 +140,7 @@ def test_a_workers_load_is_validated_where_the_producer_validates() -> None:
 
 
 def test_a_producer_that_may_not_validate_announces_checksums() -> None:
-    pair = Validated(objection="it sleeps")
+    pair = Validated(objection="it zeroes blocks")
     pair.announce([2, 3])
     pair.load([5, 4])
     facts = outcome(pair)
@@ -316,7 +304,7 @@ def test_a_block_that_is_freed_after_another_consumers_load_is_invalid_to_a_slow
     there = pair.producer.handshake()
     ranks = [(there.address, there.incarnation)]
     # It waits for one block more than there is, with all the others read.
-    load = Load("slow", pair.handoff, 0, list(range(len(block_ids) + 1)), ranks, has_state=True)
+    load = Load("slow", pair.handoff, [(0, list(range(len(block_ids) + 1)))], ranks, has_state=True)
     slow.begin_step(StepMetadata(loads=[load]))
     until(lambda: all(torch.equal(target[name][: len(block_ids)], pair.source[name][block_ids]) for name in target))
     pair.load(list(range(len(block_ids))))

@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 from kvpipe import _kvpipe
 from kvpipe.transfer_params import resume
 from kvpipe.vllm.handoff.metadata import HandshakeMetadata, ReadyRange, StepMetadata
+from kvpipe.vllm.handoff.worker import WorkerRole
 from kvpipe.vllm.kept_blocks import KeptBlocks
 from tests.vllm.handoff.engine import BLOCK, Engine, engine_config, new_id
 from tests.vllm.handoff.test_cached_blocks import announced, produce
@@ -38,7 +39,7 @@ def first_step(engine: Engine, request: Request) -> tuple[int, list[int]]:
         return (output, metadata) if request.request_id in output.num_scheduled_tokens else None
 
     output, metadata = until(step)
-    return output.num_scheduled_tokens[request.request_id], metadata.restores
+    return output.num_scheduled_tokens[request.request_id], [block_id for _, block_id in metadata.restores]
 
 
 def computed(layers: dict[str, torch.Tensor], block_ids: list[int]) -> None:
@@ -75,7 +76,9 @@ def test_several_prompts_of_a_step_are_restored_each_in_its_own_block(
     output, metadata = engine.step()
     assert len(output.num_scheduled_tokens) == 3
     # vLLM schedules them in the order in which their handoffs were opened, which the producer's thread decides.
-    assert sorted(metadata.restores) == sorted(begun[each.request_id].block_ids[-1] for each in (whole, also_whole))
+    assert sorted(metadata.restores) == sorted(
+        (0, begun[each.request_id].block_ids[-1]) for each in (whole, also_whole)
+    )
 
 
 def test_a_load_beyond_the_own_cache_has_its_last_block_restored(engine: Engine, producer: _kvpipe.Control) -> None:
@@ -97,7 +100,7 @@ def test_a_load_that_the_scheduler_role_commits_has_its_last_block_restored(engi
     scene.step()
     last = engine.scheduler.kv_cache_manager.get_block_ids(scene.request.request_id)[0][-1]
     num_tokens, metadata = scene.step()
-    assert (num_tokens, metadata.restores) == (1, [last])
+    assert (num_tokens, metadata.restores) == (1, [(0, last)])
 
 
 def test_a_load_whose_producer_died_with_all_blocks_here_has_its_last_block_restored(
@@ -234,13 +237,19 @@ def test_a_restored_block_that_another_request_shares_is_announced_after_the_for
     engine.step(**loaded(request))
     other = produce(engine, [*tokens, *prompt(10, seed=2)])
     _, metadata = engine.step()
-    assert metadata.restores == [load.block_ids[-1]]
+    assert metadata.restores == [(0, load.block_ids[-1])]
     assert announced(metadata.cached, other) == [(0, 1)]
     assert announced(metadata.ready, other) == [(1, 2)]
-    assert metadata.ready[0].block_ids[0] == metadata.restores[0]
+    assert metadata.ready[0].block_ids[0] == metadata.restores[0][1]
 
 
 # --- how
+
+
+def begin(worker: WorkerRole, step: StepMetadata) -> None:
+    """The first two hooks of a step."""
+    worker.prepare_step(step)
+    worker.begin_step(step)
 
 
 def test_a_restored_block_has_the_bytes_of_before_the_forward_pass_in_every_layer_and_no_other_has() -> None:
@@ -248,7 +257,7 @@ def test_a_restored_block_has_the_bytes_of_before_the_forward_pass_in_every_laye
     before = {name: cache.clone() for name, cache in layers.items()}
     worker = role()
     worker.register(layers)
-    worker.begin_step(StepMetadata(restores=[5, 9]))
+    begin(worker, StepMetadata(restores=[(0, 5), (0, 9)]))
     computed(layers, [4, 5, 9])
     worker.end_forward()
     worker.close()
@@ -257,15 +266,30 @@ def test_a_restored_block_has_the_bytes_of_before_the_forward_pass_in_every_laye
         assert torch.equal(cache[4], before[name][4] + 1)
 
 
+def test_a_restored_block_has_the_bytes_of_before_vllm_prepares_the_step() -> None:
+    """VLLM's V1 runner moves recurrent states before it calls the hook in which loads begin."""
+    layers = caches()
+    before = {name: cache[5].clone() for name, cache in layers.items()}
+    worker = role()
+    worker.register(layers)
+    step = StepMetadata(restores=[(0, 5)])
+    worker.prepare_step(step)
+    computed(layers, [5])
+    worker.begin_step(step)
+    worker.end_forward()
+    worker.close()
+    assert all(torch.equal(cache[5], before[name]) for name, cache in layers.items())
+
+
 def test_the_next_step_restores_nothing_of_the_one_before() -> None:
     layers = caches()
     worker = role()
     worker.register(layers)
-    worker.begin_step(StepMetadata(restores=[5]))
+    begin(worker, StepMetadata(restores=[(0, 5)]))
     worker.end_forward()
     computed(layers, [5])
     after = {name: cache.clone() for name, cache in layers.items()}
-    worker.begin_step(StepMetadata())
+    begin(worker, StepMetadata())
     worker.end_forward()
     worker.close()
     assert all(torch.equal(cache, after[name]) for name, cache in layers.items())
@@ -276,8 +300,8 @@ def test_blocks_of_any_dtype_and_layout_are_restored(dtype: torch.dtype) -> None
     """K and V side by side: a block is not one piece of memory."""
     cache = torch.randn(2, 6, 4, 8).to(dtype).transpose(0, 1)
     before = cache.clone()
-    kept = KeptBlocks([cache])
-    kept.keep([3])
+    kept = KeptBlocks([[cache]])
+    kept.keep([(0, 3)])
     cache.view(torch.uint8).zero_()
     kept.put_back()
     assert torch.equal(cache[3].view(torch.uint8), before[3].view(torch.uint8))
@@ -291,7 +315,7 @@ def test_a_restored_block_is_announced_to_others_with_its_restored_bytes(pair: P
     recorded = Recorded(pair.producer)
     before = pair.source["layer.0"][2].clone()
     pair.load([7, 8])
-    pair.producer.begin_step(StepMetadata(ready=[ReadyRange(pair.handoff, 0, [2, 3])], restores=[2]))
+    begin(pair.producer, StepMetadata(ready=[ReadyRange(pair.handoff, 0, [2, 3])], restores=[(0, 2)]))
     for name, cache in pair.source.items():
         computed({name: cache}, [2, 3])
         pair.producer.save_layer(name)
@@ -305,7 +329,7 @@ def test_a_restored_block_is_announced_to_others_with_its_restored_bytes(pair: P
 
 def test_other_blocks_of_a_step_that_restores_are_announced_by_layer(pair: Pair) -> None:
     recorded = Recorded(pair.producer)
-    pair.producer.begin_step(StepMetadata(ready=[ReadyRange(pair.handoff, 0, [2, 3])], restores=[4]))
+    begin(pair.producer, StepMetadata(ready=[ReadyRange(pair.handoff, 0, [2, 3])], restores=[(0, 4)]))
     pair.producer.save_layer("layer.0")
     assert recorded.num_layers == [1]
     pair.producer.end_forward()

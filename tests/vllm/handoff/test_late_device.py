@@ -84,7 +84,7 @@ class Run:
         address = self.producer.worker.handshake()
         assert address is not None
         rank = (address.address, address.incarnation)
-        load = Load("consuming", self.handoff, 0, self.target, [rank], has_state=True)
+        load = Load("consuming", self.handoff, [(0, self.target)], [rank], has_state=True)
         steps: list[Callable[[], object]] = [
             lambda layer=layer: self.consumer.write(layer, self.target, POISON) for layer in self.consumer.caches
         ]
@@ -95,7 +95,7 @@ class Run:
         if self.is_ended:
             return
         self.is_ended = True
-        self.producer.worker.end_handoffs(StepMetadata(ended=[HandoffEnd(self.handoff, "preempted")]))
+        self.producer.worker.prepare_step(StepMetadata(ended=[HandoffEnd(self.handoff, "preempted")]))
         for layer in self.producer.caches:
             self.producer.write(layer, self.source, POISON)
 

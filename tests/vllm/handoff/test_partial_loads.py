@@ -270,7 +270,7 @@ def test_a_preempted_request_is_loaded_again_while_its_producer_holds_the_blocks
     assert scheduled(engine, request) == STEP_TOKENS
     preempt_all(engine)
     load = loading(engine, request)
-    assert (load.first, len(load.block_ids), load.ranks) == (0, 19, RANKS)
+    assert (load.parts[0][0], len(load.block_ids), load.ranks) == (0, 19, RANKS)
     # No worker ends a load before the sequence state is known here.
     until(
         lambda: (

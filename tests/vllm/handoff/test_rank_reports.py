@@ -22,10 +22,10 @@ HANDOFF = bytes(16)
 LOADED, FAILED = LoadOutcome(is_loaded=True), LoadOutcome(is_loaded=False, num_missing=3, cause="ended")
 
 
-def loading(*, has_state: bool = False) -> RankLoads:
+def loading(*, has_state: bool = False, has_parts: bool = True) -> RankLoads:
     """A rank that loads three blocks."""
-    loads = RankLoads()
-    loads.begin(Load("request", HANDOFF, 0, [4, 5, 6], [], has_state=has_state))
+    loads = RankLoads(has_parts=has_parts)
+    loads.begin(Load("request", HANDOFF, [(0, [4, 5, 6])], [], has_state=has_state))
     return loads
 
 

@@ -89,7 +89,7 @@ def test_all_remaining_tokens_are_claimed_and_one_is_computed(engine: Engine, pr
     request, handoff = consuming(engine, producer, prompt(100))
     opened(producer, request, handoff)
     load = loading(engine, request)
-    assert (load.first, len(load.block_ids), load.ranks) == (0, 4, RANKS)
+    assert (load.parts[0][0], len(load.block_ids), load.ranks) == (0, 4, RANKS)
     assert load.block_ids == engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
     engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
     assert scheduled(engine, request) == 1
@@ -124,7 +124,7 @@ def test_what_the_own_cache_holds_is_not_claimed(engine: Engine, producer: _kvpi
     request, handoff = consuming(engine, producer, tokens)
     opened(producer, request, handoff)
     load = loading(engine, request)
-    assert (load.first, len(load.block_ids)) == (3, 1)
+    assert (load.parts[0][0], len(load.block_ids)) == (3, 1)
     engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
     assert scheduled(engine, request) == 1
 

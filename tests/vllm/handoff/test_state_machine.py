@@ -20,6 +20,7 @@ PAGE = ROOT / "docs/internals/connector.md"
 # Between a load's first block and its last one.
 WRITTEN = {Phase.LOADING, Phase.FINISHING, Phase.BROKEN, Phase.CANCELLED, Phase.ABORTED}
 IS_LOADED, HAS_FAILED = LoadOutcome(is_loaded=True), LoadOutcome(is_loaded=False, num_missing=1, reason="lost")
+STATELESS = (Phase.LOADING, Phase.VERIFIED, Phase.BROKEN)
 
 NUM_WALKS = 20_000
 # Events that the walks must have met for their silence to mean anything.
@@ -184,6 +185,8 @@ class Walk:
     def _deliver(self) -> None:
         if self.sent and self.machine.phase is not Phase.FORGOTTEN:
             event = self.sent.pop(0)
+            if event is Event.STATE_RECEIVED and self.machine.phase in STATELESS and self.choice.random() < 0.2:
+                event = Event.DIFFERED  # the token that comes with it is of no use here
             was_open = self.machine.watch is Watch.OPEN
             self.on(event)
             self.ends_of_watch += event is Event.ENDED and was_open

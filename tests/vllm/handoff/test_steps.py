@@ -42,7 +42,7 @@ def test_a_step_is_not_searched_for_requests_of_its_own(engine: Engine, producer
     producing, _ = produced(engine, prompt(600, seed=2))
     until(lambda: engine.step() and request.is_finished() and producing.is_finished())
     assert reported(engine, handoff.hex())["computed_tokens"] == 1
-    assert engine.role._producing._produced.get(producing.request_id).num_announced == 19
+    assert engine.role._producing._produced.get(producing.request_id).next_positions == [19]
 
 
 def test_the_result_has_the_time_until_the_end_of_the_step_with_which_its_load_began(

@@ -1,7 +1,7 @@
 """The worker role: two of them with real agents, caches in plain tensors; every report exactly once."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.vllm.handoff.engine import new_id
 pytestmark = pytest.mark.vllm
 
 LAYERS, BLOCKS, SHAPE = 3, 16, (4, 32, 64)
+NAMES = [f"layer.{index}" for index in range(LAYERS)]
 
 
 def role(
@@ -35,6 +36,7 @@ def role(
     use_ubatching: bool = False,
     objection_to_validate: str = "",
     num_blocks: int = BLOCKS,
+    groups: Sequence[Sequence[str]] = (NAMES,),
     **settings: Any,
 ) -> WorkerRole:
     """A worker role. `settings` are the connector's."""
@@ -46,6 +48,9 @@ def role(
         engine_id="engine",
         kv_role="kv_both",
         num_blocks=num_blocks,
+        groups=groups,
+        num_hooked_layers=sum(map(len, groups)),
+        has_parts=len(groups) == 1,
         is_by_layer=calls_each_layer_once(config),
         objection_to_validate=objection_to_validate,
     )
@@ -74,7 +79,7 @@ class Pair:
     def load(self, block_ids: list[int], *, has_state: bool = True, incarnation: bytes | None = None) -> Load:
         address = self.producer.handshake()
         rank = (address.address, incarnation or address.incarnation)
-        load = Load("consuming", self.handoff, 0, block_ids, [rank], has_state)
+        load = Load("consuming", self.handoff, [(0, block_ids)], [rank], has_state)
         self.consumer.begin_step(StepMetadata(loads=[load]))
         return load
 
@@ -86,7 +91,7 @@ class Pair:
         self.producer.end_forward()
 
     def end(self, reason: str) -> None:
-        self.producer.end_handoffs(StepMetadata(ended=[HandoffEnd(self.handoff, reason)]))
+        self.producer.prepare_step(StepMetadata(ended=[HandoffEnd(self.handoff, reason)]))
 
     def settle(self) -> None:
         """Waits until the consumer's agent has handled what UCX had received: bytes can be here before it knows."""
@@ -404,7 +409,7 @@ def test_of_a_cancelled_load_blocks_that_are_here_count_unless_they_were_withdra
 
 def test_a_load_and_its_cancel_in_one_step_end_it(pair: Pair) -> None:
     address = pair.producer.handshake()
-    load = Load("consuming", pair.handoff, 0, [5], [(address.address, address.incarnation)], has_state=True)
+    load = Load("consuming", pair.handoff, [(0, [5])], [(address.address, address.incarnation)], has_state=True)
     pair.consumer.begin_step(StepMetadata(loads=[load], cancels=[Cancel(pair.handoff, "aborted", is_withdrawn=False)]))
     assert received(pair.consumer) == {"consuming"}
 
@@ -426,7 +431,7 @@ def test_a_producer_that_goes_away_ends_the_load(pair: Pair) -> None:
 
 
 def test_a_producer_with_fewer_workers_fails_the_load(pair: Pair) -> None:
-    load = Load("consuming", pair.handoff, 0, [5], [], has_state=True)
+    load = Load("consuming", pair.handoff, [(0, [5])], [], has_state=True)
     pair.consumer.begin_step(StepMetadata(loads=[load]))
     assert received(pair.consumer) == {"consuming"}
     assert pair.consumer.drain_invalid_block_ids() == {5}
@@ -443,7 +448,7 @@ def test_a_release_frees_leased_blocks_once(pair: Pair) -> None:
 
 def test_consumers_of_different_handoffs_do_not_disturb_each_other(pair: Pair) -> None:
     pair.announce([2])
-    lost = Load("lost", bytes.fromhex(new_id()), 0, [7], [("127.0.0.1:1", bytes(16))], has_state=True)
+    lost = Load("lost", bytes.fromhex(new_id()), [(0, [7])], [("127.0.0.1:1", bytes(16))], has_state=True)
     pair.consumer.begin_step(StepMetadata(loads=[lost]))
     pair.load([5])
     ended: set[str] = set()
@@ -454,7 +459,7 @@ def test_consumers_of_different_handoffs_do_not_disturb_each_other(pair: Pair) -
 
 def test_two_requests_of_one_handoff_are_distinguished(pair: Pair) -> None:
     load = pair.load([5])
-    again = Load("again", pair.handoff, 0, [7], load.ranks, has_state=True)
+    again = Load("again", pair.handoff, [(0, [7])], load.ranks, has_state=True)
     pair.consumer.begin_step(StepMetadata(loads=[again]))
     assert received(pair.consumer) == {"again"}
     assert pair.consumer.drain_invalid_block_ids() == {7}

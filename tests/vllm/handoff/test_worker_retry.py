@@ -49,7 +49,7 @@ def test_a_load_that_failed_may_be_begun_again_while_its_blocks_are_leased(pair:
 
 
 def test_a_load_that_is_refused_ends_at_once_with_the_reason(pair: Pair) -> None:
-    load = Load("refused", pair.handoff, 0, [5, 4], [], has_state=False, refusal="its lease ended")
+    load = Load("refused", pair.handoff, [(0, [5, 4])], [], has_state=False, refusal="its lease ended")
     pair.consumer.begin_step(StepMetadata(loads=[load]))
     assert pair.consumer.finished() == (set(), {"refused"})
     assert pair.consumer.drain_invalid_block_ids() == {4, 5}

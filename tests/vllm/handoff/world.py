@@ -11,12 +11,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from kvpipe.transfer_params import ConsumeParams, parse
 from kvpipe.vllm.scheduler_output import scheduled
-from tests.vllm.handoff.cache import NUM_BLOCKS
-from tests.vllm.handoff.engine import BLOCK, Engine
+from tests.vllm.handoff.cache import FULL, Layers, num_blocks
+from tests.vllm.handoff.engine import BLOCK, SHAPE, Engine
 from tests.vllm.handoff.simulated_rank import Rank, Step, Transfer
 from tests.vllm.handoff.wire import Wire
 
@@ -28,7 +36,6 @@ if TYPE_CHECKING:
 
     from kvpipe.vllm.handoff.metadata import Load, StepMetadata
 
-NUM_FREE = NUM_BLOCKS - 1
 THEIRS = 8  # what producers sample
 
 
@@ -43,6 +50,7 @@ class Mode:
             a worker begins and reports in its own time.
         uses_v2: True if the model runner is V2.
         is_late: True if the device runs a forward pass later than the host launches it.
+        groups: What the layers of each KV cache group read.
     """
 
     is_async: bool = False
@@ -50,11 +58,41 @@ class Mode:
     is_uniproc: bool = True
     uses_v2: bool = False
     is_late: bool = False
+    groups: tuple[Layers, ...] = FULL
+
+    @property
+    def has_parts(self) -> bool:
+        """True if vLLM goes on from the blocks before the first missing one."""
+        return self.groups == FULL
+
+    def can_repeat_last(self, length: int) -> bool:
+        """True if the last token of a prompt can be computed again from what vLLM keeps of all of it."""
+        return all(
+            not layers.is_state and layers.first_read(length) // BLOCK == layers.first_read(length - 1) // BLOCK
+            for layers in self.groups
+        )
+
+    def specs(self) -> list[KVCacheSpec]:
+        """The groups as vLLM's."""
+        return [_spec(layers) for layers in self.groups]
 
     def apply(self, config: VllmConfig) -> None:
         """Sets what vLLM's CPU platform does not let a user choose."""
         config.scheduler_config.async_scheduling = self.is_async
         config.parallel_config.world_size = self.num_ranks
+
+
+def _spec(layers: Layers) -> KVCacheSpec:
+    match layers.kind:
+        case "window":
+            return SlidingWindowSpec(**SHAPE, sliding_window=layers.reach)
+        case "chunk":
+            return ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=layers.reach)
+        case "state":
+            mode = "align" if layers.block_size == BLOCK else "none"
+            shapes, dtypes = ((4, 32), (4, 32, 32)), (torch.float32, torch.float32)
+            return MambaSpec(block_size=layers.block_size, shapes=shapes, dtypes=dtypes, mamba_cache_mode=mode)
+    return FullAttentionSpec(**SHAPE)
 
 
 @dataclass
@@ -76,7 +114,7 @@ class World:
         self.mode.apply(config)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(self.mode.uses_v2)))
-            self.engine = Engine(config, NUM_BLOCKS)
+            self.engine = Engine(config, num_blocks(self.mode.groups), self.mode.specs())
             self._depth = config.max_concurrent_batches
         self.engine.role._out.control.close()
         self.wire = self.engine.role._out.control = Wire()
@@ -93,8 +131,9 @@ class World:
         self._by_id: dict[str, Request] = {}
         self._incomplete: set[str] = set()
         self._aggregator = KVOutputAggregator(self.mode.num_ranks)
-        facts = self.handoffs, self.given, self.foreign, self.seen
-        modes = {"uses_v2": self.mode.uses_v2, "is_async": self.mode.is_async, "is_late": self.mode.is_late}
+        self.unforced: set[bytes] = set()
+        facts = self.handoffs, self.given, self.foreign, self.seen, self.mode.groups
+        modes = {name: getattr(self.mode, name) for name in ("uses_v2", "is_async", "is_late", "has_parts")}
         self.ranks = [Rank(*facts, **modes) for _ in range(self.mode.num_ranks)]
         match = self.engine.role.match
         self.engine.role.match = lambda request, num_local: self._claimed(request, num_local, match(request, num_local))
@@ -113,8 +152,13 @@ class World:
         """Handoffs of which some rank exposes blocks."""
         return sorted({handoff for rank in self.ranks for handoff in rank.exposed})
 
-    def table(self, request_id: str) -> list[int]:
-        return self.engine.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+    def tables(self, request_id: str) -> list[list[int]]:
+        """The blocks of a request in each group; 0 is none."""
+        return [list(table) for table in self.engine.scheduler.kv_cache_manager.get_block_ids(request_id)]
+
+    def blocks(self, request_id: str) -> list[int]:
+        """The blocks of a request."""
+        return [block_id for table in self.tables(request_id) for block_id in table if block_id]
 
     # --- requests
 
@@ -187,10 +231,10 @@ class World:
         return Step(
             output,
             self._by_id,
-            tables={request_id: list(self.table(request_id)) for request_id in request_ids},
+            tables={request_id: self.tables(request_id) for request_id in request_ids},
             num_preemptions={request_id: self._by_id[request_id].num_preemptions for request_id in request_ids},
             expected_tokens={handoff: self._known_token(handoff) for handoff in handoffs},
-            leased={lease.handoff: list(self.table(lease.request_id)) for lease in metadata.leased},
+            leased={lease.handoff: self.blocks(lease.request_id) for lease in metadata.leased},
             is_prompt=is_prompt,
         )
 
@@ -224,10 +268,7 @@ class World:
     def _note_loads(self, metadata: StepMetadata) -> None:
         for load in metadata.loads:
             assert load.request_id not in self.loads, "one load at a time for each request"
-            end = -(-self._by_id[load.request_id].num_prompt_tokens // BLOCK)
-            assert load.block_ids == self.table(load.request_id)[load.first : end], (
-                "a load goes to its request's blocks"
-            )
+            self._check_parts(load)
             assert all(self.pool.blocks[block_id].ref_cnt == 1 for block_id in load.block_ids), "and to no other"
             self.loads[load.request_id] = SentLoad(load, load.has_state)
         by_handoff = {sent.load.handoff: sent for sent in self.loads.values()}
@@ -243,6 +284,18 @@ class World:
             assert self.wire.watched[handoff].is_finished, "without the sequence state nothing is committed"
             self.seen["load committed by the scheduler"] += 1
 
+    def _check_parts(self, load: Load) -> None:
+        """A load goes to its request's blocks: all that the next token reads, and that are not here."""
+        length, manager = self._by_id[load.request_id].num_prompt_tokens, self.engine.scheduler.kv_cache_manager
+        blocks = manager.get_blocks(load.request_id).blocks
+        for layers, (first, block_ids), of_group in zip(self.mode.groups, load.parts, blocks, strict=True):
+            needed = range(layers.block_of(layers.first_read(length)), -(-length // layers.block_size))
+            begin = first + (needed.start if layers.is_state else 0)
+            wanted = range(begin, begin + len(block_ids))
+            assert block_ids == [of_group[at].block_id for at in wanted], "a load goes to its request's blocks"
+            assert needed.start <= wanted.start <= wanted.stop == needed.stop, "what the next token reads is loaded"
+            assert all(of_group[at].block_hash is not None for at in range(needed.start, wanted.start)), "or is here"
+
     def _loads_receive_commits_and_cancels(self) -> None:
         """An obsolete or refused load is ended in the next step; one that may be committed is committed."""
         for sent in self.loads.values():
@@ -250,10 +303,17 @@ class World:
                 continue
             watched = self.wire.watched[sent.load.handoff]
             is_aborted = self._by_id[sent.load.request_id].is_finished()
-            is_over = is_aborted or watched.is_ended
+            is_over = is_aborted or watched.is_ended or self._is_useless(sent.load)
             assert sent.is_cancelled or not is_over, "a load is cancelled if it has to be"
             assert is_over or sent.is_broken or not sent.is_cancelled, "no load is cancelled that may be committed"
-            assert sent.is_committed == watched.is_finished, "a load is committed with the sequence state"
+            is_useless = self._is_useless(sent.load)
+            assert is_useless or sent.is_committed == watched.is_finished, "a load is committed with the sequence state"
+
+    def _is_useless(self, load: Load) -> bool:
+        """True if the producer's token cannot be forced, and nothing else can come of what is loaded."""
+        length = self._by_id[load.request_id].num_prompt_tokens
+        is_finished = self.wire.watched[load.handoff].is_finished
+        return is_finished and load.handoff in self.unforced and not self.mode.can_repeat_last(length)
 
     def _check_restores(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Restored is the last block of each prompt that is all here and not computed in, and no other."""
@@ -262,7 +322,7 @@ class World:
             if request_id not in self.loaded:
                 continue
             self.loaded.remove(request_id)
-            request, table = self._by_id[request_id], self.table(request_id)
+            request, tables = self._by_id[request_id], self.tables(request_id)
             end = request.num_prompt_tokens
             is_continued = request.num_output_tokens > 0
             assert (num_before, num_new) == (end - 1 + is_continued, 1), (
@@ -273,18 +333,20 @@ class World:
                 self.continued.add(request_id)
                 self.seen["request continued"] += 1
             else:
-                expected.append(table[num_before // BLOCK])
+                places = enumerate(zip(self.mode.groups, tables, strict=True))
+                last = [(index, table[layers.block_of(num_before)]) for index, (layers, table) in places]
+                expected += [(index, block_id) for index, block_id in last if block_id]
         assert sorted(metadata.restores) == sorted(expected), "the last block of a loaded prompt is restored"
         self.seen["last block restored"] += len(expected)
         ready = {block_id for ready in metadata.ready for block_id in ready.block_ids}
-        self.seen["restored block announced for another request"] += len(ready & set(expected))
+        self.seen["restored block announced for another request"] += len(ready & {block_id for _, block_id in expected})
 
     def _known_token(self, handoff: bytes) -> int | None:
         """The first token of a consuming request, as far as this engine was told."""
         watched = self.wire.watched.get(handoff)
         if watched is None or handoff in self.given:
             return next(iter(self.given.get(handoff, ())), None)
-        return THEIRS if watched.is_finished and handoff not in self.foreign else None
+        return THEIRS if watched.is_finished and handoff not in self.foreign | self.unforced else None
 
     # --- promises
 
@@ -294,11 +356,11 @@ class World:
             assert request_id in self.engine.scheduler.requests, "vLLM knows no request of this report"
         self.sent.update(report.finished_sending or ())
         for request in self.engine.scheduler.running:
-            used = report.invalid_block_ids.intersection(self.table(request.request_id))
+            used = report.invalid_block_ids.intersection(self.blocks(request.request_id))
             assert not used, "invalid blocks are those of a request that runs"
         for request_id, sent in self.loads.items():
             sent.is_broken |= request_id in getattr(report.kv_connector_worker_meta, "broken", ())
-            if not report.invalid_block_ids.isdisjoint(sent.load.block_ids):
+            if request_id in report.failed_recving or not report.invalid_block_ids.isdisjoint(sent.load.block_ids):
                 self._incomplete.add(request_id)
 
     def _note_ended_loads(self, report: KVConnectorOutput) -> None:
@@ -349,7 +411,8 @@ class World:
         """Once a step has begun, no block is free that consumers may read."""
         for rank in self.ranks:
             for exposed in rank.exposed.values():
-                assert all(self.pool.blocks[block_id].ref_cnt > 0 for block_id in exposed.block_ids), (
+                exposed_ids = itertools.chain.from_iterable(exposed.block_ids)
+                assert all(self.pool.blocks[block_id].ref_cnt > 0 for block_id in exposed_ids), (
                     "an exposed block is free"
                 )
             rank.exposed_blocks_are_kept()
@@ -366,7 +429,7 @@ class World:
         assert not any(rank.leased for rank in self.ranks)
         assert not self._aggregator._recv_remaining_count, "of a load some ranks have reported the end, and others not"
         assert not self._aggregator._send_remaining_count
-        assert self.engine.num_free_blocks == NUM_FREE
+        assert self.engine.num_free_blocks == num_blocks(self.mode.groups) - 1
         assert len(self.engine.role._producing) == len(self.engine.role._consuming) == 0
         assert all(produced.state == "ended" for produced in self.wire.produced.values()), (
             "a handoff outlives its request"

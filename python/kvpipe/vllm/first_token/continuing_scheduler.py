@@ -24,6 +24,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from kvpipe.vllm.versions import is_watermarked
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Self
 
     from vllm.config import VllmConfig
@@ -108,12 +109,13 @@ class Continuations:
 
     Args:
         vllm_config: vLLM's configuration. Without `ContinuingScheduler` no request continues.
+        block_sizes: Tokens of a block of each KV cache group.
 
     Attributes:
         manager: vLLM's, which knows the free blocks; set by the scheduler role.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, block_sizes: Sequence[int]) -> None:
         refusal, is_wanted = _refusal(vllm_config), _is_wanted(vllm_config)
         self._is_on = is_wanted and not refusal
         if is_wanted and refusal:
@@ -121,7 +123,7 @@ class Continuations:
         self._config = vllm_config
         self._uses_v2 = bool(vllm_config.use_v2_model_runner)
         self._max_model_len = int(vllm_config.model_config.max_model_len)
-        self._block_size = int(vllm_config.cache_config.block_size)
+        self._block_sizes = block_sizes
         self._continued = _continued(vllm_config)
         self.manager: KVCacheManager | None = None
 
@@ -153,15 +155,15 @@ class Continuations:
         )
 
     def _has_room(self, request: Request) -> bool:
-        """True if the position after the prompt has a block.
+        """True if the position after the prompt has a block in each group.
 
         vLLM schedules a loaded request before any other that waits, and does not preempt it. Without a block it would
         wait, and all others with it, for a request that runs, and there may be none.
         """
-        if request.num_tokens % self._block_size:
-            return True
-        free = 0 if self.manager is None else self.manager.block_pool.get_num_free_blocks()
-        return free > len(self._continued.unsent)
+        num_new = sum(request.num_tokens % block_size == 0 for block_size in self._block_sizes)
+        num_others = len(self._continued.unsent) * len(self._block_sizes)
+        free = 0 if self.manager is None else int(self.manager.block_pool.get_num_free_blocks())
+        return bool(num_new == 0 or free >= num_new + num_others)
 
     def forget(self, request: Request) -> None:
         """Forgets a request that has finished. The step in which it finishes still sends its token."""

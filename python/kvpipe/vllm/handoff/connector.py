@@ -8,12 +8,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from kvpipe.vllm.engine_checks import check_parent
 from kvpipe.vllm.facade import Facade
 from kvpipe.vllm.fingerprint import attention_properties
+from kvpipe.vllm.handoff.cache_groups import CacheGroups
 from kvpipe.vllm.handoff.config import ConnectorConfig
 from kvpipe.vllm.handoff.integrity import objection_to_validate
 from kvpipe.vllm.handoff.metadata import HandshakeMetadata, StepMetadata, WorkerOutcomes
@@ -42,18 +45,19 @@ KVConnectorHandshakeMetadata.register(HandshakeMetadata)
 KVConnectorWorkerMetadata.register(WorkerOutcomes)
 
 
-class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"]):
+class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
     """Moves the KV cache of a request from a prefill instance to a decode instance; see docs/concepts/handoff.md."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
+        groups = CacheGroups.of(kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size)
         self._set_load_failure_policy(config.on_load_failure)
         if role == KVConnectorRole.SCHEDULER:
             from kvpipe.vllm.handoff.scheduler import SchedulerRole  # noqa: PLC0415 - only where the role is
 
-            self._scheduler = SchedulerRole(vllm_config, config)
+            self._scheduler = SchedulerRole(vllm_config, config, groups)
         else:
             from kvpipe.vllm.handoff.worker import WorkerEngine, WorkerRole  # noqa: PLC0415 - only where the role is
 
@@ -64,6 +68,9 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"]):
                 engine_id=str(transfer.engine_id),
                 kv_role=str(transfer.kv_role),
                 num_blocks=kv_cache_config.num_blocks,
+                groups=groups.layers(),
+                num_hooked_layers=groups.num_attention_layers,
+                has_parts=groups.has_parts,
                 device=vllm_config.device_config.device_type,
                 is_by_layer=calls_each_layer_once(vllm_config),
                 objection_to_validate=objection,
@@ -81,10 +88,10 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"]):
         return self._of_worker().handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Ends handoffs before this step writes into their blocks."""
+        """Ends handoffs, and copies blocks that are to be restored, before this step writes into any."""
         # Under MultiConnector the metadata may be another connector's.
         if isinstance(kv_connector_metadata, StepMetadata):
-            self._of_worker().end_handoffs(kv_connector_metadata)
+            self._of_worker().prepare_step(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begins the step's loads, before the forward pass."""
@@ -110,8 +117,14 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"]):
         """Returns requests whose sending or receiving has ended, each exactly once."""
         return self._of_worker().finished()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Returns the same, and those of the received requests that vLLM has to compute from their first token on."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = self._of_worker().drain_failed()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns missing blocks of the requests that `get_finished` has just returned."""
+        """Returns missing blocks of the requests that `get_transfer_results` has just returned."""
         return self._of_worker().drain_invalid_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -138,6 +151,10 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"]):
         """Returns the number of the producer's tokens; `None` while it has not opened the handoff."""
         return self._match(request, num_computed_tokens)
 
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Returns all groups: vLLM must not zero what a load writes."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Opens a handoff as the producer, or begins a load as the consumer."""
         self._of_scheduler().allocated(request, blocks, num_external_tokens)
@@ -158,6 +175,12 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"]):
         return ()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Does the same for a model with one KV cache group; vLLM calls it without its hybrid KV cache manager."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Returns true if the blocks are leased to a consumer, and the parameters of the response."""
         self._loaded_first.finished(request)
         return self._of_scheduler().finished(request, block_ids)

@@ -41,15 +41,11 @@ def choose_integrity(setting: str, objection: str, device: str) -> str:
 
 
 def objection_to_validate(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Reason for which a block may change before the worker role can mark its handoff as ended; empty if none does."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec  # noqa: PLC0415 - where vLLM is
+    """Reason for which a block may change before the worker role can mark its handoff as ended; empty if none does.
 
-    if vllm_config.model_config.enable_sleep_mode:
-        return "sleep mode discards KV without calling the connector's worker role"
-    specs = {type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups}
-    # Their blocks belong to a request until it ends, and only its own tokens are written into them.
-    if other := sorted(spec.__name__ for spec in specs.difference((FullAttentionSpec, MLAAttentionSpec))):
-        return f"vLLM may free or rewrite blocks of a running request in a cache of {', '.join(other)}"
+    Announced blocks are those that the token after the prompt needs: their request keeps them, and no later token of it
+    is written into them before it ends.
+    """
     if vllm_config.use_v2_model_runner and kv_cache_config.needs_kv_cache_zeroing:
         return "the V2 model runner zeroes blocks before it calls the connector"
     return ""

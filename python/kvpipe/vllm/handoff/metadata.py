@@ -20,8 +20,8 @@ class Load:
     Attributes:
         request_id: vLLM's id on this engine.
         handoff: The handoff's id.
-        first: Position in the prompt of the first block to read.
-        block_ids: Destination blocks, one for each position.
+        parts: `(first, block_ids)` for each KV cache group: position in the prompt of the first block to read, and
+            destination blocks, one for each position.
         ranks: `(address, incarnation)` of the producer's workers, by tensor-parallel rank.
         has_state: True if the sequence state has arrived: the end of the blocks ends the load.
         refusal: Reason for which no block can be loaded; empty if they can.
@@ -29,11 +29,15 @@ class Load:
 
     request_id: str
     handoff: bytes
-    first: int
-    block_ids: list[int]
+    parts: list[tuple[int, list[int]]]
     ranks: list[tuple[str, bytes]]
     has_state: bool
     refusal: str = ""
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The destination blocks of all groups."""
+        return [block_id for _, block_ids in self.parts for block_id in block_ids]
 
 
 @dataclass(slots=True)
@@ -72,11 +76,13 @@ class ReadyRange:
         handoff: The handoff's id.
         first: Position in the prompt of the first one.
         block_ids: The blocks.
+        group: Index of their KV cache group.
     """
 
     handoff: bytes
     first: int
     block_ids: list[int]
+    group: int = 0
 
 
 @dataclass(slots=True)
@@ -126,8 +132,9 @@ class StepMetadata:
         first_tokens: Consumer: token id by handoff, for the requests in this step that have outputs left to force. The
             workers have the tokens after the first in the request's parameters.
         first_steps: Consumer: handoffs whose prompt is complete with this step, for the trace.
-        restores: Consumer: blocks that get back after this step's forward pass the bytes that they have before it. Each
-            is the last block of a prompt, verified by a load; the pass computes the prompt's last token in it alone.
+        restores: Consumer: `(group, block id)` of blocks that get back after this step's forward pass the bytes that
+            they have before it. Each is the last block of a prompt in its KV cache group, verified by a load; the pass
+            computes the prompt's last token in it alone.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -142,7 +149,7 @@ class StepMetadata:
     control: str = ""
     first_tokens: dict[bytes, int] = field(default_factory=dict)
     first_steps: list[bytes] = field(default_factory=list)
-    restores: list[int] = field(default_factory=list)
+    restores: list[tuple[int, int]] = field(default_factory=list)
 
     def is_empty(self) -> bool:
         """True if it has nothing for the worker role, which still has to clear what the step before has set."""

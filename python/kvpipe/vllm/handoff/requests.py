@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpipe.vllm.handoff.allowed_producers import AllowedProducers
+    from kvpipe.vllm.handoff.cache_groups import CacheGroups
 
 
-def read_params(request: Request, allowed: AllowedProducers, max_model_len: int) -> Produced | Consumed | None:
+def read_params(
+    request: Request, allowed: AllowedProducers, max_model_len: int, groups: CacheGroups
+) -> Produced | Consumed | None:
     """Reads a request's parameters; returns `None` if it takes part in no handoff, or in one through a store.
 
     Raises:
@@ -36,7 +39,7 @@ def read_params(request: Request, allowed: AllowedProducers, max_model_len: int)
             raise ConfigError(message)
         if params.handoff is None:
             _drop_min_tokens(request)
-        return Produced(params.handoff or secrets.token_bytes(16), request)
+        return Produced(params.handoff or secrets.token_bytes(16), request, groups)
     consumed = Consumed(
         params.handoff,
         params.producer,

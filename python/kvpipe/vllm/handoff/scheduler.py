@@ -33,7 +33,7 @@ from kvpipe.vllm.lora_adapters import Adapters
 from kvpipe.vllm.model_files import NOT_COMPARED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvpipe.vllm.handoff.cache_groups import CacheGroups
     from kvpipe.vllm.handoff.config import ConnectorConfig
     from kvpipe.vllm.handoff.metadata import HandshakeMetadata, StepMetadata
     from kvpipe.vllm.handoff.stats import KVPipeStats
@@ -55,16 +56,19 @@ logger = init_logger("vllm.kvpipe.scheduler")
 class SchedulerRole:
     """The handoffs of one engine, on the side of its scheduler."""
 
-    def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig, groups: CacheGroups) -> None:
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._role = str(vllm_config.kv_transfer_config.kv_role)
         self._first_token_support = FirstTokenSupport(vllm_config)
         self._reasoning_parser = str(vllm_config.structured_outputs_config.reasoning_parser or "")
         self._max_model_len = int(vllm_config.model_config.max_model_len)
-        self._fingerprint = fingerprint(vllm_config)
+        self._groups = groups
+        self._fingerprint = [*fingerprint(vllm_config), ("kv cache groups", groups.describe())]
         for name, value in self._fingerprint:
             if NOT_COMPARED in value:
                 logger.warning("fingerprint.incomplete %s is %s", name, value)
+        if groups.has_state and self._first_token_support.is_speculative and self._role != PRODUCER:
+            logger.warning("handoff.local every prompt is computed here: recurrent states need a forced first token")
         self._config = config
         self._data_parallel_index = vllm_config.parallel_config.data_parallel_index
         self._is_listening = False
@@ -76,19 +80,19 @@ class SchedulerRole:
         self._idle_wait = IdleWait(engine_core())
         self._allowed_producers = AllowedProducers(config.allowed_producers)
         self._out = HandoffOutbox(_kvpipe.Trace(config.trace, f"{self._role} scheduler {self._engine_id}"))
-        block_size = vllm_config.cache_config.block_size
         self._adapters, self._sampling = Adapters(), Sampling(vllm_config)
-        self._producing = ProducerScheduler(self._out, self._adapters, self._sampling, self._engine_id, block_size)
-        self._continuations = Continuations(vllm_config)
+        self._producing = ProducerScheduler(self._out, self._adapters, self._sampling, self._engine_id, groups)
+        self._continuations = Continuations(vllm_config, [group.block_size for group in groups])
         self._consuming = ConsumerScheduler(
             self._out,
             self._first_token_support,
             self._adapters,
             self._sampling,
             self._continuations,
-            block_size=block_size,
+            groups=groups,
             num_ranks=vllm_config.parallel_config.world_size,
             is_recomputed=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
+            uses_v2=bool(vllm_config.use_v2_model_runner),
         )
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
             "log": self._on_log,
@@ -190,7 +194,7 @@ class SchedulerRole:
 
         vLLM does so too when it answers with an error later. The engine's own request then ends the handoff.
         """
-        refused = read_params(request, self._allowed_producers, self._max_model_len)
+        refused = self._read_params(request)
         if isinstance(refused, Consumed) and refused.producer:
             self._consuming.release_unused(refused)
 
@@ -209,8 +213,11 @@ class SchedulerRole:
             message = "kv_role=kv_producer: this instance consumes no handoffs; start it with kv_role=kv_both"
             raise ConfigError(message)
 
+    def _read_params(self, request: Request) -> Produced | Consumed | None:
+        return read_params(request, self._allowed_producers, self._max_model_len, self._groups)
+
     def _note(self, request: Request) -> None:
-        wanted = read_params(request, self._allowed_producers, self._max_model_len)
+        wanted = self._read_params(request)
         if wanted is not None:
             self._check_role(wanted)
             self._out.trace.instant("queued", wanted.handoff, tokens=wanted.num_prompt_tokens)
@@ -226,7 +233,7 @@ class SchedulerRole:
             self._drain_events()
         num_tokens, is_async = self._consuming.match(request, num_local_tokens)
         self._lacks_blocks = num_tokens is not None
-        if num_tokens is None:
+        if num_tokens is None and self._consuming.awaits_producer(request.request_id):
             self._matched_waiting.add(request.request_id)
         return num_tokens, is_async
 
@@ -236,7 +243,7 @@ class SchedulerRole:
         self._producing.allocated(request)
         self._consuming.allocated(request, blocks, num_external_tokens)
 
-    def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Returns true if a finished request's blocks are leased to a consumer, and parameters for its response."""
         self._consuming.finished(request)
         return self._producing.finished(request, block_ids)

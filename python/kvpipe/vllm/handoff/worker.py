@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
 from kvpipe.config import resolve_tokens
-from kvpipe.exceptions import KVPipeError, TransferTimeoutError
+from kvpipe.exceptions import ConfigError, KVPipeError, TransferTimeoutError
 from kvpipe.vllm.amx import permit_tiles
 from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
 from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
@@ -27,7 +27,7 @@ from kvpipe.vllm.handoff.producer.rank_leases import RankLeases
 from kvpipe.vllm.kept_blocks import KeptBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -45,6 +45,9 @@ class WorkerEngine:
         engine_id: vLLM's id of the engine.
         kv_role: vLLM's name of its role, for the trace.
         num_blocks: Blocks of its KV cache.
+        groups: Names of the layers of each KV cache group.
+        num_hooked_layers: Layers for which vLLM calls `save_layer`.
+        has_parts: True if some blocks of a prompt are of use without the others.
         device: vLLM's type of the device that has the cache.
         is_by_layer: True if vLLM calls `save_layer` once for each layer and step.
         objection_to_validate: Reason for which its blocks may change before a handoff is marked as ended; empty if they
@@ -55,6 +58,9 @@ class WorkerEngine:
     engine_id: str
     kv_role: str
     num_blocks: int
+    groups: Sequence[Sequence[str]]
+    num_hooked_layers: int
+    has_parts: bool = True
     device: str = "cpu"
     is_by_layer: bool = True
     objection_to_validate: str = ""
@@ -86,14 +92,17 @@ class WorkerRole:
         self._trace = WorkerTrace(config, f"{engine.kv_role} worker {engine.rank} {engine.engine_id}")
         self._agent: _kvpipe.Agent | None = None
         self._order = HostOrder()
+        # By layer, and for each KV cache group.
         self._regions: dict[str, list[_kvpipe.Region]] = {}
+        self._group_regions: list[list[_kvpipe.Region]] = []
+        self._group_of = {name: index for index, names in enumerate(engine.groups) for name in names}
         self._is_by_layer = engine.is_by_layer
         self._step: StepMetadata | None = None
-        self._ready: _kvpipe.ReadyBlocks | None = None
+        self._ready: dict[int, _kvpipe.ReadyBlocks] = {}
         self._is_step_empty = self._is_step_by_layer = False
         self._kept = KeptBlocks()
         self._unsaved: dict[str, list[_kvpipe.Region]] = {}
-        self._loads = RankLoads()
+        self._loads = RankLoads(has_parts=engine.has_parts)
         self._leases = RankLeases()
         self._progress = Progress(engine.rank, engine.engine_id)
         self._num_sessions: tuple[int, int] | None = None
@@ -122,11 +131,13 @@ class WorkerRole:
             integrity=self._integrity,
         )
         self._agent.trace_to(self._trace.lines)
-        caches = [LayerCache.of(name, cache, self._engine.num_blocks) for name, cache in kv_caches.items()]
+        caches = [LayerCache.of(name, kv_caches[name], self._engine.num_blocks) for name in self._own_layers(kv_caches)]
         self._regions = {cache.name: cache.register(self._agent) for cache in caches}
+        by_group = [[cache for cache in caches if cache.name in names] for names in map(set, self._engine.groups)]
+        self._group_regions = [_joined(self._regions[cache.name] for cache in of_group) for of_group in by_group]
         orders = sorted({cache.layout.order for cache in caches})
         self._properties = [*properties, ("kv block", "; ".join(orders))]
-        self._kept = KeptBlocks(cache.blocks for cache in caches)
+        self._kept = KeptBlocks([[cache.blocks for cache in of_group] for of_group in by_group])
         address = self._agent.address or ""
         logger.info(
             "agent.listen address=%s advertised=%s regions=%d",
@@ -134,6 +145,20 @@ class WorkerRole:
             self._addresses.advertised(address),
             sum(map(len, self._regions.values())),
         )
+
+    def _own_layers(self, kv_caches: dict[str, torch.Tensor]) -> list[str]:
+        """Returns the layers with a cache of their own. Others use that of a layer before them (Gemma 3n).
+
+        Raises:
+            ConfigError: A layer belongs to no KV cache group, and its cache is no other layer's.
+        """
+        own = [name for name in kv_caches if name in self._group_of]
+        addresses = {kv_caches[name].data_ptr() for name in own}
+        for name, cache in kv_caches.items():
+            if name not in self._group_of and cache.data_ptr() not in addresses:
+                message = f"layer {name}: it is in none of vLLM's {len(self._engine.groups)} KV cache groups"
+                raise ConfigError(message)
+        return own
 
     def handshake(self) -> HandshakeMetadata | None:
         """Returns the address of this rank's agent."""
@@ -148,10 +173,14 @@ class WorkerRole:
 
     # --- every step
 
-    def end_handoffs(self, step: StepMetadata) -> None:
-        """Ends handoffs before this step writes into their blocks."""
+    def prepare_step(self, step: StepMetadata) -> None:
+        """Ends handoffs and copies blocks that are to be restored, before this step writes into any block.
+
+        Between this and `begin_step` vLLM's V1 runner moves recurrent states that a step continues to their next block.
+        """
         if self._agent is None:
             return
+        self._kept.keep(step.restores)
         for end in step.ended:
             self._agent.end(end.handoff, end.reason)
             self._leases.ended(end.handoff)
@@ -163,7 +192,6 @@ class WorkerRole:
         if agent is None or (is_empty and self._is_step_empty):  # an empty step after an empty one changes nothing
             return
         self._is_step_empty = is_empty
-        self._kept.keep(step.restores)
         self._begin_transfers(agent, step)
         self._loads.begin_step(step)
         for handoff in (*step.states, *step.committed):
@@ -173,9 +201,9 @@ class WorkerRole:
         for lease in step.leased:
             self._leases.add(lease)
         if step.ready:
-            self._step, self._ready, self._unsaved = step, _ready_blocks(step.ready), dict(self._regions)
+            self._step, self._ready, self._unsaved = step, _by_group(step.ready), dict(self._regions)
             self._is_step_by_layer = self._is_by_layer and not _announces_restored(step)
-            self._progress.begin_step(step, len(self._regions), time.monotonic())
+            self._progress.begin_step(step, self._engine.num_hooked_layers, time.monotonic())
         if step.first_tokens or PENDING_FIRST_TOKENS.of(self._engine.engine_id):
             PENDING_FIRST_TOKENS.set(self._engine.engine_id, "KVPipeConnector", step.first_tokens)
         self._trace.begin_step(step)
@@ -193,7 +221,8 @@ class WorkerRole:
         except KVPipeError as error:
             failure = self._event_failed(agent, step.cached, error)
         if step.cached and not failure:
-            agent.mark_ready(_ready_blocks(step.cached), _joined(self._regions), event)
+            for group, blocks in _by_group(step.cached).items():
+                agent.mark_ready(blocks, self._group_regions[group], event)
         for load in step.loads:
             if refusal := self._refusal(load) or failure:
                 # The scheduler role knows the kind of its own refusal.
@@ -207,15 +236,12 @@ class WorkerRole:
     def _load(self, agent: _kvpipe.Agent, load: Load, event: _kvpipe.CudaEvent | None) -> None:
         self._loads.begin(load)
         address, incarnation = load.ranks[self.rank]
-        agent.load(
-            load.handoff,
-            address,
-            incarnation,
-            load.first,
-            load.block_ids,
-            load.has_state,
-            event,
-        )
+        parts = [
+            (regions, first, block_ids)
+            for regions, (first, block_ids) in zip(self._group_regions, load.parts, strict=True)
+            if block_ids
+        ]
+        agent.load(load.handoff, address, incarnation, parts, load.has_state, event)
 
     def _refusal(self, load: Load) -> str:
         """Reason for which a load cannot begin; empty if it can."""
@@ -229,11 +255,12 @@ class WorkerRole:
 
     def save_layer(self, layer_name: str) -> None:
         """Marks this step's blocks as ready in a layer whose attention is done. Most steps have none."""
-        if self._ready is None or self._agent is None or not self._is_step_by_layer or self._order.is_capturing():
+        if not self._ready or self._agent is None or not self._is_step_by_layer or self._order.is_capturing():
             return
         if (regions := self._unsaved.pop(layer_name, None)) is not None:
             self._trace.layers_computed()
-            self._mark_ready(self._agent, self._ready, regions)
+            if (ready := self._ready.get(self._group_of[layer_name])) is not None:
+                self._mark_ready(self._agent, ready, regions)
             if not self._order.is_async:
                 self._progress.layer_saved(time.monotonic())
         elif layer_name in self._regions:
@@ -268,15 +295,18 @@ class WorkerRole:
     def end_forward(self) -> None:
         """Restores blocks, and marks this step's blocks as ready in the remaining layers, after the forward pass."""
         self._kept.put_back()
-        if self._ready is not None and self._agent is not None:
+        if self._ready and self._agent is not None:
             if self._unsaved:
                 self._trace.layers_computed()
-                self._mark_ready(self._agent, self._ready, _joined(self._unsaved))
+            for group, ready in list(self._ready.items()):
+                names = (name for name in self._engine.groups[group] if name in self._unsaved)
+                if regions := _joined(self._unsaved[name] for name in names):
+                    self._mark_ready(self._agent, ready, regions)
             self._forget_ready()
         self._trace.end_forward()
 
     def _forget_ready(self) -> None:
-        self._step, self._ready, self._unsaved = None, None, {}
+        self._step, self._ready, self._unsaved = None, {}, {}
 
     def finished(self) -> tuple[set[str], set[str]]:
         """Returns requests whose lease has ended, and requests whose load has ended, each exactly once."""
@@ -295,6 +325,10 @@ class WorkerRole:
     def drain_invalid_block_ids(self) -> set[int]:
         """Returns missing blocks of the loads that `finished` has just reported."""
         return self._loads.drain_invalid_block_ids()
+
+    def drain_failed(self) -> set[str]:
+        """Returns those of the requests that `finished` has just reported that vLLM has to compute anew."""
+        return self._loads.drain_failed()
 
     def drain_outcomes(self) -> WorkerOutcomes | None:
         """Returns ended and verified loads for the scheduler role; `None` if there is nothing to report."""
@@ -318,17 +352,21 @@ class WorkerRole:
             logger.warning("agent.pending_reads %s", error)
 
 
-def _ready_blocks(parts: list[ReadyRange]) -> _kvpipe.ReadyBlocks:
-    return _kvpipe.ReadyBlocks([(part.handoff, part.first, part.block_ids) for part in parts])
+def _by_group(ranges: list[ReadyRange]) -> dict[int, _kvpipe.ReadyBlocks]:
+    """Returns the ready blocks of each KV cache group that has some."""
+    parts: dict[int, list[tuple[bytes, int, list[int]]]] = {}
+    for each in ranges:
+        parts.setdefault(each.group, []).append((each.handoff, each.first, each.block_ids))
+    return {group: _kvpipe.ReadyBlocks(of_group) for group, of_group in parts.items()}
 
 
-def _joined(regions: dict[str, list[_kvpipe.Region]]) -> list[_kvpipe.Region]:
-    return [region for of_layer in regions.values() for region in of_layer]
+def _joined(regions: Iterable[list[_kvpipe.Region]]) -> list[_kvpipe.Region]:
+    return [region for of_layer in regions for region in of_layer]
 
 
 def _announces_restored(step: StepMetadata) -> bool:
     """True if another request's consumer gets a restored block, which has other bytes until the forward pass ends."""
-    restored = set(step.restores)
+    restored = {block_id for _, block_id in step.restores}
     return any(not restored.isdisjoint(ready.block_ids) for ready in step.ready)
 
 

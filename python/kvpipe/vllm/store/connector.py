@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvpipe.vllm.engine_checks import check_parent
+from kvpipe.vllm.engine_checks import check_cache, check_parent
 from kvpipe.vllm.facade import Facade
 from kvpipe.vllm.store.config import StoreConnectorConfig
 from kvpipe.vllm.store.metadata import StoreStepMetadata
@@ -33,6 +33,7 @@ class KVStoreConnector(Facade["StoreSchedulerRole", "StoreWorkerRole"]):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        check_cache(kv_cache_config)
         transfer, block_size = self._kv_transfer_config, int(vllm_config.cache_config.block_size)
         config = StoreConnectorConfig.parse(transfer.kv_connector_extra_config, block_size)
         self._set_load_failure_policy(config.on_load_failure)

@@ -120,7 +120,7 @@ class Entries:
     ) -> None:
         self.support = FirstTokenSupport(vllm_config)
         self._sampling = Sampling(vllm_config)
-        self._continuations = Continuations(vllm_config)
+        self._continuations = Continuations(vllm_config, [int(vllm_config.cache_config.block_size)])
         self._is_saving = vllm_config.kv_transfer_config.kv_role != "kv_consumer"
         self._block_size = int(vllm_config.cache_config.block_size)
         self._max_model_len = int(vllm_config.model_config.max_model_len)

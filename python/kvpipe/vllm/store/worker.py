@@ -90,7 +90,7 @@ class StoreWorkerRole:
         if self._is_saving:
             num_threads = max(1, config.num_io_threads // 2)
             self._saver = Saver(self._client, cache, values, config.staging_bytes, num_threads)
-        self._kept = KeptBlocks(kv_caches.values())
+        self._kept = KeptBlocks([list(kv_caches.values())])
 
     def _identified(self, weights: str) -> list[tuple[str, str]]:
         """Returns this rank's additions to the fingerprint."""
@@ -105,7 +105,7 @@ class StoreWorkerRole:
     def begin_step(self, step: StoreStepMetadata) -> None:
         """Begins and cancels loads, and saves entries whose KV is here, before the forward pass."""
         self._step = step
-        self._kept.keep(step.restores)
+        self._kept.keep((0, block_id) for block_id in step.restores)
         PENDING_FIRST_TOKENS.set(self._engine_id, "KVStoreConnector", step.first_tokens)
         if self._loader is None:
             return

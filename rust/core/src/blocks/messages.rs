@@ -26,7 +26,7 @@ pub(super) const REGIONS: u8 = 1;
 /// The sender reads no more of this region, which the receiver has closed.
 pub(super) const RELEASED: u8 = 2;
 /// Most regions of an agent.
-pub(super) const REGIONS_CAP: usize = 4096;
+pub(in crate::blocks) const REGIONS_CAP: usize = 4096;
 
 pub(crate) fn write_regions(regions: &[RemoteRegion]) -> Vec<u8> {
     Writer::new(REGIONS)

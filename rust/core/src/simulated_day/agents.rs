@@ -7,7 +7,7 @@ use kvpipe_ucx::Buffer;
 
 use super::{LATE, MANY_BYTES, Rng, TIMEOUTS, TOKEN, is_busy};
 use crate::Integrity;
-use crate::blocks::handoff::{Event, LoadRequest, ReadyBlocks, ReadyRange};
+use crate::blocks::handoff::{Event, LoadPart, LoadRequest, ReadyBlocks, ReadyRange};
 use crate::blocks::{Agent, AgentConfig};
 use crate::blocks::{Options, Peer, Region};
 use crate::ids::{HandoffId, Incarnation};
@@ -156,8 +156,7 @@ impl Agents {
             handoff,
             producer,
             incarnation,
-            first: 0,
-            block_ids: (0..count).collect(),
+            parts: vec![LoadPart::of_all_regions(0, (0..count).collect())],
             is_committed,
         };
         self.decode.agent.load(request).expect("it runs");

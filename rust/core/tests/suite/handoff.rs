@@ -1,8 +1,11 @@
 //! Handoffs between two agents, over every data path: proved, or failed with exactly what is missing.
 
+use std::ops::Range;
 use std::time::Instant;
 
-use kvpipe_core::blocks::handoff::Event;
+use kvpipe_core::Error;
+use kvpipe_core::blocks::Region;
+use kvpipe_core::blocks::handoff::{Event, LoadPart, LoadRequest};
 use kvpipe_ucx::Buffer;
 
 use crate::common::{
@@ -74,7 +77,7 @@ fn a_load_before_the_first_block_gets_blocks_as_they_become_final() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let mut request = producer.request(&[10, 11, 12, 13]);
-        request.first = 2;
+        request.parts[0].first = 2;
         consumer.load(request);
         // The consumer has positions 0 and 1 already, and wants no more than position 5.
         producer.mark_ready(0, &[20, 21, 22]);
@@ -260,12 +263,58 @@ fn a_producer_that_is_closed_fails_the_load() {
 }
 
 #[test]
+fn groups_of_layers_have_positions_and_blocks_of_their_own() {
+    on_every_path(|transport| {
+        let (producer, consumer) = pair(transport);
+        let group = |layers: Range<usize>, first, block_ids: &[u32]| LoadPart {
+            regions: Some(consumer.regions[layers].to_vec()),
+            first,
+            block_ids: block_ids.to_vec(),
+        };
+        let request = LoadRequest {
+            parts: vec![group(0..1, 0, &[1, 2]), group(1..LAYERS, 7, &[3])],
+            ..producer.request(&[])
+        };
+        producer.save(&step(0, &[4, 5]).expect("a step"), 0..1);
+        producer.save(&step(6, &[6, 7]).expect("a step"), 1..LAYERS);
+        consumer.load(request);
+        assert_eq!(consumer.loaded(), (2 + 2) * BLOCK as u64);
+        for (layer, ours, theirs) in [(0, 1, 4), (0, 2, 5), (1, 3, 7), (2, 3, 7)] {
+            assert_eq!(consumer.block(layer, ours), producer.block(layer, theirs));
+        }
+    });
+}
+
+#[test]
+fn a_load_whose_parts_share_a_region_or_have_none_is_refused() {
+    on_every_path(|transport| {
+        let (producer, consumer) = pair(transport);
+        let part = |regions: &[Region]| LoadPart {
+            regions: Some(regions.to_vec()),
+            first: 0,
+            block_ids: vec![1],
+        };
+        let all = &consumer.regions[..];
+        for parts in [vec![part(&[])], vec![part(all), part(&all[..1])]] {
+            let request = LoadRequest {
+                parts,
+                ..producer.request(&[])
+            };
+            assert!(matches!(
+                consumer.agent.load(request),
+                Err(Error::Config(_))
+            ));
+        }
+    });
+}
+
+#[test]
 fn positions_beyond_32_bits_are_refused() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         assert!(step(u32::MAX - 1, &[1, 2]).is_err());
         let mut request = producer.request(&[1, 2]);
-        request.first = u32::MAX - 1;
+        request.parts[0].first = u32::MAX - 1;
         assert!(consumer.agent.load(request).is_err());
     });
 }

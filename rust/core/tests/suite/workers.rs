@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use kvpipe_core::Integrity;
 use kvpipe_core::blocks::Region;
-use kvpipe_core::blocks::handoff::{Event, LoadRequest, ReadyBlocks, ReadyRange};
+use kvpipe_core::blocks::handoff::{Event, LoadPart, LoadRequest, ReadyBlocks, ReadyRange};
 use kvpipe_core::blocks::{Agent, AgentConfig};
 use kvpipe_core::ids::HandoffId;
 use kvpipe_core::transport::Transport;
@@ -63,8 +63,7 @@ impl Worker {
             handoff: ID,
             producer: self.agent.address().expect("address").to_string(),
             incarnation: self.agent.incarnation(),
-            first: 0,
-            block_ids: block_ids.to_vec(),
+            parts: vec![LoadPart::of_all_regions(0, block_ids.to_vec())],
             is_committed: true,
         }
     }

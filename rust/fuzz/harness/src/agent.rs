@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpipe_core::Result;
-use kvpipe_core::blocks::handoff::{Event, LoadRequest, ReadyBlocks, ReadyRange};
+use kvpipe_core::blocks::handoff::{Event, LoadPart, LoadRequest, ReadyBlocks, ReadyRange};
 use kvpipe_core::blocks::{Agent, AgentConfig, Options, Peer, Region};
 use kvpipe_core::fuzzing::{Round, without_threads};
 use kvpipe_core::net::identity::SessionKind;
@@ -117,8 +117,10 @@ impl Side {
             handoff: HANDOFFS[1],
             producer: self.address.clone(),
             incarnation: peer.incarnation(),
-            first: 0,
-            block_ids: (0..u32::from(argument % 8)).collect(),
+            parts: vec![LoadPart::of_all_regions(
+                0,
+                (0..u32::from(argument % 8)).collect(),
+            )],
             is_committed: argument & IS_COMMITTED != 0,
         };
         self.num_loads += usize::from(self.agent.load(request).is_ok());

@@ -24,6 +24,7 @@ class LossReason(StrEnum):
     NOT_SCHEDULED = "not_scheduled"
     GAVE_WAY = "gave_way"
     NO_PRODUCER = "no_producer"
+    UNFORCED = "unforced"
     OTHER_PROMPT = "other_prompt"
     OTHER_ADAPTER = "other_adapter"
     ABORTED = "aborted"
@@ -59,8 +60,9 @@ class Consumed:
         num_local_tokens: Tokens found in this engine's prefix cache when the load was claimed.
         num_computed: Prompt tokens that this engine has computed since the last preemption.
         num_preemptions: Preemptions that this object has processed.
-        last_block_id: The prompt's last block, from the start of a load until a step computes in it; `None` if the load
-            misses blocks.
+        last_blocks: The prompt's last block of each KV cache group that has one, from the start of a load until a step
+            computes in it; none if the load misses blocks.
+        is_behind_others: True if vLLM was told to look at other requests first, after its last load has failed.
         reason: Reason for missing KV.
         loss: The same for metrics, as far as the scheduler role knows.
     """
@@ -81,7 +83,8 @@ class Consumed:
     num_local_tokens: int = 0
     num_computed: int = 0
     num_preemptions: int = 0
-    last_block_id: int | None = None
+    last_blocks: list[tuple[int, int]] = field(default_factory=list)
+    is_behind_others: bool = False
     reason: str = ""
     loss: LossReason = LossReason.NONE
 

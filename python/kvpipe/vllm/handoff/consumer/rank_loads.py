@@ -38,9 +38,15 @@ class RankLoads:
 
     With asynchronous scheduling a request may run before its rank knows of the commit. So once a load was reported as
     verified, its end waits for the scheduler role's answer: `states`, `committed` or `cancels` of a step.
+
+    Args:
+        has_parts: True if vLLM goes on from the blocks before the first missing one. Otherwise it computes the whole
+            prompt of a request that misses one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_parts: bool = True) -> None:
+        self._has_parts = has_parts
+        self._failed: set[str] = set()
         self._loads: dict[bytes, RankLoad] = {}
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
@@ -103,7 +109,10 @@ class RankLoads:
         self._report_end(load, outcome, missing)
 
     def _report_end(self, load: Load, outcome: LoadOutcome, missing: list[int]) -> None:
-        self._invalid_block_ids.update(missing)
+        if self._has_parts:
+            self._invalid_block_ids.update(missing)
+        elif missing or not outcome.is_loaded:
+            self._failed.add(load.request_id)
         self._received.add(load.request_id)
         self._outcomes[load.request_id] = outcome
 
@@ -116,6 +125,11 @@ class RankLoads:
         """Returns missing blocks of the loads that `drain_received` has just returned."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
+
+    def drain_failed(self) -> set[str]:
+        """Returns those of the requests that `drain_received` has just returned that vLLM has to compute anew."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def drain_outcomes(self) -> WorkerOutcomes | None:
         """Returns ended, verified and broken loads for the scheduler role; `None` if there is nothing to report.

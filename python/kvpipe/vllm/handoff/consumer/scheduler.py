@@ -13,13 +13,16 @@ from kvpipe.vllm.handoff.consumer.consumed import Consumed, LossReason
 from kvpipe.vllm.handoff.consumer.deadlock import DeadlockTimer
 from kvpipe.vllm.handoff.consumer.state_machine import Action, Event, Phase
 from kvpipe.vllm.handoff.handoffs import Handoffs
-from kvpipe.vllm.handoff.metadata import Cancel, Load, WorkerOutcomes
+from kvpipe.vllm.handoff.metadata import Cancel, Load, LoadOutcome, WorkerOutcomes
 from kvpipe.vllm.model_files import NOT_COMPARED
 from kvpipe.vllm.prompt_hash import prompt_hash
 from kvpipe.vllm.scheduler_output import output_position
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from kvpipe.vllm.first_token.continuing_scheduler import Continuations
     from kvpipe.vllm.first_token.sampling import Sampling
     from kvpipe.vllm.first_token.support import FirstTokenSupport
+    from kvpipe.vllm.handoff.cache_groups import CacheGroup, CacheGroups
     from kvpipe.vllm.handoff.outbox import HandoffOutbox
     from kvpipe.vllm.lora_adapters import Adapters
 
@@ -50,9 +54,10 @@ class ConsumerScheduler:
         adapters: Identifies the LoRA adapters of requests.
         sampling: This engine's sampling of first tokens.
         continuations: Requests that continue after the producer's token.
-        block_size: Tokens of a block.
+        groups: KV cache groups of this engine.
         num_ranks: Workers of this engine.
         is_recomputed: True if this engine computes lost KV; otherwise lost KV fails its request.
+        uses_v2: True if its model runner is V2.
     """
 
     def __init__(
@@ -63,17 +68,19 @@ class ConsumerScheduler:
         sampling: Sampling,
         continuations: Continuations,
         *,
-        block_size: int,
+        groups: CacheGroups,
         num_ranks: int,
         is_recomputed: bool,
+        uses_v2: bool,
     ) -> None:
         self._out = outbox
         self._first_token_support = first_token_support
         self._adapters = adapters
         self._sampling = sampling
         self._continuations = continuations
-        self._block_size = block_size
+        self._groups = groups
         self._is_recomputed = is_recomputed
+        self._uses_v2 = uses_v2
         self._consumed: Handoffs[Consumed] = Handoffs()
         self._num_ranks = num_ranks
         # Committed loads: those that the workers have not acknowledged, and do not report afterwards, and those that
@@ -81,6 +88,8 @@ class ConsumerScheduler:
         self._unacknowledged: dict[bytes, Consumed] = {}
         self._unreported: set[str] = set()
         self._deadlock = DeadlockTimer()
+        # Loaded requests whose first step writes other bytes into their last blocks, which are restored after it.
+        self._repeating: dict[str, Consumed] = {}
         # Loads that begin with the step under way, and when that step and the one before were scheduled.
         self._beginning: list[Consumed] = []
         self._step_s = self._step_before_s = 0.0
@@ -121,12 +130,14 @@ class ConsumerScheduler:
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """Returns the number of the producer's tokens: `(None, False)` while it has not opened the handoff."""
+        if self._repeating and self._would_read_repeated(request, num_local_tokens):
+            return None, False
         consumed = self._consumed.get(request.request_id)
         if consumed is None:
             return 0, False
         if consumed.note_preemptions():
             self._consumed.unsettle(consumed)
-        if consumed.load.phase is Phase.WAITING:
+        if consumed.load.phase is Phase.WAITING or self._is_behind_others(consumed):
             return None, False
         # vLLM can compute the last prompt token itself; alone it is not worth a load.
         wanted = request.num_prompt_tokens - num_local_tokens
@@ -136,15 +147,62 @@ class ConsumerScheduler:
             if not has_output and consumed.awaits_first_token():
                 return None, False
             self._load_nothing(consumed, Event.GIVEN_UP, "everything was in the own prefix cache", LossReason.CACHED)
+        if is_wanted and consumed.load.phase in _OPENED and (reason := self._objection(consumed)):
+            self._load_nothing(consumed, Event.GIVEN_UP, reason, LossReason.UNFORCED)
         if is_wanted and self._is_claimable(consumed):
             consumed.num_local_tokens = num_local_tokens
             return wanted, True
         return 0, False
 
+    def awaits_producer(self, request_id: str) -> bool:
+        """True if a request waits for a message of its producer, and for nothing here."""
+        consumed = self._consumed.get(request_id)
+        return consumed is not None and (consumed.load.phase is Phase.WAITING or consumed.awaits_first_token())
+
+    def _is_behind_others(self, consumed: Consumed) -> bool:
+        """True once after a load that vLLM has thrown away.
+
+        To compute the prompt takes more blocks than the load had, if there are windows. While vLLM has not enough, it
+        looks at no other request whose load has ended, which would free some. Left out once, it comes after these.
+        """
+        outcome = consumed.load.outcome
+        if consumed.is_behind_others or self._groups.has_parts or outcome is None or outcome.is_loaded:
+            return False
+        consumed.is_behind_others = True
+        return True
+
     def _is_claimable(self, consumed: Consumed) -> bool:
         """True if a load may begin. Where lost KV fails its request, vLLM fails it by a failed load: one is claimed."""
         phase = consumed.load.phase
         return phase in _OPENED or (phase is Phase.LOST and not self._is_recomputed)
+
+    def _objection(self, consumed: Consumed) -> str:
+        """Reason for which the KV of a prompt is of no use here; empty if it is.
+
+        vLLM computes the last token of a loaded prompt again. If some layers cannot do that with what is loaded, its
+        logits are wrong, and the producer's first token has to stand for them; see `CacheGroup.can_repeat_last`.
+        """
+        if self._groups.can_repeat_last(consumed.num_prompt_tokens):
+            return ""
+        if self._uses_v2 and self._groups.moves_state(consumed.num_prompt_tokens):
+            return "the V2 model runner moves the recurrent state of such a prompt before it calls the connector"
+        params = consumed.request.sampling_params
+        reason = consumed.unsupported_reason
+        if not reason and params is not None and params.logprobs is not None:
+            reason = "log probabilities of the first token"
+        if not reason and consumed.first_token is None and consumed.load.phase is not Phase.OPENED:
+            reason = "the producer's is not known"
+        return reason and f"the last prompt token cannot be computed twice, nor the first token forced: {reason}"
+
+    def _would_read_repeated(self, request: Request, num_local_tokens: int) -> bool:
+        """True if a request has found in the prefix cache what this step may overwrite for a while."""
+        return any(
+            repeating.num_prompt_tokens <= num_local_tokens
+            and repeating.request is not request
+            and request.prompt_token_ids is not None
+            and request.prompt_token_ids[: repeating.num_prompt_tokens] == repeating.request.prompt_token_ids
+            for repeating in self._repeating.values()
+        )
 
     def _is_same_prompt(self, consumed: Consumed, request: Request) -> bool:
         """Compares prompts once: a full engine matches its first waiting request in every step."""
@@ -173,23 +231,24 @@ class ConsumerScheduler:
         if num_external_tokens == 0:
             self._load_nothing(consumed, Event.GIVEN_UP, "the scheduler did not want it", LossReason.NOT_SCHEDULED)
         elif self._is_claimable(consumed):
-            first = consumed.num_local_tokens // self._block_size
-            end = -(-(consumed.num_local_tokens + num_external_tokens) // self._block_size)
-            self._begin_load(consumed, first, list(blocks.get_block_ids()[0][first:end]))
+            num_tokens = consumed.num_prompt_tokens
+            lists = zip(self._groups, blocks.blocks, strict=True)
+            self._begin_load(consumed, [_lacking_blocks(group, of_group, num_tokens) for group, of_group in lists])
 
-    def _begin_load(self, consumed: Consumed, first: int, block_ids: list[int]) -> None:
+    def _begin_load(self, consumed: Consumed, parts: list[tuple[int, list[int]]]) -> None:
         refusal = consumed.reason if consumed.load.phase is Phase.LOST else ""
         opening = {} if refusal or consumed.opening is None else consumed.opening
         consumed.load.on(Event.ALLOCATED)
-        consumed.last_block_id = block_ids[-1]
+        consumed.is_behind_others = False
+        consumed.last_blocks = [(index, block_ids[-1]) for index, (_, block_ids) in enumerate(parts) if block_ids]
         self._beginning.append(consumed)
-        self._out.trace.instant("admitted", consumed.handoff, blocks=len(block_ids))
+        num_blocks = sum(len(block_ids) for _, block_ids in parts)
+        self._out.trace.instant("admitted", consumed.handoff, blocks=num_blocks)
         self._out.step.loads.append(
             Load(
                 request_id=consumed.request.request_id,
                 handoff=consumed.handoff,
-                first=first,
-                block_ids=block_ids,
+                parts=parts,
                 ranks=opening.get("ranks", []),
                 has_state=consumed.load.phase is Phase.FINISHING,
                 refusal=refusal,
@@ -261,16 +320,17 @@ class ConsumerScheduler:
             consumed.is_exact = True
 
     def _restore(self, consumed: Consumed, num_before: int, num_new: int) -> None:
-        """Has the workers restore a prompt's last block in the first step after a load, if that computes one token.
+        """Has the workers restore a prompt's last blocks in the first step after a load, if that computes one token.
 
-        Not with speculative decoding: a draft model writes into that block, too.
+        Not with speculative decoding: a draft model writes into these blocks, too.
         """
-        if consumed.last_block_id is None:
+        if not consumed.last_blocks:
             return
         is_last_token = (num_before, num_new) == (consumed.num_prompt_tokens - 1, 1)
         if is_last_token and not self._first_token_support.is_speculative:
-            self._out.step.restores.append(consumed.last_block_id)
-        consumed.last_block_id = None
+            self._out.step.restores.extend(consumed.last_blocks)
+        consumed.last_blocks = []
+        self._repeating.pop(consumed.request.request_id, None)
 
     def _count(self, consumed: Consumed, num_before: int, num_new: int) -> None:
         """Counts the prompt tokens that this engine computes, and reports the result when the prompt is done."""
@@ -296,7 +356,7 @@ class ConsumerScheduler:
         received = 0
         missing = report["recomputed_tokens"]
         if consumed.load.outcome is not None:
-            missing = min(wanted, report["blocks_missing"] * self._block_size)
+            missing = self._num_missing_tokens(wanted, consumed.load.outcome)
             received = wanted - missing
         self._out.stats.add_handoff(
             report["result"],
@@ -307,6 +367,12 @@ class ConsumerScheduler:
             recomputed_tokens=report["recomputed_tokens"],
             received_bytes=report["bytes"],
         )
+
+    def _num_missing_tokens(self, num_wanted: int, outcome: LoadOutcome) -> int:
+        """Tokens that did not come: all of them, if vLLM cannot go on from the blocks before the first missing one."""
+        if self._groups.has_parts:
+            return min(num_wanted, outcome.num_missing * self._groups[0].block_size)
+        return 0 if outcome.is_loaded else num_wanted
 
     def is_idle(self) -> bool:
         """True if a step has nothing to report here."""
@@ -364,11 +430,14 @@ class ConsumerScheduler:
         if consumed.load.phase is phase:  # another connector's load
             return
         self._out.trace.instant("received", consumed.handoff)
-        if consumed.load.outcome is None or consumed.load.outcome.num_missing:
-            consumed.last_block_id = None
+        outcome = consumed.load.outcome
+        if outcome is None or outcome.num_missing or not (outcome.is_loaded or self._groups.has_parts):
+            consumed.last_blocks = []
         self._perform(consumed, actions)
         if consumed.load.phase is Phase.LOADED:
             self._continue(consumed)
+            if not consumed.request.num_output_tokens and not self._groups.can_repeat_last(consumed.num_prompt_tokens):
+                self._repeating[request_id] = consumed
 
     def _continue(self, consumed: Consumed) -> None:
         """Has a loaded request continue after the producer's token, if it qualifies. Otherwise it is forced."""
@@ -379,6 +448,7 @@ class ConsumerScheduler:
     def finished(self, request: Request) -> None:
         """Cancels the load of a finished request, or reports its result if no load runs."""
         self._continuations.forget(request)
+        self._repeating.pop(request.request_id, None)
         consumed = self._consumed.get(request.request_id)
         if consumed is None:
             return
@@ -405,7 +475,12 @@ class ConsumerScheduler:
             return
         if consumed.first_token is None and event["output_ids"] and self._is_same_prompt(consumed, consumed.request):
             self._note_first_token(consumed, event)
-        self._perform(consumed, consumed.load.on(Event.STATE_RECEIVED))
+        reason = self._objection(consumed) if consumed.load.phase in _DURING_LOAD else ""
+        if reason and (actions := consumed.load.on(Event.DIFFERED)):
+            consumed.loss = LossReason.UNFORCED
+            self._perform(consumed, actions, Cancel(consumed.handoff, reason, is_withdrawn=True))
+        else:
+            self._perform(consumed, consumed.load.on(Event.STATE_RECEIVED))
 
     def _note_first_token(self, consumed: Consumed, state: dict[str, Any]) -> None:
         if state["sampling_hash"] == self._sampling.hash(consumed.request):
@@ -424,6 +499,14 @@ class ConsumerScheduler:
         if actions := consumed.load.on(Event.ENDED):
             consumed.loss = loss
             self._perform(consumed, actions, Cancel(consumed.handoff, event["reason"], event["is_withdrawn"]))
+
+
+def _lacking_blocks(group: CacheGroup, blocks: Sequence[KVCacheBlock], num_tokens: int) -> tuple[int, list[int]]:
+    """Returns the blocks of a prompt that a group needs and has not found in the prefix cache, and where they begin."""
+    needed = group.ready(num_tokens, num_tokens)
+    first = next((at for at in needed if blocks[at].block_hash is None), needed.stop)
+    block_ids = [blocks[at].block_id for at in range(first, needed.stop)]
+    return first - group.num_uncounted(num_tokens), block_ids
 
 
 def _producer_of(consumed: Consumed) -> bytes:

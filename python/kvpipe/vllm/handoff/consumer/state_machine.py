@@ -46,7 +46,7 @@ class Event(Enum):
     OPENED = "opened"  # the producer has scheduled its request
     STATE_RECEIVED = "state_received"  # the producer has sampled its token
     ENDED = "ended"  # the producer ended the handoff, or is lost
-    DIFFERED = "differed"  # the producer computes something else
+    DIFFERED = "differed"  # the producer computes something else, or samples a token that this engine cannot use
     GIVEN_UP = "given_up"  # this engine needs no load
     ALLOCATED = "allocated"  # vLLM has allocated the blocks of a load
     BLOCKS_VERIFIED = "blocks_verified"  # the last rank has verified all blocks
@@ -91,6 +91,11 @@ _LOADING_ROWS = {
     Event.ENDED: (Phase.CANCELLED, (Action.CANCEL,)),
     Event.FINISHED: (Phase.ABORTED, (Action.CANCEL,)),
 }
+# The sequence state comes with a token that this engine cannot use.
+_STATELESS_ROWS = {
+    Event.DIFFERED: (Phase.CANCELLED, (Action.UNWATCH, Action.CANCEL)),
+    **_LOADING_ROWS,
+}
 _PARTIAL_ROWS = {
     Event.ENDED: (Phase.LOCAL, ()),
     Event.COMPUTED: (Phase.REPORTED, (Action.UNWATCH, Action.REPORT)),
@@ -124,12 +129,12 @@ TRANSITIONS: dict[Phase, dict[Event, tuple[Phase, tuple[Action, ...]]]] = {
         Event.BLOCKS_VERIFIED: (Phase.VERIFIED, ()),
         Event.WORKER_BROKEN: (Phase.BROKEN, (Action.CANCEL,)),
         Event.WORKER_ENDED: (Phase.BROKEN, ()),
-        **_LOADING_ROWS,
+        **_STATELESS_ROWS,
     },
     Phase.VERIFIED: {
         Event.STATE_RECEIVED: (Phase.COMMITTED, (Action.COMMIT,)),
         Event.WORKER_BROKEN: (Phase.BROKEN, (Action.CANCEL,)),
-        **_LOADING_ROWS,
+        **_STATELESS_ROWS,
     },
     Phase.COMMITTED: {
         Event.RECEIVED_ALL: (Phase.LOADED, ()),
@@ -147,7 +152,7 @@ TRANSITIONS: dict[Phase, dict[Event, tuple[Phase, tuple[Action, ...]]]] = {
         Event.WORKER_ENDED: (Phase.BROKEN, ()),
         Event.RECEIVED_ALL: (Phase.LOADED, (Action.ACKNOWLEDGE,)),
         Event.RECEIVED_PART: (Phase.PARTIAL, ()),
-        **_LOADING_ROWS,
+        **_STATELESS_ROWS,
     },
     Phase.CANCELLED: {
         Event.WORKER_ENDED: (Phase.CANCELLED, ()),

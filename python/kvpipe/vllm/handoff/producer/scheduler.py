@@ -17,13 +17,14 @@ from kvpipe.vllm.prompt_hash import prompt_hash
 from kvpipe.vllm.scheduler_output import scheduled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from kvpipe.vllm.first_token.sampling import Sampling
+    from kvpipe.vllm.handoff.cache_groups import CacheGroups
     from kvpipe.vllm.handoff.outbox import HandoffOutbox
     from kvpipe.vllm.handoff.producer.produced import Produced
     from kvpipe.vllm.lora_adapters import Adapters
@@ -42,7 +43,7 @@ class ProducerScheduler:
         adapters: Identifies the LoRA adapters of requests.
         sampling: This engine's sampling of first tokens.
         engine_id: Name of this engine.
-        block_size: Tokens of a block.
+        groups: KV cache groups of this engine.
 
     Attributes:
         ranks: Address and incarnation of each of this engine's workers, once known.
@@ -51,7 +52,7 @@ class ProducerScheduler:
     """
 
     def __init__(
-        self, outbox: HandoffOutbox, adapters: Adapters, sampling: Sampling, engine_id: str, block_size: int
+        self, outbox: HandoffOutbox, adapters: Adapters, sampling: Sampling, engine_id: str, groups: CacheGroups
     ) -> None:
         self.ranks: list[tuple[str, bytes]] = []
         self.manager: KVCacheManager | None = None
@@ -59,7 +60,7 @@ class ProducerScheduler:
         self._adapters = adapters
         self._sampling = sampling
         self._engine_id = engine_id
-        self._block_size = block_size
+        self._groups = groups
         self._produced: Handoffs[Produced] = Handoffs()
         # For each request that vLLM has matched for the next step, its tokens in this engine's prefix cache.
         self._num_local_tokens: dict[Request, int] = {}
@@ -116,9 +117,10 @@ class ProducerScheduler:
         """Notes the blocks of a request that another connector loads within the step in which it is admitted."""
         num_before = request.num_computed_tokens
         if num_local < num_before and self.manager is not None:
-            blocks = self.manager.get_block_ids(request.request_id)[0]
-            first, end = num_local // self._block_size, -(-num_before // self._block_size)
-            self._loaded_in_step[request.request_id] = set(blocks[first:end])
+            loaded: set[int] = set()
+            for group, blocks in zip(self._groups, self.manager.get_block_ids(request.request_id), strict=True):
+                loaded.update(blocks[num_local // group.block_size : group.num_blocks(num_before)])
+            self._loaded_in_step[request.request_id] = loaded
 
     def _announce_scheduled(self, output: SchedulerOutput, now_s: float) -> None:
         # A search of all requests of the step, which is made once, and only if a cached block is shared.
@@ -129,7 +131,7 @@ class ProducerScheduler:
 
     def _written_blocks(self, output: SchedulerOutput) -> set[int]:
         num_local_tokens = {request.request_id: num for request, num in self._num_local_tokens.items()}
-        return written_blocks(output, self.manager, num_local_tokens, self._block_size)
+        return written_blocks(output, self.manager, num_local_tokens, self._groups)
 
     def _announce(self, produced: Produced, num_before: int, num_new: int, written: Callable[[], set[int]]) -> None:
         """Announces the blocks that are ready before this step, and those that are ready after it.
@@ -140,20 +142,21 @@ class ProducerScheduler:
         """
         if not produced.is_open or produced.is_withdrawn or self.manager is None:
             return
-        blocks = self.manager.get_blocks(produced.request.request_id).blocks[0]
+        lists = self.manager.get_blocks(produced.request.request_id).blocks
         if produced.num_cached_tokens is None:
             produced.num_cached_tokens = num_before
             num_local = self._num_local_tokens.get(produced.request, num_before)
-            local = blocks[: num_local // self._block_size]
+            local = [[blocks[at] for at in produced.ready(index, num_local)] for index, blocks in enumerate(lists)]
             # A step that writes a shared block has a request that holds it, too.
-            in_step = written() if any(block.ref_cnt > 1 for block in local) else set[int]()
-            unsure = in_step.union(*self._loaded_in_step.values())
-            cached = itertools.takewhile(lambda block: block not in unsure, (block.block_id for block in local))
-            self._out.step.cached.extend(produced.announce(list(cached)))
-        num_ready = produced.num_ready(num_before + num_new, self._block_size)
-        ready = [block.block_id for block in blocks[produced.num_announced : num_ready]]
-        if all(loaded.isdisjoint(ready) for loaded in self._loaded_in_step.values()):
-            self._out.step.ready.extend(produced.announce(ready))
+            is_shared = any(block.ref_cnt > 1 for blocks in local for block in blocks)
+            unsure = (written() if is_shared else set[int]()).union(*self._loaded_in_step.values())
+            for index, blocks in enumerate(local):
+                cached = itertools.takewhile(lambda block: block not in unsure, (block.block_id for block in blocks))
+                self._out.step.cached.extend(produced.announce(index, list(cached)))
+        for index, blocks in enumerate(lists):
+            ready = [blocks[at].block_id for at in produced.ready(index, num_before + num_new)]
+            if all(loaded.isdisjoint(ready) for loaded in self._loaded_in_step.values()):
+                self._out.step.ready.extend(produced.announce(index, ready))
 
     def _predict(self, produced: Produced, num_before: int, num_new: int, now_s: float) -> None:
         """Reports when a producing request's prefill will end, if the engine's speed is known."""
@@ -212,7 +215,7 @@ class ProducerScheduler:
                 self._withdraw(produced, reason)
                 produced.is_withdrawn = True
 
-    def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Returns true if a finished request's blocks are leased to a consumer, and parameters for its response."""
         self._loaded_in_step.pop(request.request_id, None)
         produced = self._produced.get(request.request_id)
@@ -223,11 +226,18 @@ class ProducerScheduler:
             self._produced.pop(request.request_id)
             self._withdraw(produced, f"the producer ended the request: {request.status.name}")
             return False, None
-        produced.is_leased, produced.num_leased_blocks = True, len(block_ids)
-        self._count_leased(len(block_ids))
+        for index, of_group in enumerate(block_ids):
+            ready = [of_group[at] for at in produced.ready(index, produced.num_prompt_tokens)]
+            self._out.step.cached.extend(produced.announce(index, ready))
+        null_id = None if self.manager is None else self.manager.block_pool.null_block.block_id
+        if null_id in produced.announced_ids:
+            self._produced.pop(request.request_id)
+            self._withdraw(produced, "vLLM freed a block of the prompt that the next token needs")
+            return False, None
+        produced.is_leased = True
+        produced.num_leased_blocks = sum(block_id != null_id for of_group in block_ids for block_id in of_group)
+        self._count_leased(produced.num_leased_blocks)
         self._out.trace.instant("sampled", produced.handoff)
-        num_ready = produced.num_ready(produced.num_prompt_tokens, self._block_size)
-        self._out.step.cached.extend(produced.announce(block_ids[produced.num_announced : num_ready]))
         self._out.step.leased.append(HandoffLease(produced.handoff, request.request_id))
         self._out.control.finish(
             produced.handoff,
@@ -255,7 +265,7 @@ class ProducerScheduler:
 
 
 def written_blocks(
-    output: SchedulerOutput, manager: KVCacheManager, num_local_tokens: Mapping[str, int], block_size: int
+    output: SchedulerOutput, manager: KVCacheManager, num_local_tokens: Mapping[str, int], groups: CacheGroups
 ) -> set[int]:
     """Returns full blocks that this step writes, which vLLM already shares by hash and counts as cached.
 
@@ -264,12 +274,13 @@ def written_blocks(
         manager: Knows the blocks of each request.
         num_local_tokens: For requests admitted in this step, tokens found in this engine's prefix cache. Another
             connector loads the tokens between these and those computed before, within this step.
-        block_size: Tokens in a block.
+        groups: KV cache groups of this engine.
     """
     written: set[int] = set()
     for request_id, num_before, num_new in scheduled(output):
-        first = num_local_tokens.get(request_id, num_before) // block_size
-        end = (num_before + num_new) // block_size
-        if first < end:  # most requests of a step decode, within a block
-            written.update(manager.get_block_ids(request_id)[0][first:end])
+        num_local = num_local_tokens.get(request_id, num_before)
+        for index, group in enumerate(groups):
+            first, end = num_local // group.block_size, (num_before + num_new) // group.block_size
+            if first < end:  # most requests of a step decode, within a block
+                written.update(manager.get_block_ids(request_id)[index][first:end])
     return written

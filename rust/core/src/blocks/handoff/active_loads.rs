@@ -153,7 +153,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::blocks::handoff::LoadRequest;
+    use crate::blocks::handoff::{LoadPart, LoadRequest};
 
     const ID: HandoffId = [1; 16];
     const OTHER: HandoffId = [2; 16];
@@ -165,11 +165,10 @@ mod tests {
                 handoff,
                 producer: "127.0.0.1:9".to_owned(),
                 incarnation: [0; 16],
-                first: 0,
-                block_ids: vec![0],
+                parts: vec![LoadPart::of_all_regions(0, vec![0])],
                 is_committed: true,
             };
-            let load = Load::new(request, vec![0], 1);
+            let load = Load::new(request, [vec![0]], 1);
             loads.insert(ActiveLoad::new(load, 20, now));
         }
         loads

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::event_waiter::DeviceEvent;
-use super::load_request::LoadRequest;
+use super::load_request::{LoadPart, LoadRequest};
 use super::ready::{ReadyBlocks, check_positions};
 use super::service::HandoffCommand;
 use super::shared::Event;
@@ -67,12 +67,10 @@ impl Agent {
         Ok(())
     }
 
-    fn checked(&self, regions: &[Region]) -> Result<Vec<RegionId>> {
+    fn checked<'r>(&self, regions: impl IntoIterator<Item = &'r Region>) -> Result<Vec<RegionId>> {
         self.check_integrity()?;
-        for region in regions {
-            region.check(self.incarnation())?;
-        }
-        Ok(regions.iter().map(Region::id).collect())
+        let checked = |region: &Region| region.check(self.incarnation()).map(|()| region.id());
+        regions.into_iter().map(checked).collect()
     }
 
     /// Producer: the blocks of a handoff may change from now on.
@@ -117,7 +115,18 @@ impl Agent {
 
     fn begin_load(&self, request: LoadRequest, gate: Option<u64>) -> Result<()> {
         self.check_integrity()?;
-        check_positions(request.first, request.block_ids.len())?;
+        for part in &request.parts {
+            check_positions(part.first, part.block_ids.len())?;
+        }
+        let regions = request.parts.iter().flat_map(|part| part.regions.iter());
+        let mut regions = self.checked(regions.flatten())?;
+        let num_regions = regions.len();
+        regions.sort_unstable();
+        regions.dedup();
+        if regions.len() < num_regions || request.parts.iter().any(LoadPart::has_no_region) {
+            let text = "a load has parts without a region, or with one that another part has";
+            return Err(Error::Config(text.to_owned()));
+        }
         self.send_handoff(HandoffCommand::Load(request, gate))
     }
 

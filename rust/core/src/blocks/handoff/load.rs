@@ -5,10 +5,12 @@
 mod tests;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::Duration;
 
 use super::ReadyBlock;
-use super::load_request::{LoadCounts, LoadFailure, LoadRequest};
+use super::load_request::{LoadCounts, LoadFailure, LoadPart, LoadRequest};
+use super::messages::SelectedPart;
 use super::validation::Validation;
 use crate::error::FailureCause;
 use crate::ids::{Epoch, RegionId};
@@ -94,12 +96,77 @@ enum LoadPhase {
     Withdrawn,
 }
 
+/// The blocks of one part of a load, in the regions of the part.
+#[derive(Debug)]
+struct PartReads {
+    /// Position of the first selected block.
+    first: u32,
+    /// Destination of each selected block.
+    block_ids: Vec<u32>,
+    /// The places of its regions, in each of which each block must arrive.
+    places: Range<usize>,
+    /// For each selected block and region: `[block][region]`.
+    reads: Vec<BlockReads>,
+    /// For each selected block, the number of regions in which it is verified.
+    num_verified: Vec<usize>,
+    /// Index of the first block that is of no use any more: no read brought it, or one before it, or one of another part.
+    /// Those from it on are no longer read.
+    end: usize,
+}
+
+impl PartReads {
+    fn new(part: &LoadPart, places: Range<usize>) -> Self {
+        let count = part.block_ids.len();
+        Self {
+            first: part.first,
+            block_ids: part.block_ids.clone(),
+            reads: vec![BlockReads::default(); count * places.len()],
+            places,
+            num_verified: vec![0; count],
+            end: count,
+        }
+    }
+
+    fn index(&self, block: &ReadyBlock) -> Option<usize> {
+        Some(block.position.checked_sub(self.first)? as usize)
+    }
+
+    fn reads_of(&mut self, place: usize, index: usize) -> Option<&mut BlockReads> {
+        let at = index * self.places.len() + place - self.places.start;
+        self.reads.get_mut(at)
+    }
+
+    fn of_blocks(&self) -> impl Iterator<Item = &[BlockReads]> {
+        self.reads.chunks(self.places.len().max(1))
+    }
+
+    fn is_verified(&self, index: usize) -> bool {
+        self.num_verified[index] == self.places.len()
+    }
+
+    fn is_complete(&self) -> bool {
+        (0..self.end).all(|index| self.is_verified(index))
+    }
+
+    fn lacks_some_of(&self, place: usize) -> bool {
+        let region = place - self.places.start;
+        let mut blocks = self.of_blocks().take(self.end);
+        blocks.any(|regions| regions[region].stage != BlockStage::Verified)
+    }
+
+    fn num_retried(&self) -> usize {
+        let is_retried = |regions: &&[BlockReads]| regions.iter().any(|reads| reads.num_reads > 1);
+        self.of_blocks().filter(is_retried).count()
+    }
+}
+
 /// A load.
 #[derive(Debug)]
 pub(super) struct Load {
     pub(super) request: LoadRequest,
-    /// Our regions (layers), in each of which each block must arrive. A region's place is its index here.
+    /// Our regions (layers), part by part. A region's place is its index here.
     regions: Vec<RegionId>,
+    parts: Vec<PartReads>,
     /// The producer's regions with the places of ours of the same name, by ascending id.
     places: Vec<(RegionId, usize)>,
     /// Most blocks of one batch; the checksums of a batch are verified in one slice.
@@ -107,12 +174,6 @@ pub(super) struct Load {
     phase: LoadPhase,
     /// The producer's grant of the blocks, as the first announcement names it.
     pub(super) epoch: Option<Epoch>,
-    /// For each selected block and place: `[block][place]`.
-    reads: Vec<BlockReads>,
-    /// For each selected block, the number of regions in which it is verified.
-    num_verified: Vec<usize>,
-    /// Index of the first lost block. The blocks after it are useless without it, and no longer read.
-    end: usize,
     /// Blocks to read again from the present session.
     retries: Vec<ReadyBlock>,
     num_reading: usize,
@@ -124,18 +185,27 @@ pub(super) struct Load {
 }
 
 impl Load {
-    pub(super) fn new(request: LoadRequest, regions: Vec<RegionId>, max_batch: usize) -> Self {
-        let count = request.block_ids.len();
+    /// `regions` are those of each part of the request.
+    pub(super) fn new(
+        request: LoadRequest,
+        regions: impl IntoIterator<Item = Vec<RegionId>>,
+        max_batch: usize,
+    ) -> Self {
+        let mut all = Vec::new();
+        let mut parts = Vec::new();
+        for (part, regions) in request.parts.iter().zip(regions) {
+            let first = all.len();
+            all.extend(regions);
+            parts.push(PartReads::new(part, first..all.len()));
+        }
         Self {
             request,
+            regions: all,
+            parts,
             places: Vec::new(),
             max_batch,
             phase: LoadPhase::Created,
             epoch: None,
-            reads: vec![BlockReads::default(); count * regions.len()],
-            regions,
-            num_verified: vec![0; count],
-            end: count,
             retries: Vec::new(),
             num_reading: 0,
             validation: Validation::default(),
@@ -149,19 +219,21 @@ impl Load {
         &self.regions
     }
 
-    /// The positions to select at the producer: the first, and the one after the last. `theirs` are its regions, in the
-    /// order of [`regions`](Self::regions). Retries of an earlier session are void, because the new session announces
-    /// their blocks again.
-    pub(super) fn select(&mut self, theirs: impl Iterator<Item = RegionId>) -> (u32, u32) {
-        self.places = theirs.zip(0..self.regions.len()).collect();
+    /// The blocks to select at the producer. `theirs` are its regions, in the order of [`regions`](Self::regions). Retries
+    /// of an earlier session are void, because the new session announces their blocks again.
+    pub(super) fn select(&mut self, theirs: &[RegionId]) -> Vec<SelectedPart> {
+        self.places = theirs.iter().copied().zip(0..self.regions.len()).collect();
         self.places.sort_unstable();
         if self.phase == LoadPhase::Created {
             self.phase = LoadPhase::Selected;
         }
         self.retries.clear();
-        let first = self.request.first;
-        let count = self.request.block_ids.len() as u32;
-        (first, first.saturating_add(count))
+        let selected = |part: &PartReads| SelectedPart {
+            first: part.first,
+            end: part.first.saturating_add(part.block_ids.len() as u32),
+            regions: theirs[part.places.clone()].to_vec(),
+        };
+        self.parts.iter().map(selected).collect()
     }
 
     /// Receives an announcement, and returns what to read now, region by region.
@@ -266,8 +338,8 @@ impl Load {
     pub(super) fn lacked_region(&self, is_open: impl Fn(&RegionId) -> bool) -> Option<RegionId> {
         let mut closed = self.places.iter().filter(|(theirs, _)| !is_open(theirs));
         let is_lacking = |place: usize| {
-            let mut blocks = self.reads.chunks(self.regions.len()).take(self.end);
-            blocks.any(|regions| regions[place].stage != BlockStage::Verified)
+            self.part_of(place)
+                .is_some_and(|it| it.lacks_some_of(place))
         };
         let (_, place) = closed.find(|(_, place)| is_lacking(*place))?;
         Some(self.regions[*place])
@@ -281,7 +353,7 @@ impl Load {
     /// True if all blocks before the first lost one are verified, and only the sequence state may be missing.
     pub(super) fn is_complete(&self) -> bool {
         let is_selected = matches!(self.phase, LoadPhase::Selected | LoadPhase::Reported);
-        is_selected && (0..self.end).all(|index| self.is_verified(index))
+        is_selected && self.parts.iter().all(PartReads::is_complete)
     }
 
     /// Reports once that all blocks are verified and no read can write into them any more. A failed load is never
@@ -315,26 +387,27 @@ impl Load {
         Some(LoadOutcome { counts, failure })
     }
 
-    fn index(&self, block: &ReadyBlock) -> Option<usize> {
-        Some(block.position.checked_sub(self.request.first)? as usize)
-    }
-
     /// The place of a region of the producer.
     fn place(&self, theirs: RegionId) -> Option<usize> {
         let at = self.places.binary_search_by_key(&theirs, |(id, _)| *id);
         Some(self.places[at.ok()?].1)
     }
 
-    fn reads_of(&mut self, place: usize, block: &ReadyBlock) -> Option<&mut BlockReads> {
-        let at = self.index(block)? * self.regions.len() + place;
-        self.reads.get_mut(at)
+    fn part_of(&self, place: usize) -> Option<&PartReads> {
+        self.parts.iter().find(|part| part.places.contains(&place))
+    }
+
+    fn part_mut(&mut self, place: usize) -> Option<&mut PartReads> {
+        let mut parts = self.parts.iter_mut();
+        parts.find(|part| part.places.contains(&place))
     }
 
     /// The destination of a block and whether it was read before; `None` for a block that need not be read now.
     fn begin_read(&mut self, place: usize, block: &ReadyBlock) -> Option<(u32, bool)> {
-        let index = self.index(block).filter(|index| *index < self.end)?;
-        let local = *self.request.block_ids.get(index)?;
-        let reads = self.reads_of(place, block)?;
+        let part = self.part_mut(place)?;
+        let index = part.index(block).filter(|index| *index < part.end)?;
+        let local = *part.block_ids.get(index)?;
+        let reads = part.reads_of(place, index)?;
         if reads.stage != BlockStage::Awaited {
             return None;
         }
@@ -377,11 +450,12 @@ impl Load {
     }
 
     fn block_verified(&mut self, place: usize, block: &ReadyBlock) {
-        if let Some(reads) = self.reads_of(place, block) {
+        if let Some(part) = self.part_mut(place)
+            && let Some(index) = part.index(block)
+            && let Some(reads) = part.reads_of(place, index)
+        {
             reads.stage = BlockStage::Verified;
-        }
-        if let Some(index) = self.index(block) {
-            self.num_verified[index] += 1;
+            part.num_verified[index] += 1;
         }
     }
 
@@ -392,7 +466,13 @@ impl Load {
         block: &ReadyBlock,
         failure: impl FnOnce() -> (FailureCause, String),
     ) {
-        let (Some(index), Some(reads)) = (self.index(block), self.reads_of(place, block)) else {
+        let Some(part) = self.part_mut(place) else {
+            return;
+        };
+        let Some(index) = part.index(block) else {
+            return;
+        };
+        let Some(reads) = part.reads_of(place, index) else {
             return;
         };
         if reads.num_reads < MAX_READS {
@@ -401,30 +481,39 @@ impl Load {
             return;
         }
         reads.stage = BlockStage::Lost;
+        part.end = part.end.min(index);
         self.failure.get_or_insert_with(failure);
-        self.end = self.end.min(index);
-    }
-
-    fn is_verified(&self, index: usize) -> bool {
-        self.num_verified[index] == self.regions.len()
+        if self.parts.len() > 1 {
+            self.parts.iter_mut().for_each(|part| part.end = 0);
+        }
     }
 
     fn num_retried(&self) -> u64 {
-        let blocks = self.reads.chunks(self.regions.len().max(1));
-        let is_retried = |regions: &&[BlockReads]| regions.iter().any(|reads| reads.num_reads > 1);
-        blocks.filter(is_retried).count() as u64
+        self.parts
+            .iter()
+            .map(|part| part.num_retried() as u64)
+            .sum()
+    }
+
+    /// Whether each block is verified, part by part.
+    fn verified(&self) -> impl Iterator<Item = bool> {
+        let blocks = |part: &'_ PartReads| 0..part.num_verified.len();
+        let parts = self.parts.iter();
+        parts.flat_map(move |part| blocks(part).map(|index| part.is_verified(index)))
     }
 
     fn missing(&self) -> Vec<u32> {
-        (0..self.num_verified.len())
-            .filter(|&index| self.is_withdrawn() || !self.is_verified(index))
-            .map(|index| index as u32)
+        let is_missing = |is_verified: bool| self.is_withdrawn() || !is_verified;
+        let blocks = self.verified().enumerate();
+        blocks
+            .filter(|(_, is_verified)| is_missing(*is_verified))
+            .map(|(index, _)| index as u32)
             .collect()
     }
 
     fn counts(&self, num_missing: usize) -> LoadCounts {
         LoadCounts {
-            num_received: (self.num_verified.len() - num_missing) as u64,
+            num_received: (self.verified().count() - num_missing) as u64,
             num_missing: num_missing as u64,
             num_retried: self.num_retried(),
             num_validated: self.validation.num_validated(),

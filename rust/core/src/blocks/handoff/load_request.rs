@@ -2,10 +2,38 @@
 
 use std::time::Duration;
 
+use crate::blocks::Region;
 use crate::error::FailureCause;
 use crate::ids::{HandoffId, Incarnation};
 
-/// The part of a handoff that a worker loads.
+/// Blocks of one group of regions (layers), which share their positions and block ids: a KV cache group.
+#[derive(Debug, Clone)]
+pub struct LoadPart {
+    /// The regions of the group. `None`: all that the agent has.
+    pub regions: Option<Vec<Region>>,
+    /// Position of the first wanted block.
+    pub first: u32,
+    /// Destination ids, one for each position from `first` on.
+    pub block_ids: Vec<u32>,
+}
+
+impl LoadPart {
+    /// Blocks of all regions of the agent.
+    pub fn of_all_regions(first: u32, block_ids: Vec<u32>) -> Self {
+        Self {
+            regions: None,
+            first,
+            block_ids,
+        }
+    }
+
+    /// True if none of its blocks could ever arrive.
+    pub(super) fn has_no_region(&self) -> bool {
+        self.regions.as_ref().is_some_and(Vec::is_empty)
+    }
+}
+
+/// What a worker loads of a handoff.
 #[derive(Debug, Clone)]
 pub struct LoadRequest {
     /// The handoff.
@@ -14,10 +42,8 @@ pub struct LoadRequest {
     pub producer: String,
     /// The producer's incarnation, as its scheduler named it.
     pub incarnation: Incarnation,
-    /// Position of the first wanted block in the prompt.
-    pub first: u32,
-    /// Destination ids, one for each position from `first` on.
-    pub block_ids: Vec<u32>,
+    /// The wanted blocks. Those of several parts are of use together only: if one is lost, so is the load.
+    pub parts: Vec<LoadPart>,
     /// True if the sequence state is here: the load then ends with its last block.
     pub is_committed: bool,
 }
@@ -47,7 +73,7 @@ pub struct LoadCounts {
 /// Reason for the failure of a load, and its missing blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoadFailure {
-    /// Indices into the `block_ids` of the load, of the blocks that are not verified.
+    /// Indices into the `block_ids` of the load's parts, one part after the other, of the blocks that are not verified.
     pub missing: Vec<u32>,
     /// The first failure.
     pub reason: String,

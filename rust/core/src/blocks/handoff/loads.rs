@@ -19,6 +19,7 @@ use super::load_request::LoadRequest;
 use super::messages::HandoffMessage;
 use super::service::HandoffService;
 use super::shared::Event;
+use crate::blocks::Region;
 use crate::blocks::regions::LocalRegion;
 use crate::error::{Error, FailureCause};
 use crate::ids::{Epoch, HandoffId, RegionId, SessionKey};
@@ -41,10 +42,17 @@ impl HandoffService {
             let text = "load refused: this handoff is being loaded already";
             return self.log_line(text.to_owned());
         }
-        let regions = &self.agent.regions;
-        let ours: Vec<RegionId> = regions.keys().copied().collect();
-        let has_regions = !ours.is_empty();
-        let block_bytes = regions.values().map(|region| region.layout.block_bytes);
+        let known = &self.agent.regions;
+        let ours: Vec<Vec<RegionId>> = request
+            .parts
+            .iter()
+            .map(|part| match &part.regions {
+                Some(regions) => regions.iter().map(Region::id).collect(),
+                None => known.keys().copied().collect(),
+            })
+            .collect();
+        let has_regions = !known.is_empty();
+        let block_bytes = known.values().map(|region| region.layout.block_bytes);
         let max_batch = slice_of(block_bytes.max().unwrap_or_default());
         let session = self.agent.session_to(cx.links, &request.producer);
         let load = Load::new(request, ours, max_batch);
@@ -125,12 +133,15 @@ impl HandoffService {
             Ok(theirs) => theirs,
             Err(difference) => return load.fail(FailureCause::Refused, &difference),
         };
-        let (first, end) = load.select(theirs.into_iter());
-        let select = HandoffMessage::Select { first, end };
-        select.send(cx.links, session, &handoff);
-        let facts = [("first", u64::from(first)), ("end", u64::from(end))];
+        let parts = load.select(&theirs);
+        let facts = parts.first().map(|part| {
+            let (first, end) = (u64::from(part.first), u64::from(part.end));
+            [("first", first), ("end", end)]
+        });
+        let facts = facts.as_ref().map_or(&[][..], |facts| facts);
+        HandoffMessage::Select { parts }.send(cx.links, session, &handoff);
         self.trace
-            .instant(Track::Reactor, "selected", &handoff, &facts);
+            .instant(Track::Reactor, "selected", &handoff, facts);
     }
 
     /// Reads once more, from the present session, the blocks whose reads have failed.

@@ -1,9 +1,10 @@
 //! Messages of handoffs between two agents; see docs/reference/wire-agent.md.
 
 use super::ReadyBlock;
+use crate::blocks::messages::REGIONS_CAP;
 use crate::blocks::reason;
 use crate::error::{Error, Result};
-use crate::ids::{Epoch, HandoffId, SessionKey};
+use crate::ids::{Epoch, HandoffId, RegionId, SessionKey};
 use crate::net::codec::{Reader, Writer};
 use crate::session::Links;
 use crate::transfer::message::{BLOCKS_CAP, REASON_CAP};
@@ -16,11 +17,22 @@ const VALIDATE: u8 = 52;
 const VALID: u8 = 53;
 const INVALID: u8 = 54;
 
+/// The blocks at some positions, in the regions that share them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SelectedPart {
+    /// The first position.
+    pub(crate) first: u32,
+    /// The position after the last.
+    pub(crate) end: u32,
+    /// The producer's regions.
+    pub(crate) regions: Vec<RegionId>,
+}
+
 /// Message of one side of a handoff to the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum HandoffMessage {
-    /// Consumer: I want the blocks at these positions.
-    Select { first: u32, end: u32 },
+    /// Consumer: I want these blocks.
+    Select { parts: Vec<SelectedPart> },
     /// Producer: these blocks can be read.
     BlocksReady {
         epoch: Epoch,
@@ -60,7 +72,10 @@ impl HandoffMessage {
     fn encode(&self, header: Writer, handoff: &HandoffId) -> (Writer, Vec<u8>) {
         let header = header.raw(handoff);
         match self {
-            Self::Select { first, end } => (header.u32(*first).u32(*end), Vec::new()),
+            Self::Select { parts } => {
+                let list = Writer::default().list(parts, write_part);
+                (header, list.finish())
+            }
             Self::BlocksReady { epoch, blocks } => {
                 let list = Writer::default().list(blocks, write_block);
                 (header.u64(*epoch), list.finish())
@@ -85,10 +100,13 @@ impl HandoffMessage {
     ) -> Result<(HandoffId, Self)> {
         let handoff = header.fixed()?;
         let message = match kind {
-            SELECT => Self::Select {
-                first: header.u32()?,
-                end: header.u32()?,
-            },
+            SELECT => {
+                let mut payload = Reader::new(payload);
+                let parts = payload.list(REGIONS_CAP, read_part)?;
+                payload.end()?;
+                check_regions(&parts)?;
+                Self::Select { parts }
+            }
             BLOCKS_READY => {
                 let epoch = header.u64()?;
                 let mut payload = Reader::new(payload);
@@ -120,6 +138,30 @@ impl HandoffMessage {
         let (header, payload) = self.encode(Links::header(self.kind()), handoff);
         links.message(session, header, &payload);
     }
+}
+
+fn write_part(writer: Writer, part: &SelectedPart) -> Writer {
+    let writer = writer.u32(part.first).u32(part.end);
+    writer.list(&part.regions, |writer, region| writer.u32(*region))
+}
+
+fn read_part(reader: &mut Reader<'_>) -> Result<SelectedPart> {
+    Ok(SelectedPart {
+        first: reader.u32()?,
+        end: reader.u32()?,
+        regions: reader.list(REGIONS_CAP, Reader::u32)?,
+    })
+}
+
+/// A selection is remembered until its blocks are ready.
+fn check_regions(parts: &[SelectedPart]) -> Result<()> {
+    let num_regions: usize = parts.iter().map(|part| part.regions.len()).sum();
+    if num_regions > REGIONS_CAP {
+        let text =
+            format_args!("{num_regions} selected regions, at most {REGIONS_CAP} are allowed");
+        return Err(Error::protocol(text));
+    }
+    Ok(())
 }
 
 fn write_block(writer: Writer, block: &ReadyBlock) -> Writer {
@@ -167,6 +209,22 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_selection_of_more_regions_than_an_agent_has_is_refused() {
+        let part = SelectedPart {
+            first: 0,
+            end: 1,
+            regions: vec![7; REGIONS_CAP],
+        };
+        let select = |parts: &[SelectedPart]| HandoffMessage::Select {
+            parts: parts.to_vec(),
+        };
+        read_back(&select(std::slice::from_ref(&part)));
+        let (header, payload) = select(&[part.clone(), part]).to_bytes(&[7; 16]);
+        let read = HandoffMessage::decode(header[0], Reader::new(&header[1..]), &payload);
+        assert!(read.is_err());
+    }
+
     proptest! {
         #[test]
         fn what_is_written_is_read_back(numbers: Vec<(u32, u32, u32, Option<u64>)>, reason: String, epoch: u64) {
@@ -174,7 +232,8 @@ mod tests {
                 .iter()
                 .map(|&(region, position, block_id, checksum)| ReadyBlock { region, position, block_id, checksum })
                 .collect();
-            read_back(&HandoffMessage::Select { first: 1, end: 2 });
+            let part = |&(first, end, region, _): &(u32, u32, u32, _)| SelectedPart { first, end, regions: vec![region, 7] };
+            read_back(&HandoffMessage::Select { parts: numbers.iter().map(part).collect() });
             read_back(&HandoffMessage::BlocksReady { epoch, blocks });
             read_back(&HandoffMessage::Ended { reason });
             read_back(&HandoffMessage::Ack);

@@ -20,7 +20,7 @@ mod shared;
 mod validation;
 
 pub use event_waiter::DeviceEvent;
-pub use load_request::{LoadCounts, LoadFailure, LoadRequest};
+pub use load_request::{LoadCounts, LoadFailure, LoadPart, LoadRequest};
 pub use ready::{ReadyBlocks, ReadyRange};
 pub use shared::{Event, LoadReport};
 

@@ -3,11 +3,12 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::ReadyBlock;
-use super::messages::HandoffMessage;
-use crate::ids::{Epoch, HandoffId, RecentHandoffs, SessionKey};
+use super::messages::{HandoffMessage, SelectedPart};
+use crate::ids::{Epoch, HandoffId, RecentHandoffs, RegionId, SessionKey};
 use crate::multimap::Multimap;
 use crate::session::Links;
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
@@ -36,15 +37,12 @@ pub(super) fn send_all(links: &mut Links, messages: Vec<Outgoing>) {
     }
 }
 
-/// A consumer's request for the blocks of a handoff from one position to another.
-#[derive(Debug, Clone, Copy)]
+/// A consumer's request for blocks of a handoff.
+#[derive(Debug, Clone)]
 pub(super) struct BlockSelection {
     pub(super) session: SessionKey,
     pub(super) handoff: HandoffId,
-    /// The first position that the consumer lacks.
-    pub(super) first: u32,
-    /// The position after the last.
-    pub(super) end: u32,
+    pub(super) positions: SelectedPositions,
     /// By when the first block has to be ready.
     pub(super) deadline: Instant,
 }
@@ -59,17 +57,33 @@ impl Waiter for BlockSelection {
     }
 }
 
+/// The positions that a consumer has selected in each of the producer's regions.
+#[derive(Debug, Clone, Default)]
+pub(super) struct SelectedPositions(HashMap<RegionId, Range<u32>>);
+
+impl SelectedPositions {
+    pub(super) fn of(parts: &[SelectedPart]) -> Self {
+        let ranges = parts.iter().flat_map(|part| {
+            let regions = part.regions.iter();
+            regions.map(|region| (*region, part.first..part.end))
+        });
+        Self(ranges.collect())
+    }
+
+    fn contains(&self, block: &ReadyBlock) -> bool {
+        let positions = self.0.get(&block.region);
+        positions.is_some_and(|positions| positions.contains(&block.position))
+    }
+}
+
 impl BlockSelection {
     /// Announces those of the blocks that are selected.
-    fn announce(
-        self,
+    fn announce<'b>(
+        &'b self,
         epoch: Epoch,
-        blocks: &[ReadyBlock],
-    ) -> impl Iterator<Item = Outgoing> + use<'_> {
-        let positions = self.first..self.end;
-        let mut selected = blocks
-            .iter()
-            .filter(move |block| positions.contains(&block.position));
+        blocks: &'b [ReadyBlock],
+    ) -> impl Iterator<Item = Outgoing> + use<'b> {
+        let mut selected = blocks.iter().filter(|block| self.positions.contains(block));
         std::iter::from_fn(move || {
             let blocks: Vec<ReadyBlock> = selected.by_ref().take(ANNOUNCED_CAP).copied().collect();
             if blocks.is_empty() {
@@ -79,12 +93,12 @@ impl BlockSelection {
         })
     }
 
-    fn end(self, reason: &str) -> Outgoing {
+    fn end(&self, reason: &str) -> Outgoing {
         let reason = reason.to_owned();
         self.message(HandoffMessage::Ended { reason })
     }
 
-    fn message(self, message: HandoffMessage) -> Outgoing {
+    fn message(&self, message: HandoffMessage) -> Outgoing {
         Outgoing {
             session: self.session,
             handoff: self.handoff,
@@ -188,8 +202,9 @@ impl Producer {
             let session = selection.session;
             ready.selections.retain(|other| other.session != session);
             self.selected.insert(session, selection.handoff);
+            let messages = selection.announce(ready.epoch, &ready.blocks).collect();
             ready.selections.push(selection);
-            return selection.announce(ready.epoch, &ready.blocks).collect();
+            return messages;
         }
         let earlier = self.pending.find(selection.session, &selection.handoff);
         earlier.and_then(|earlier| self.pending.remove(earlier));

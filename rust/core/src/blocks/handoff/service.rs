@@ -10,7 +10,7 @@ use super::batches::ActiveBatch;
 use super::grant_check::grant_holds;
 use super::load_request::LoadRequest;
 use super::messages::HandoffMessage;
-use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, send_all};
+use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, SelectedPositions, send_all};
 use super::ready::{ReadyBlocks, ReadyQueue};
 use super::shared::{Event, HandoffShared};
 use crate::blocks::agent_core::TRANSFERS_IN_FLIGHT;
@@ -156,12 +156,11 @@ impl HandoffService {
         message: HandoffMessage,
     ) {
         match message {
-            HandoffMessage::Select { first, end } => {
+            HandoffMessage::Select { parts } => {
                 let selection = BlockSelection {
                     session,
                     handoff,
-                    first,
-                    end,
+                    positions: SelectedPositions::of(&parts),
                     deadline: cx.links.now() + FIRST_BLOCK_TIMEOUT,
                 };
                 let messages = self.producer.select(selection);

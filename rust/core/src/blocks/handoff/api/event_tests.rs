@@ -9,7 +9,9 @@ use crate::FailureCause;
 use crate::Integrity;
 use crate::blocks::handoff::event_waiter::tests::{Outcome, late};
 use crate::blocks::handoff::loads::tests::{BLOCK, ID, Side, settle};
-use crate::blocks::handoff::{DeviceEvent, LoadFailure, LoadRequest, ReadyBlocks, ReadyRange};
+use crate::blocks::handoff::{
+    DeviceEvent, LoadFailure, LoadPart, LoadRequest, ReadyBlocks, ReadyRange,
+};
 use crate::reactor::manual::Round;
 use crate::transport::MemoryPath;
 
@@ -39,8 +41,7 @@ fn load_after(consumer: &Side, producer: &Side, event: Arc<dyn DeviceEvent>) {
         handoff: ID,
         producer: producer.agent.address().expect("address").to_string(),
         incarnation: producer.agent.incarnation(),
-        first: 0,
-        block_ids: vec![0],
+        parts: vec![LoadPart::of_all_regions(0, vec![0])],
         is_committed: true,
     };
     consumer.agent.load_after(event, request).expect("it runs");

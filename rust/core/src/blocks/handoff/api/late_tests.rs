@@ -251,8 +251,7 @@ fn load(pair: &Pair, id: u8, block: u32) {
         handoff,
         producer: pair.far.agent.address().unwrap().to_string(),
         incarnation: pair.far.agent.incarnation(),
-        first: 0,
-        block_ids: vec![block],
+        parts: vec![LoadPart::of_all_regions(0, vec![block])],
         is_committed: true,
     };
     pair.near.agent.load(request).unwrap();

@@ -77,8 +77,7 @@ fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
             handoff: [7; 16],
             producer: "127.0.0.1:9".to_owned(),
             incarnation: [0; 16],
-            first: 0,
-            block_ids: vec![0],
+            parts: vec![LoadPart::of_all_regions(0, vec![0])],
             is_committed: true,
         };
         agent.load(request.clone()).expect("it has not ended");
@@ -244,8 +243,7 @@ mod by_messages {
             handoff: [7; 16],
             producer: source.agent.address().expect("address").to_string(),
             incarnation: source.agent.incarnation(),
-            first: 0,
-            block_ids: vec![0],
+            parts: vec![LoadPart::of_all_regions(0, vec![0])],
             is_committed: true,
         };
         reader.agent.load(request).expect("open");
@@ -268,8 +266,7 @@ mod by_messages {
             handoff: [7; 16],
             producer: "127.0.0.1:1".to_owned(),
             incarnation: [0; 16],
-            first: 0,
-            block_ids: vec![0],
+            parts: vec![LoadPart::of_all_regions(0, vec![0])],
             is_committed: true,
         };
         for refused in [side.agent.mark_ready(&ready, &[]), side.agent.load(request)] {

@@ -7,8 +7,7 @@ fn request(first: u32, block_ids: Vec<u32>, is_committed: bool) -> LoadRequest {
         handoff: [7; 16],
         producer: String::new(),
         incarnation: [0; 16],
-        first,
-        block_ids,
+        parts: vec![LoadPart::of_all_regions(first, block_ids)],
         is_committed,
     }
 }
@@ -17,9 +16,17 @@ fn request(first: u32, block_ids: Vec<u32>, is_committed: bool) -> LoadRequest {
 const OURS: [RegionId; 2] = [10, 11];
 const THEIRS: [RegionId; 2] = [21, 20];
 
+fn part(first: u32, end: u32, regions: &[RegionId]) -> SelectedPart {
+    SelectedPart {
+        first,
+        end,
+        regions: regions.to_vec(),
+    }
+}
+
 fn selected(is_committed: bool) -> Load {
-    let mut load = Load::new(request(2, vec![50, 51], is_committed), OURS.to_vec(), 2);
-    assert_eq!(load.select(THEIRS.into_iter()), (2, 4));
+    let mut load = Load::new(request(2, vec![50, 51], is_committed), [OURS.to_vec()], 2);
+    assert_eq!(load.select(&THEIRS), [part(2, 4, &THEIRS)]);
     load
 }
 
@@ -223,7 +230,7 @@ fn a_fresh_session_reads_what_is_missing_and_repeats_reads_that_failed() {
     assert!(load.is_reading());
     load.read_failed(&batches[1], "lost peer");
     assert!(!load.is_reading());
-    assert_eq!(load.select(THEIRS.into_iter()), (2, 4));
+    assert_eq!(load.select(&THEIRS), [part(2, 4, &THEIRS)]);
     assert_eq!(load.next_retries(), []);
     let batches = load.blocks_announced(3, &all()).unwrap();
     let wanted = |batch: &ReadBatch| (batch.place, batch.is_retry, batch.blocks[0].position);
@@ -242,7 +249,7 @@ fn a_load_has_the_epoch_of_its_first_announcement_and_another_one_later_withdraw
     load.blocks_announced(3, &[block(0, 2)]).unwrap();
     assert_eq!(load.blocks_announced(4, &all()), Err(Unreadable::Epoch));
     assert_eq!(load.blocks_announced(2, &all()), Err(Unreadable::Epoch));
-    load.select(THEIRS.into_iter());
+    load.select(&THEIRS);
     assert_eq!(
         load.blocks_announced(4, &[]),
         Err(Unreadable::Epoch),
@@ -263,8 +270,8 @@ fn blocks_that_were_not_selected_are_not_read() {
 
 #[test]
 fn many_blocks_are_read_in_batches_of_bounded_size() {
-    let mut load = Load::new(request(0, (0..5).collect(), true), vec![10], 2);
-    load.select([THEIRS[0]].into_iter());
+    let mut load = Load::new(request(0, (0..5).collect(), true), [vec![10]], 2);
+    load.select(&THEIRS[..1]);
     let blocks: Vec<ReadyBlock> = (0..5).map(|position| block(0, position)).collect();
     let batches = load.blocks_announced(0, &blocks).unwrap();
     assert_eq!(
@@ -339,8 +346,68 @@ fn a_block_announced_twice_in_one_region_does_not_stand_for_another_region() {
 
 #[test]
 fn an_empty_load_ends_only_after_its_selection() {
-    let mut load = Load::new(request(0, vec![], true), vec![10], 2);
+    let mut load = Load::new(request(0, vec![], true), [vec![10]], 2);
     assert_eq!(load.outcome(), None);
-    load.select([THEIRS[0]].into_iter());
+    load.select(&THEIRS[..1]);
     assert_eq!(load.outcome().unwrap().failure, None);
+}
+
+/// A load of two groups: positions 2 and 3 in our first region, 0 to 2 in the second.
+fn of_two_groups() -> Load {
+    let request = LoadRequest {
+        parts: vec![
+            LoadPart::of_all_regions(2, vec![50, 51]),
+            LoadPart::of_all_regions(0, vec![60, 61, 62]),
+        ],
+        ..request(0, vec![], true)
+    };
+    let mut load = Load::new(request, OURS.map(|region| vec![region]), 2);
+    let selected = [part(2, 4, &THEIRS[..1]), part(0, 3, &THEIRS[1..])];
+    assert_eq!(load.select(&THEIRS), selected);
+    load
+}
+
+#[test]
+fn each_group_has_positions_and_blocks_of_its_own() {
+    let mut load = of_two_groups();
+    let blocks = [block(0, 0), block(0, 3), block(1, 0), block(1, 3)];
+    let batches = load.blocks_announced(3, &blocks).unwrap();
+    let wanted = |batch: &ReadBatch| (batch.region, batch.local_ids.clone());
+    let wanted: Vec<_> = batches.iter().map(wanted).collect();
+    assert_eq!(wanted, [(OURS[0], vec![51]), (OURS[1], vec![60])]);
+    for batch in &batches {
+        load.read_completed(batch, &[true], 10);
+    }
+    load.fail(FailureCause::Other, "cut");
+    let outcome = load.outcome().unwrap();
+    assert_eq!(outcome.failure, Some(failure(&[0, 3, 4], "cut")));
+    assert_eq!(outcome.counts.num_received, 2);
+}
+
+#[test]
+fn a_load_of_several_groups_is_complete_when_all_of_them_are() {
+    let mut load = of_two_groups();
+    for blocks in [&[block(0, 2), block(0, 3)][..], &[block(1, 0), block(1, 1)]] {
+        for batch in load.blocks_announced(3, blocks).unwrap() {
+            load.read_completed(&batch, &[true, true], 10);
+        }
+    }
+    assert_eq!(load.outcome(), None);
+    for batch in load.blocks_announced(3, &[block(1, 2)]).unwrap() {
+        load.read_completed(&batch, &[true], 10);
+    }
+    let outcome = load.outcome().unwrap();
+    assert_eq!((outcome.counts.num_received, outcome.failure), (5, None));
+}
+
+#[test]
+fn a_lost_block_of_one_group_ends_the_reads_of_all() {
+    let mut load = of_two_groups();
+    let batches = load.blocks_announced(3, &[block(0, 3)]).unwrap();
+    corrupt(&mut load, &batches);
+    let retries = load.next_retries();
+    corrupt(&mut load, &retries);
+    assert_eq!(load.blocks_announced(3, &[block(1, 0)]).unwrap(), []);
+    let failure = load.outcome().unwrap().failure.unwrap();
+    assert_eq!(failure.missing, [0, 1, 2, 3, 4]);
 }

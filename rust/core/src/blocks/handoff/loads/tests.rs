@@ -6,7 +6,7 @@ use kvpipe_ucx::Buffer;
 use crate::blocks::Region;
 use crate::blocks::handoff::messages::HandoffMessage;
 use crate::blocks::handoff::{
-    Event, LoadFailure, LoadReport, LoadRequest, ReadyBlocks, ReadyRange,
+    Event, LoadFailure, LoadPart, LoadReport, LoadRequest, ReadyBlocks, ReadyRange,
 };
 use crate::blocks::regions::LocalRegion;
 use crate::blocks::{Agent, AgentConfig};
@@ -139,8 +139,7 @@ impl Side {
             handoff,
             producer: address.to_string(),
             incarnation: producer.agent.incarnation(),
-            first: 0,
-            block_ids: self.block_ids(),
+            parts: vec![LoadPart::of_all_regions(0, self.block_ids())],
             is_committed: true,
         };
         self.agent.load(request).expect("load");
@@ -182,8 +181,7 @@ pub(in crate::blocks::handoff) fn load_in_part(
         handoff: ID,
         producer: producer.agent.address().expect("address").to_string(),
         incarnation: producer.agent.incarnation(),
-        first: 0,
-        block_ids: vec![0, 0],
+        parts: vec![LoadPart::of_all_regions(0, vec![0, 0])],
         is_committed: true,
     };
     consumer.agent.load(request).expect("load");

@@ -2,6 +2,7 @@ use super::*;
 use crate::ids::RegionId;
 
 const ID: HandoffId = [7; 16];
+const LAYERS: RegionId = 4;
 
 fn block(position: u32) -> ReadyBlock {
     in_layer(0, position)
@@ -17,11 +18,15 @@ fn in_layer(region: RegionId, position: u32) -> ReadyBlock {
 }
 
 fn selection(session: SessionKey, first: u32, end: u32, now: Instant) -> BlockSelection {
+    let regions = (0..LAYERS).collect();
     BlockSelection {
         session,
         handoff: ID,
-        first,
-        end,
+        positions: SelectedPositions::of(&[SelectedPart {
+            first,
+            end,
+            regions,
+        }]),
         deadline: now + FIRST_BLOCK_TIMEOUT,
     }
 }
@@ -273,4 +278,24 @@ fn a_lost_session_gets_no_more_announcements_and_the_others_do() {
     assert_eq!(sessions, [21]);
     assert!(producer.acknowledge(21, ID).is_some());
     assert_eq!(producer.selected.len(), 0);
+}
+
+#[test]
+fn a_selection_has_positions_of_its_own_in_each_group_of_layers_and_nothing_in_others() {
+    let (mut producer, now) = (Producer::default(), Instant::now());
+    let blocks: Vec<ReadyBlock> = (0..3)
+        .flat_map(|layer| (0..3).map(move |position| in_layer(layer, position)))
+        .collect();
+    producer.mark_ready(ID, &blocks);
+    let part = |first, end, layer| SelectedPart {
+        first,
+        end,
+        regions: vec![layer],
+    };
+    let selection = BlockSelection {
+        positions: SelectedPositions::of(&[part(0, 1, 0), part(2, 9, 2)]),
+        ..selection(20, 0, 0, now)
+    };
+    let messages = producer.select(selection);
+    assert_eq!(announced(&messages), [in_layer(0, 0), in_layer(2, 2)]);
 }

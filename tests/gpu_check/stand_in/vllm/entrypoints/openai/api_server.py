@@ -88,7 +88,7 @@ class Instance:
             engine_id=self.role,
             parallel_size=1,
             num_tokens=len(prompt),
-            block_ids=[0],
+            block_ids=[[0]],
             first_token=token,
         )
 

@@ -1,0 +1,163 @@
+"""KV cache groups: the blocks of a prompt that the next token needs, as vLLM's managers keep them; what is refused."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    FullAttentionManager,
+    MambaManager,
+    SlidingWindowManager,
+)
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvpipe.exceptions import ConfigError
+from kvpipe.vllm.handoff.cache_groups import CacheGroup, CacheGroups, Kind
+from tests.vllm.handoff.engine import BLOCK, SHAPE
+
+pytestmark = pytest.mark.vllm
+
+FULL = FullAttentionSpec(**SHAPE)
+STATE = MambaSpec(block_size=BLOCK, shapes=((4, 8), (4, 8, 8)), dtypes=(torch.bfloat16, torch.float32))
+
+
+def window(reach: int, **more: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**SHAPE, sliding_window=reach, **more)
+
+
+def chunk(reach: int) -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=reach)
+
+
+def groups(*specs: Any) -> CacheGroups:
+    found = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
+    return CacheGroups.of(KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=found))
+
+
+def group(spec: Any) -> CacheGroup:
+    return groups(spec)[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "manager"),
+    [
+        (FULL, FullAttentionManager),
+        (window(65), SlidingWindowManager),
+        (window(64, extra_retained_tokens=3), SlidingWindowManager),
+        (chunk(96), ChunkedLocalAttentionManager),
+        (STATE, MambaManager),
+    ],
+    ids=["full", "window", "window that keeps more", "chunk", "state"],
+)
+def test_a_group_needs_the_blocks_that_vllm_keeps(spec: Any, manager: Any) -> None:
+    """Of vLLM's managers only the rule is asked, so that they are not made."""
+    keeping = object.__new__(manager)
+    keeping.sliding_window = getattr(spec, "sliding_window", 0)
+    keeping.extra_retained_tokens = getattr(spec, "extra_retained_tokens", 0)
+    keeping.attention_chunk_size = getattr(spec, "attention_chunk_size", 0)
+    for num_tokens in random.Random(0).sample(range(1, 600), 200):
+        kept = keeping.get_num_skipped_tokens(num_tokens) // BLOCK
+        assert group(spec).first_needed(num_tokens) == kept, num_tokens
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        (FULL, Kind.FULL),
+        (MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.float32), Kind.FULL),
+        (UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": FULL, "b": FULL}), Kind.FULL),
+        (window(64), Kind.WINDOW),
+        (chunk(64), Kind.CHUNK),
+        (STATE, Kind.STATE),
+    ],
+)
+def test_the_kinds_of_vllm_are_known(spec: Any, kind: Kind) -> None:
+    assert group(spec).kind is kind
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        CrossAttentionSpec(**SHAPE),
+        SinkFullAttentionSpec(**SHAPE, sink_len=BLOCK),
+        UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": window(64), "b": window(128)}),
+    ],
+    ids=["cross attention", "sinks", "windows of two sizes in one group"],
+)
+def test_a_cache_that_is_kept_in_another_way_is_refused_with_its_name(spec: Any) -> None:
+    inner = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
+    with pytest.raises(ConfigError, match=f"does not hand over KV caches of {type(inner).__name__}"):
+        groups(FULL, spec)
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no KV cache that could be handed over"):
+        groups()
+
+
+def test_blocks_are_ready_when_they_are_full_and_the_last_one_when_the_prompt_is_complete() -> None:
+    length = 5 * BLOCK + 7
+    for spec, half, whole in [
+        (FULL, range(3), range(6)),
+        (window(2 * BLOCK), range(3, 3), range(3, 6)),
+        (chunk(2 * BLOCK), range(4, 3), range(4, 6)),
+        (STATE, range(5, 3), range(5, 6)),
+    ]:
+        assert group(spec).ready(length, 3 * BLOCK + 1) == half
+        assert group(spec).ready(length, length) == whole
+
+
+def test_a_state_is_one_block_for_both_whatever_tokens_its_block_stands_for() -> None:
+    aligned = group(STATE)
+    plain = group(MambaSpec(block_size=4096, shapes=STATE.shapes, dtypes=STATE.dtypes))
+    assert aligned.describe() == plain.describe()
+    for length in (1, BLOCK, BLOCK + 1, 300):
+        assert len(aligned.ready(length, length)) == len(plain.ready(length, length)) == 1
+        for each in (aligned, plain):
+            assert each.ready(length, length).start == each.num_uncounted(length)
+
+
+def test_the_last_token_can_be_repeated_if_all_that_it_reads_is_kept_beyond_it() -> None:
+    """It reads one token more than the next one: the first of its window, which may have been alone in its block."""
+    reach = 2 * BLOCK
+    unrepeatable = [length for length in range(1, 8 * BLOCK) if not group(window(reach)).can_repeat_last(length)]
+    assert unrepeatable == [reach - 1 + num * BLOCK for num in range(1, 7)]
+    unrepeatable = [length for length in range(1, 8 * BLOCK) if not group(chunk(reach)).can_repeat_last(length)]
+    assert unrepeatable == [num * reach for num in range(1, 4)]
+    assert all(group(FULL).can_repeat_last(length) for length in range(1, 200))
+    assert not any(group(STATE).can_repeat_last(length) for length in range(1, 200))
+    assert groups(FULL, FULL).can_repeat_last(100)
+    assert not groups(FULL, STATE).can_repeat_last(100)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (groups(window(64)), groups(window(128))),
+        (groups(FULL), groups(window(64))),
+        (groups(FULL, window(64)), groups(window(64), FULL)),
+        (groups(STATE), groups(MambaSpec(block_size=BLOCK, shapes=STATE.shapes, dtypes=(torch.float32,) * 2))),
+        (groups(FULL), CacheGroups([CacheGroup(kind=Kind.FULL, block_size=BLOCK, layer_names=("other",))])),
+    ],
+    ids=["reach", "kind", "order", "dtype of the state", "layers"],
+)
+def test_groups_that_differ_are_described_otherwise(ours: CacheGroups, theirs: CacheGroups) -> None:
+    assert ours.describe() != theirs.describe()
+
+
+def test_only_full_attention_alone_has_parts_that_are_of_use_without_the_others() -> None:
+    assert groups(FULL).has_parts
+    assert not any(found.has_parts for found in (groups(FULL, FULL), groups(window(64)), groups(STATE)))
