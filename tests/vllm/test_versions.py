@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from kvpipe.connector import KVPipeConnector
 from kvpipe.exceptions import ConfigError
 from kvpipe.store_connector import KVStoreConnector
-from kvpipe.vllm.versions import check_version, is_watermarked
+from kvpipe.vllm.versions import LoadedFirst, check_version, is_watermarked
 
 pytestmark = pytest.mark.vllm
 
@@ -31,13 +31,27 @@ def test_a_vllm_without_the_hooks_is_refused_by_its_version_with_those_that_have
         check_version()
 
 
-@pytest.mark.parametrize(("version", "num_warnings"), [("0.99.1", 1), ("0.32.0", 0), ("0.32.1+cpu", 0)])
+@pytest.mark.parametrize("version", ["0.34.0", "0.99.1+cpu", "1.0.0"])
 def test_a_vllm_outside_the_tested_range_is_warned_of_with_both_versions(
-    running: Any, caplog: pytest.LogCaptureFixture, version: str, num_warnings: int
+    running: Any, caplog: pytest.LogCaptureFixture, version: str
 ) -> None:
     running(version)
     check_version()
-    assert caplog.text.count("tested with vLLM 0.32.x, this is 0.99.1") == num_warnings
+    assert caplog.text.count(f"tested with vLLM 0.30 to 0.33, this is {version}") == 1
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.32.1+cpu", "0.33.0"])
+def test_a_vllm_of_the_tested_range_is_not_warned_of(
+    running: Any, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    running(version)
+    check_version()
+    assert not caplog.text
+
+
+def test_the_vllm_that_runs_is_of_the_tested_range(caplog: pytest.LogCaptureFixture) -> None:
+    check_version()
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("connector", [KVPipeConnector, KVStoreConnector])
@@ -65,3 +79,54 @@ def test_a_vllm_that_knows_no_watermarks_has_none() -> None:
     engine: Any = SimpleNamespace()
     params: Any = SimpleNamespace()
     assert not is_watermarked(engine, params)
+
+
+def request(name: str) -> Any:
+    return SimpleNamespace(request_id=name)
+
+
+def step(*names: str) -> Any:
+    """A step that schedules these requests."""
+    return SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 1))
+
+
+def after_a_stuck_step(loads: LoadedFirst) -> LoadedFirst:
+    """One request is loaded, another is not, and neither has run."""
+    loads.claimed(request("loaded"))
+    loads.loaded({"loaded", "of another connector"})
+    assert not loads.is_deferred(request("other"))
+    loads.scheduled(step())
+    return loads
+
+
+def test_in_0_30_a_request_without_blocks_is_deferred_after_a_step_in_which_nothing_ran(running: Any) -> None:
+    running("0.30.0")
+    loads = after_a_stuck_step(LoadedFirst())
+    assert loads.is_deferred(request("other"))
+    loads.scheduled(step("loaded"))
+    assert not loads.is_deferred(request("other"))
+    loads.scheduled(step())
+    assert not loads.is_deferred(request("other"))
+
+
+def test_in_0_30_no_request_is_deferred_for_ever(running: Any) -> None:
+    running("0.30.0")
+    loads = after_a_stuck_step(LoadedFirst())
+    loads.scheduled(step())
+    assert not loads.is_deferred(request("other"))
+    assert after_a_stuck_step(LoadedFirst()).is_deferred(request("loaded")) is False, "it has lost its blocks"
+
+
+def test_in_0_30_a_load_that_ends_after_its_request_defers_none(running: Any) -> None:
+    running("0.30.0")
+    loads = LoadedFirst()
+    loads.claimed(request("aborted"))
+    loads.finished(request("aborted"))
+    loads.loaded({"aborted"})
+    loads.scheduled(step())
+    assert not loads.is_deferred(request("other"))
+
+
+def test_from_0_31_on_no_request_is_deferred(running: Any) -> None:
+    running("0.31.0")
+    assert not after_a_stuck_step(LoadedFirst()).is_deferred(request("other"))

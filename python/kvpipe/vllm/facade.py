@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvpipe.vllm.engine_checks import check_memory_stays, load_failure_policy
-from kvpipe.vllm.versions import check_version
+from kvpipe.vllm.versions import LoadedFirst, check_version
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 
 class Role(Protocol):
@@ -22,7 +23,14 @@ class Role(Protocol):
         """Ends its threads and sessions."""
 
 
-SchedulerT = TypeVar("SchedulerT", bound=Role)
+class MatchingRole(Role, Protocol):
+    """A connector's part in the process of the scheduler."""
+
+    def match(self, request: Request, num_local_tokens: int, /) -> tuple[int | None, bool]:
+        """Returns the number of tokens to load, `None` while it is not known, and true if steps go on meanwhile."""
+
+
+SchedulerT = TypeVar("SchedulerT", bound=MatchingRole)
 WorkerT = TypeVar("WorkerT", bound=Role)
 
 
@@ -38,6 +46,7 @@ class Facade(KVConnectorBase_V1, Generic[SchedulerT, WorkerT]):
         check_memory_stays(vllm_config.model_config)
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
+        self._loaded_first = LoadedFirst()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003 - vLLM's signature
@@ -60,6 +69,17 @@ class Facade(KVConnectorBase_V1, Generic[SchedulerT, WorkerT]):
             message = "a worker hook was called in the scheduler role"
             raise RuntimeError(message)
         return self._worker
+
+    def _match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Answers `get_num_new_matched_tokens`."""
+        if self._loaded_first.is_deferred(request):
+            return None, False
+        num_tokens, is_async = self._of_scheduler().match(request, num_computed_tokens)
+        if request.skip_reading_prefix_cache:  # it wants log probabilities of its prompt; vLLM 0.30 would load
+            return 0, False
+        if is_async:
+            self._loaded_first.claimed(request)
+        return num_tokens, is_async
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Does nothing: loads begin in `bind_connector_metadata`, which vLLM calls before the forward pass."""

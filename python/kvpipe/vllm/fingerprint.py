@@ -10,6 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvpipe.vllm.model_files import NOT_COMPARED, ModelFiles, find_files, hash_weights
+from kvpipe.vllm.versions import attention_version, version_of_kv
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,14 +37,13 @@ _KEYS_OF_ITS_SOURCE = ("_name_or_path", "_commit_hash", "auto_map", "transformer
 
 def fingerprint(config: VllmConfig) -> list[tuple[str, str]]:
     """Returns the properties of an engine that its configuration determines, in the order of their comparison."""
-    from vllm import __version__  # noqa: PLC0415 - the version alone
-
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     caches = (config.load_config.download_dir, None) if config.load_config.download_dir else (None,)
     files = find_files(model.model, model.revision, caches)
     tokenizer = find_files(str(model.tokenizer), model.tokenizer_revision, caches)
+    kv_cache_dtype = _kv_cache_dtype(config)
     fields: list[tuple[str, Any]] = [
-        ("vllm version", __version__),
+        ("vllm version", version_of_kv(config, kv_cache_dtype)),
         ("model", files.name),
         ("model config", _hash_json(model.hf_config.to_dict())),
         ("model code", _code(model, files)),
@@ -52,7 +52,7 @@ def fingerprint(config: VllmConfig) -> list[tuple[str, str]]:
         ("generation config", _generation_config(model, files)),
         ("dtype", model.dtype),
         ("quantization", _quantization(model)),
-        ("kv cache dtype", _kv_cache_dtype(config)),
+        ("kv cache dtype", kv_cache_dtype),
         ("block size", cache.block_size),
         ("kv cache layout", cache.kv_cache_layout),
         ("tensor parallel size", parallel.tensor_parallel_size),
@@ -78,6 +78,7 @@ def attention_properties(config: VllmConfig) -> list[tuple[str, str]]:
     is_scaled = any(scale != 1.0 for values in scales.values() for scale in values)
     return [
         ("attention backend", " ".join([", ".join(backends), instruction_set(config)]).rstrip()),
+        ("attention version", attention_version(backends)),
         ("kv cache scales", _hash_json(scales) if is_scaled else "1.0"),
     ]
 

@@ -260,7 +260,9 @@ def test_the_dtype_of_the_kv_is_named_however_it_was_chosen(config: VllmConfig, 
     assert by_model == "float32"
     for name, dtype in {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}.items():
         quantized = engine_config(tiny_model, {"kv_cache_dtype": name})
-        assert difference(fingerprint(config), fingerprint(quantized)) == {"kv cache dtype": ("float32", dtype)}
+        found = difference(fingerprint(config), fingerprint(quantized))
+        assert found.keys() == {"vllm version", "kv cache dtype"}, "quantized KV was not compared between versions"
+        assert found["kv cache dtype"] == ("float32", dtype)
 
 
 class OtherBackend(CPUAttentionBackend):
@@ -303,6 +305,95 @@ def test_the_scales_of_the_kv_are_compared(config: VllmConfig) -> None:
     plain, scaled, other = (properties(config, Layer(), Layer(k_scale=scale)) for scale in (1.0, 0.5, 0.25))
     assert plain["kv cache scales"] == "1.0"
     assert len({plain["kv cache scales"], scaled["kv cache scales"], other["kv cache scales"]}) == 3
+
+
+COMPARED = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
+
+
+@pytest.fixture
+def of_version(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+    """The fingerprint of an engine as another vLLM would have it; fields replace those of its model's configuration."""
+
+    def of(config: VllmConfig, version: str, **fields: Any) -> dict[str, str]:
+        monkeypatch.setattr("vllm.__version__", version)
+        other = copy.copy(config)
+        other.model_config = copy.copy(config.model_config)
+        other.model_config.__dict__ |= fields
+        return dict(fingerprint(other))
+
+    return of
+
+
+def test_compared_versions_of_vllm_have_one_fingerprint(config: VllmConfig, of_version: Any) -> None:
+    found = [of_version(config, version) for version in COMPARED]
+    assert found[0]["vllm version"] == "0.30.0, 0.31.0, 0.32.0, 0.33.0"
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.32.1", "0.34.0", "0.32.0+corporate", "0.32.0rc1", "0.33.1.dev5+g1"])
+def test_another_version_of_vllm_is_equal_to_itself_alone(config: VllmConfig, of_version: Any, version: str) -> None:
+    assert of_version(config, version)["vllm version"] == version
+
+
+def uncompared() -> list[dict[str, Any]]:
+    """Properties of models whose KV was not compared between versions."""
+    window = SimpleNamespace(sliding_window=256, rope_parameters=None)
+    return [
+        {"_architecture": "Gemma3ForCausalLM"},
+        {"_architecture": "TransformersForCausalLM"},
+        {"trust_remote_code": True},
+        {"quantization": "fp8"},
+        {"multimodal_config": MultiModalConfig()},
+        {"hf_text_config": window},
+    ]
+
+
+@pytest.mark.parametrize("fields", uncompared(), ids=lambda fields: next(iter(fields)))
+def test_a_model_that_was_not_compared_needs_the_same_vllm(
+    config: VllmConfig, of_version: Any, fields: dict[str, Any]
+) -> None:
+    found = [of_version(config, version, **fields) for version in COMPARED]
+    assert [each["vllm version"] for each in found] == list(COMPARED)
+
+
+def test_quantized_kv_and_adapters_need_the_same_vllm(config: VllmConfig, tiny_model: str, of_version: Any) -> None:
+    quantized, adapted = engine_config(tiny_model, {"kv_cache_dtype": "fp8_e4m3"}), copy.copy(config)
+    adapted.lora_config = LoRAConfig(lora_dtype=torch.float32)
+    for other in (quantized, adapted):
+        found = [of_version(other, version) for version in COMPARED]
+        assert [each["vllm version"] for each in found] == list(COMPARED)
+
+
+class FlashBackend(CPUAttentionBackend):
+    """The backend of most GPUs, by name."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_ATTN"
+
+
+@pytest.mark.parametrize(
+    ("backends", "num_compared"),
+    [
+        ((CPUAttentionBackend,), 3),
+        ((FlashBackend,), 4),
+        ((FlashBackend, CPUAttentionBackend), 3),
+        ((OtherBackend,), 0),
+        ((FlashBackend, OtherBackend), 0),
+    ],
+)
+def test_versions_whose_backends_write_a_block_alike_are_named(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    backends: tuple[type[CPUAttentionBackend], ...],
+    num_compared: int,
+) -> None:
+    found = []
+    for version in COMPARED:
+        monkeypatch.setattr("vllm.__version__", version)
+        found.append(properties(config, *map(Layer, backends))["attention version"])
+    compared, alone = COMPARED[:num_compared], list(COMPARED[num_compared:])
+    assert found == [", ".join(compared)] * num_compared + alone
 
 
 def test_ranks_that_differ_are_all_named() -> None:

@@ -12,6 +12,7 @@ from kvpipe import _kvpipe
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, produce
 from kvpipe.vllm.first_token.logits_processor import ForcedOutputs
+from kvpipe.vllm.handoff.consumer.state_machine import Phase
 from kvpipe.vllm.handoff.metadata import Cancel, HandoffEnd, HandoffLease
 from kvpipe.vllm.prompt_hash import prompt_hash
 from tests.vllm.handoff.engine import BLOCK, NUM_BLOCKS, SAMPLING, Engine, new_id, outcome
@@ -354,6 +355,25 @@ def test_ranks_that_report_in_different_steps_count_together(engine: Engine, pro
     )
     assert scheduled(engine, request) == 100
     assert reported(engine, handoff.hex())["result"] == "missing"
+
+
+def test_a_loaded_request_runs_while_one_that_came_before_it_waits_for_blocks(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    large, lost = consuming(engine, producer, prompt(60 * BLOCK, 1))
+    engine.step()
+    loaded, handoff = consuming(engine, producer, prompt(59 * BLOCK + 1, 2))
+    opened(producer, loaded, handoff)
+    loading(engine, loaded)
+    producer.withdraw(lost, "aborted")
+    until(lambda: engine.step() and engine.role._consuming._consumed.get(large.request_id).load.phase is Phase.LOST)
+    late = engine.add(prompt(60 * BLOCK, 3))
+    for _ in range(5):
+        assert not engine.step()[0].num_scheduled_tokens, "there are blocks for neither"
+    engine.step(finished_recving={loaded.request_id}, kv_connector_worker_meta=outcome(loaded))
+    until(lambda: engine.step() and loaded.is_finished())
+    until(lambda: engine.step() and large.is_finished() and late.is_finished())
+    assert engine.num_free_blocks == FREE
 
 
 def test_a_request_that_is_scheduled_without_a_claim_ends_its_watch(engine: Engine, producer: _kvpipe.Control) -> None:

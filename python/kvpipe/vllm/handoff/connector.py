@@ -149,7 +149,7 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns the number of the producer's tokens; `None` while it has not opened the handoff."""
-        return self._of_scheduler().match(request, num_computed_tokens)
+        return self._match(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Returns all groups: vLLM must not zero what a load writes."""
@@ -161,11 +161,13 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Returns the scheduler role's metadata for the worker role."""
+        self._loaded_first.scheduled(scheduler_output)
         return self._of_scheduler().build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Processes the worker role's reports on loads."""
         self._of_scheduler().update(connector_output)
+        self._loaded_first.loaded(connector_output.finished_recving)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Returns no event. vLLM calls it at the end of each step: this is where an engine without work waits."""
@@ -174,12 +176,13 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Does the same for a model with one KV cache group; vLLM calls it without its hybrid KV cache manager."""
-        return self._of_scheduler().finished(request, (block_ids,))
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Returns true if the blocks are leased to a consumer, and the parameters of the response."""
+        self._loaded_first.finished(request)
         return self._of_scheduler().finished(request, block_ids)
 
     def reset_cache(self) -> bool:

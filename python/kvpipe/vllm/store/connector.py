@@ -102,7 +102,7 @@ class KVStoreConnector(Facade["StoreSchedulerRole", "StoreWorkerRole"]):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns the number of tokens in the store; `None` before it has answered."""
-        return self._of_scheduler().match(request, num_computed_tokens)
+        return self._match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Begins a load."""
@@ -110,14 +110,17 @@ class KVStoreConnector(Facade["StoreSchedulerRole", "StoreWorkerRole"]):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Returns the scheduler role's metadata for the worker role."""
+        self._loaded_first.scheduled(scheduler_output)
         return self._of_scheduler().build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Processes the worker role's reports."""
         self._of_scheduler().update(connector_output)
+        self._loaded_first.loaded(connector_output.finished_recving)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Returns that no block is held, because saves are of copies, and parameters for the response."""
+        self._loaded_first.finished(request)
         return False, self._of_scheduler().finished(request)
 
     def reset_cache(self) -> bool:
