@@ -24,7 +24,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from bench import machine
@@ -34,7 +40,7 @@ from kvpipe import _kvpipe
 from kvpipe.connector import KVPipeConnector
 from kvpipe.transfer_params import consume, produce
 from kvpipe.vllm.prompt_hash import prompt_hash
-from tests.vllm.handoff.engine import BLOCK, SAMPLING, Engine, cache_config, engine_config, new_id
+from tests.vllm.handoff.engine import BLOCK, SAMPLING, SHAPE, Engine, engine_config, new_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,13 +55,14 @@ SCHEDULER_HOOKS = (
 NUM_LAYERS = 32
 NUM_STEPS, NUM_WARM_UP, NUM_CALLS = 100, 10, 3000
 NUM_BLOCKS = 16_000
+WINDOW = 4 * BLOCK
 NUM_OURS = 20
 # The tokens of a prompt that a step computes, where prompts are computed.
 CHUNK = 2 * BLOCK
 MAX_TOKENS = 1000
 
 
-class EmptyConnector(KVConnectorBase_V1):
+class EmptyConnector(KVConnectorBase_V1, SupportsHMA):
     """A connector whose hooks do nothing, for both roles."""
 
     def get_num_new_matched_tokens(self, *_: Any) -> tuple[int, bool]:
@@ -81,6 +88,10 @@ class EmptyConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Does nothing."""
 
+    def request_finished_all_groups(self, *_: Any) -> tuple[bool, None]:
+        """Holds no block."""
+        return False, None
+
 
 class EmptyMetadata(KVConnectorMetadata):
     """Metadata of a connector that does nothing."""
@@ -92,19 +103,24 @@ class Bench:
     Args:
         config: Settings of the engine.
         connector: Class of the connector whose hooks are timed.
+        num_groups: KV cache groups: one of full attention, and others of sliding windows.
     """
 
-    def __init__(self, config: Any, connector: type[KVConnectorBase_V1] = KVPipeConnector) -> None:
-        self.engine = Engine(config, NUM_BLOCKS)
-        self.scheduler = self.engine.scheduler
-        self.worker = connector(config, KVConnectorRole.WORKER, cache_config(NUM_BLOCKS))
+    def __init__(self, config: Any, connector: type[KVConnectorBase_V1] = KVPipeConnector, num_groups: int = 1) -> None:
+        specs = [FullAttentionSpec(**SHAPE), *[SlidingWindowSpec(**SHAPE, sliding_window=WINDOW)] * (num_groups - 1)]
         self.layers = [f"layer.{index}" for index in range(NUM_LAYERS)]
-        self.worker.register_kv_caches({name: torch.zeros(NUM_BLOCKS, 16) for name in self.layers})
+        groups = [KVCacheGroupSpec(self.layers[index::num_groups], spec) for index, spec in enumerate(specs)]
+        num_blocks = NUM_BLOCKS * num_groups
+        cache = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.engine = Engine(config, num_blocks, specs)
+        self.scheduler = self.engine.scheduler
+        self.worker = connector(config, KVConnectorRole.WORKER, cache)
+        self.worker.register_kv_caches({name: torch.zeros(num_blocks, 16) for name in self.layers})
         if connector is KVPipeConnector:
             self.scheduler.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
         else:
             self.scheduler.connector.shutdown()
-            self.scheduler.connector = connector(config, KVConnectorRole.SCHEDULER, cache_config(NUM_BLOCKS))
+            self.scheduler.connector = connector(config, KVConnectorRole.SCHEDULER, cache)
         self.seconds: list[list[float]] = []
         self._numbers = itertools.count()
         for hook in SCHEDULER_HOOKS:
@@ -215,7 +231,9 @@ def add_requests(bench: Bench, producer: _kvpipe.Control, kinds: dict[str, int])
         bench.add(CHUNK * (NUM_WARM_UP + NUM_STEPS + 2), 1, produce(new_id()))
 
 
-def row(folder: str, kinds: dict[str, int], connector: type[KVConnectorBase_V1] = KVPipeConnector) -> list[str]:
+def row(
+    folder: str, kinds: dict[str, int], num_groups: int, connector: type[KVConnectorBase_V1] = KVPipeConnector
+) -> list[str]:
     """Measures steps in which all these requests run, with an engine of their own."""
     num_running = sum(kinds.values()) - kinds.get("waiting", 0)
     arguments = {
@@ -225,7 +243,8 @@ def row(folder: str, kinds: dict[str, int], connector: type[KVConnectorBase_V1] 
         "long_prefill_token_threshold": CHUNK,
     }
     producer = _kvpipe.Control("127.0.0.1:0", b"", "producer")
-    bench = Bench(engine_config(folder, arguments, handoff_timeout_s=600, open_timeout_s=600), connector)
+    config = engine_config(folder, arguments, handoff_timeout_s=600, open_timeout_s=600)
+    bench = Bench(config, connector, num_groups)
     add_requests(bench, producer, kinds)
     figures = bench.measure(num_running)
     # Others go on with each call.
@@ -241,13 +260,15 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--running", type=int, default=1000, help="requests that take part in no handoff")
-    others = parser.parse_args().running
+    parser.add_argument("--groups", type=int, default=1, help="KV cache groups: full attention, then sliding windows")
+    arguments = parser.parse_args()
+    others, groups = arguments.running, arguments.groups
     kinds = [{"other": 1}, {"other": others}]
     kinds += [{"other": num, kind: NUM_OURS} for kind in ("decoding", "waiting", "producing") for num in (1, others)]
     kinds += [{"decoding": others}]
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), num_layers=1)
-        rows = [row(folder, {"other": others}, EmptyConnector), *(row(folder, each) for each in kinds)]
+        rows = [row(folder, {"other": others}, groups, EmptyConnector), *(row(folder, each, groups) for each in kinds)]
     print(markdown(["requests", "alone", "in a step", "p90", "scheduler role", "worker role", "pickle"], rows))
     print(f"us a step, medians of {NUM_STEPS} steps; load average {machine.load_average():.1f}")
 
