@@ -194,16 +194,28 @@ class Engines(RuleBasedStateMachine):
         if not is_meant:
             return
         tokens = prompt(family, num_blocks * BLOCK, num_blocks * BLOCK)
+        if self._is_loaded(tokens):
+            self.a_producing_request_comes([*tokens, 99])
+            self.world.step()
+
+    @rule(family=st.integers(0, 2), is_meant=rarely)
+    def everything_is_preempted_during_the_first_step_of_a_loaded_prompt(self, family: int, *, is_meant: bool) -> None:
+        if is_meant and self._is_loaded(prompt(family, 0, BLOCK + 7)):
+            self.world.begin_step()
+            self.everything_is_preempted()
+
+    def _is_loaded(self, tokens: list[int]) -> bool:
+        """Loads a prompt, and returns true if vLLM has been told so; it computes the last token in the next step."""
         self.a_consuming_request_comes(tokens, 4, (), "finished")
         self._steps_until_known()
         request = self.world.requests[-1]
         transfers = [transfer for _, transfer in self.world.transfers if transfer.request is request]
-        if transfers and all(transfer.ending is None for transfer in transfers):
-            for transfer in transfers:
-                transfer.ending = (True, [])
-            self._steps_until_known()
-            self.a_producing_request_comes([*tokens, 99])
-            self.world.step()
+        if not transfers or any(transfer.ending is not None for transfer in transfers):
+            return False
+        for transfer in transfers:
+            transfer.ending = (True, [])
+        self._steps_until_known()
+        return True
 
     def _steps_until_known(self) -> None:
         """Steps until the workers know what the scheduler role knows, and it what they know."""
@@ -289,17 +301,25 @@ class Engines(RuleBasedStateMachine):
         self._send_finished(handoffs[pick % len(handoffs)], is_other_sampling=is_other_sampling)
 
     @precondition(lambda self: any(not watched.is_over for watched in self.world.wire.watched.values()))
-    @rule(pick=picks, is_meant=rarely, is_withdrawn=st.booleans())
-    def a_producer_is_lost(self, pick: int, *, is_meant: bool, is_withdrawn: bool) -> None:
-        if not is_meant:
-            return
-        watched = self.world.wire.watched
+    @rule(pick=picks, is_meant=rarely)
+    def a_producer_is_lost(self, pick: int, *, is_meant: bool) -> None:
+        if is_meant:
+            watched = self.world.wire.watched
+            handoffs = [handoff for handoff, watched in watched.items() if not watched.is_over]
+            self.world.wire.send_ended(handoffs[pick % len(handoffs)])
+
+    def _without_state(self) -> list[bytes]:
+        """Handoffs that are loaded, and whose producer has not sampled."""
         loading = [sent.load.handoff for sent in self.world.loads.values() if not sent.load.refusal]
-        if handoffs := [it for it in loading if not (watched[it].is_over or watched[it].is_finished)]:
+        watched = self.world.wire.watched
+        return [it for it in loading if not (watched[it].is_over or watched[it].is_finished)]
+
+    @precondition(lambda self: self._without_state())
+    @rule(pick=picks, is_meant=rarely, is_withdrawn=st.booleans())
+    def a_producer_is_lost_during_a_load(self, pick: int, *, is_meant: bool, is_withdrawn: bool) -> None:
+        if is_meant:
+            handoffs = self._without_state()
             self.world.wire.send_ended(handoffs[pick % len(handoffs)], is_withdrawn=is_withdrawn)
-            return
-        handoffs = [handoff for handoff, watched in watched.items() if not watched.is_over]
-        self.world.wire.send_ended(handoffs[pick % len(handoffs)])
 
     @precondition(lambda self: any(produced.state != "ended" for produced in self.world.wire.produced.values()))
     @rule(pick=picks)
