@@ -1,9 +1,9 @@
 # Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-e2e test-all test-gpu test-rdma test-ucx-1.13 fuzz asan mutants check faults soak bench bench-peers bench-handoff bench-serving wheel clean
+.PHONY: help setup demo test test-slow test-e2e test-all test-gpu test-rdma test-ucx-1.13 test-vllm-versions fuzz asan mutants check faults soak bench bench-peers bench-handoff bench-serving wheel clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## create .venv with vLLM's CPU build, UCX and kvpipe in release mode
 	@scripts/setup
@@ -21,7 +21,7 @@ test-e2e: setup ## every end-to-end test with real vLLM instances
 	@scripts/test e2e
 
 test-all: setup ## all tests, those below and a short soak included, one target after the other; two hours
-	@for target in test test-slow test-rdma test-ucx-1.13 fuzz asan mutants faults 'soak MINUTES=10'; do \
+	@for target in test test-slow test-rdma test-ucx-1.13 test-vllm-versions fuzz asan mutants faults 'soak MINUTES=10'; do \
 		echo "make $$target" >&2; $(MAKE) --no-print-directory $$target || exit 1; \
 	done
 
@@ -34,6 +34,9 @@ test-rdma: setup ## a named part of the tests over RDMA verbs, on Debian's UCX, 
 
 test-ucx-1.13: setup ## the transport's tests on the oldest UCX that is accepted, Debian 12's, over TCP
 	@scripts/test-ucx-1.13
+
+test-vllm-versions: setup ## the connectors' tests with each supported vLLM beside the installed one, and instances of the oldest
+	@scripts/test vllm-versions
 
 fuzz: ## what reads bytes of peers, with libFuzzer and AddressSanitizer: each target for SECONDS=60
 	@scripts/fuzz $(or $(SECONDS),60)

@@ -1,4 +1,4 @@
-"""`make test`, and `make test-slow` with the argument `slow`: parts side by side, with a line about each.
+"""`make test`, and by an argument `make test-slow` or `make test-vllm-versions`: parts side by side, each with a line.
 
 Many tests wait: for time-outs, for servers that start. Other parts run meanwhile.
 """
@@ -35,6 +35,18 @@ E2E = "tests/e2e"
 E2E_LONG = ("test_bfloat16", "test_two_by_two")
 # A front end that gets too little CPU time does not see in time that its broker has confirmed, and answers 503.
 E2E_QUEUE = ("test_queue",)
+# Supported versions of vLLM beside the installed one, and the test with instances of the oldest.
+VLLM_VERSIONS, E2E_VERSIONS = ("0.30.0", "0.31.0", "0.33.0"), "test_vllm_versions"
+# Those of the connectors' tests in which most of vLLM is real.
+QUICK = (
+    "tests/vllm/test_*.py",
+    *(
+        f"tests/vllm/handoff/test_{name}*.py"
+        for name in ("scheduler", "connector", "worker", "invariants", "v2_runner")
+    ),
+    *(f"tests/vllm/handoff/test_{name}.py" for name in ("continuing", "engine_checks", "fingerprint", "first_token")),
+    *(f"tests/vllm/store/test_{name}.py" for name in ("any_order", "engine", "weights")),
+)
 # Benchmarks and builds, which take the other half of what is slow of the rest.
 BENCH = ("test_bench*", "gpu_check/test_*", "test_gpu_check", "test_wheel")
 
@@ -250,8 +262,22 @@ def parts_of(*, is_slow: bool) -> list[Part]:
     ]
 
 
+def parts_of_versions(*, is_quick: bool) -> list[Part]:
+    """The parts of `make test-vllm-versions`. The quick ones do without instances."""
+    paths = [CONNECTORS]
+    if is_quick:
+        paths = sorted(str(path.relative_to(REPOSITORY)) for pattern in QUICK for path in REPOSITORY.glob(pattern))
+    parts = [
+        Part(f"vllm-{it}", ("scripts/test", "vllm", it, *OPTIONS, "-m", "not slow", *paths)) for it in VLLM_VERSIONS
+    ]
+    e2e = Part("e2e-vllm-versions", ("scripts/test", "e2e", *OPTIONS, "-k", E2E_VERSIONS), is_alone=True)
+    return parts if is_quick else [*parts, e2e]
+
+
 def main() -> int:
     """Runs the parts that the command line names."""
+    if sys.argv[1:2] == ["vllm-versions"]:
+        return run(parts_of_versions(is_quick=sys.argv[2:] == ["quick"]), num_lanes=2)
     return run(parts_of(is_slow=sys.argv[1:] == ["slow"]))
 
 

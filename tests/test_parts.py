@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tests.__main__ as parts
-from tests.__main__ import Part, parts_of, run
+from tests.__main__ import VLLM_VERSIONS, Part, parts_of, parts_of_versions, run
 from tests.peers import ROOT
 
 
@@ -133,3 +133,14 @@ def is_running(pid):
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_each_version_of_vllm_runs_all_tests_of_the_connectors_or_quick_ones_that_exist():
+    every, quick = parts_of_versions(is_quick=False), parts_of_versions(is_quick=True)
+    assert [part.command[2] for part in quick] == [part.command[2] for part in every[:-1]] == list(VLLM_VERSIONS)
+    assert all(part.command[-1] == "tests/vllm" for part in every[:-1])
+    assert list(every[-1].command[-2:]) == ["-k", "test_vllm_versions"]
+    assert (ROOT / "tests/e2e/test_vllm_versions.py").exists()
+    chosen = [path for path in quick[0].command if path.endswith(".py")]
+    for pattern in parts.QUICK:
+        assert [path for path in chosen if Path(path).match(pattern)], pattern

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,11 @@ COMMON = (
 # Long prompts take several steps of 256 tokens, so that blocks are announced while prefill computes. The instance that
 # is called prefill fails requests whose KV does not come; that matters where it decodes.
 ROOMY = ("--max-model-len", "4096", "--max-num-batched-tokens", "256")
-WITH_ROOM = ("roomy", "multi", "store", "pipe and store", *KINDS)
+WITH_ROOM = ("roomy", "multi", "store", "pipe and store", "oldest", "upgrade", *KINDS)
+
+# Instances of the oldest vLLM that is supported. Beside others, one that is upgraded later than those.
+OLDEST = "0.30.0"
+OF_OLDEST = {"oldest": ("prefill", "decode", "undivided"), "upgrade": ("prefill",)}
 
 # 39 blocks of 32 tokens, where requests of 1024 tokens are allowed: what runs at once grows until some is preempted.
 # vLLM on CPU dies of a seeded request that is computed in several chunks: a step holds all that a test sends at once.
@@ -101,8 +105,9 @@ class Groups:
         """The servers of a group.
 
         Args:
-            name: `roomy`, `multi`, `tight`, `tight, validate`, `bfloat16`, `lengths`, `store`, `pipe and store`, or a
-                kind of model; and more arguments of vLLM. Those after ` | ` are for decode and the undivided instance.
+            name: `roomy`, `multi`, `tight`, `tight, validate`, `bfloat16`, `lengths`, `store`, `pipe and store`,
+                `oldest`, `upgrade`, or a kind of model; and more arguments of vLLM. Those after ` | ` are for decode
+                and the undivided instance.
         """
         if self._servers is None or name != self._name:
             self._running.close()
@@ -144,6 +149,9 @@ class Groups:
             by_role = LENGTHS_BY_ROLE if group == "lengths" else TIGHT_BY_ROLE
             for instance in running.deployment.instances:
                 instance.child._command += by_role[instance.role]
+        elif group in OF_OLDEST:
+            of_oldest = [each for each in running.deployment.instances if each.role in OF_OLDEST[group]]
+            started.enter_context(forked_from(OLDEST, of_oldest))
         add_arguments((decode, running.deployment.undivided[0]), differing)
         with started, running, ExitStack() as proxies:
             yield Servers(
@@ -189,6 +197,21 @@ def add_arguments(instances: Iterable[Instance], arguments: tuple[str, ...]) -> 
     """Adds arguments of vLLM to instances before they start. Of one that is given twice, the last counts."""
     for instance in instances:
         instance.child._command += arguments
+
+
+@contextmanager
+def forked_from(version: str, instances: Sequence[Instance]) -> Iterator[None]:
+    """Has another vLLM run these instances, which `scripts/vllm-version` fetches once."""
+    made = subprocess.run([REPOSITORY / "scripts" / "vllm-version", version], stdout=subprocess.PIPE, check=True)
+    path = made.stdout.decode().strip()
+    before = filter(None, [os.environ.get("PYTHONPATH")])
+    with Zygote(env={"PYTHONPATH": os.pathsep.join([path, *before])}, log=LOGS / f"zygote-{version}.log") as zygote:
+        for instance in instances:
+            command = zygote.command()
+            instance.child._command = (*command, *instance.child._command[len(command) :])
+            # Of what vLLM starts as programs of their own.
+            instance.child._env["PYTHONPATH"] = os.pathsep.join([path, instance.child._env["PYTHONPATH"]])
+        yield
 
 
 def change_transfer(instance: Instance, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

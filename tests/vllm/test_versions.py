@@ -5,12 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvpipe.connector import KVPipeConnector
 from kvpipe.exceptions import ConfigError
 from kvpipe.store_connector import KVStoreConnector
+from kvpipe.vllm.handoff.metadata import WorkerOutcomes
 from kvpipe.vllm.versions import LoadedFirst, check_version, is_watermarked
 
 pytestmark = pytest.mark.vllm
@@ -57,6 +60,22 @@ def test_the_vllm_that_runs_is_of_the_tested_range(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize("connector", [KVPipeConnector, KVStoreConnector])
 def test_no_connector_claims_to_follow_a_cache_through_sleep_mode(connector: Any) -> None:
     assert connector.supports_sleep_mode(None) is False
+
+
+@pytest.mark.skipif(
+    not hasattr(KVOutputAggregator, "ft_defer_kv_connector_outputs"), reason="vLLM 0.32 and older replay no reports"
+)
+def test_reports_that_0_33_replays_after_a_worker_has_failed_are_joined_with_those_of_the_step() -> None:
+    def report(*handoffs: bytes) -> KVConnectorOutput:
+        return KVConnectorOutput(kv_connector_worker_meta=WorkerOutcomes(acknowledged=list(handoffs)))
+
+    def output(*handoffs: bytes) -> ModelRunnerOutput:
+        return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=report(*handoffs))
+
+    aggregator = KVOutputAggregator(2)
+    aggregator.ft_defer_kv_connector_outputs([report(b"1"), None])
+    joined = aggregator.aggregate([output(b"1"), output(b"2")])
+    assert joined.kv_connector_output.kv_connector_worker_meta.acknowledged == [b"1", b"2"]
 
 
 def watermarkings() -> Iterator[tuple[object, dict[str, Any], bool]]:

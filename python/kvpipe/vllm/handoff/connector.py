@@ -109,6 +109,13 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
         """Marks this step's blocks as ready in a layer whose attention is done."""
         self._of_worker().save_layer(layer_name)
 
+    def finish_forward(self) -> None:
+        """Marks this step's blocks as ready in the remaining layers, where vLLM calls it: its V2 model runner.
+
+        That one calls `wait_for_save` after sampling, and after drafting, which then computes more layers.
+        """
+        self._of_worker().finish_layers()
+
     def wait_for_save(self) -> None:
         """Marks this step's blocks as ready in the remaining layers, after the forward pass."""
         self._of_worker().end_forward()

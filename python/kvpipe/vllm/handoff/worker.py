@@ -292,6 +292,11 @@ class WorkerRole:
             agent.end(ready.handoff, f"layer {layer_name} was computed twice in a step")
         self._forget_ready()
 
+    def finish_layers(self) -> None:
+        """Ends the forward pass when the model's layers are computed, unless draft layers or micro-batches follow."""
+        if self._is_by_layer:
+            self.end_forward()
+
     def end_forward(self) -> None:
         """Restores blocks, and marks this step's blocks as ready in the remaining layers, after the forward pass."""
         self._kept.put_back()
