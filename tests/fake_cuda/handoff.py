@@ -64,7 +64,8 @@ def hand_over(producer: Worker, consumer: Worker, last: str, seed: int) -> FakeM
         ready = _kvpipe.ReadyBlocks([(handoff, 0, BLOCKS)])
         producer.agent.mark_ready(ready, [producer.region], events[producer])
         address, incarnation = str(producer.agent.address), bytes(producer.agent.incarnation)
-        consumer.agent.load(handoff, address, incarnation, 0, BLOCKS, True, events[consumer])  # noqa: FBT003
+        parts = [([consumer.region], 0, BLOCKS)]
+        consumer.agent.load(handoff, address, incarnation, parts, True, events[consumer])  # noqa: FBT003
     finally:
         for number in held:
             time.sleep(PAUSE_S)

@@ -242,11 +242,11 @@ def test_of_two_loads_over_a_thin_cable_one_is_cancelled_and_the_other_neither_n
     address, incarnation = start("announce_handoffs", 2, num_bytes, there(thin)).read().split()
     memory = np.zeros((2, num_bytes // 4), np.uint32)
     with Agent(f"{thin.near}:0") as agent:
-        agent.register(memory, "kv", num_bytes)
-        native = agent._native
+        region, native = agent.register(memory, "kv", num_bytes)._native, agent._native
         for number in (0, 1):
             handoff = bytes([number] * 16)
-            native.load(handoff, address, bytes.fromhex(incarnation), 0, [number], is_committed=True)
+            parts = [([region], 0, [number])]
+            native.load(handoff, address, bytes.fromhex(incarnation), parts, is_committed=True)
         wait_until(lambda: memory[0, 1] and memory[1, 1])  # both are on their way
         native.cancel(bytes(16), "not wanted", is_withdrawn=False)
         ended = {}

@@ -156,7 +156,11 @@ fn notifications() -> Vec<Script> {
 }
 
 fn handoffs() -> Vec<Script> {
-    let select = of_handoff(kind::SELECT, 0).u32(0).u32(5).finish();
+    let select = of_handoff(kind::SELECT, 0).finish();
+    // One part: positions 0 to 5 of two regions.
+    let parts = Writer::default().u32(1).u32(0).u32(5);
+    let parts = parts.list(&[0, 1], |writer, region| writer.u32(*region));
+    let parts = parts.finish();
     let acknowledge = of_handoff(kind::ACK, 0).finish();
     let ended = of_handoff(kind::HANDOFF_ENDED, 1).finish();
     let loading = |flags| {
@@ -182,17 +186,17 @@ fn handoffs() -> Vec<Script> {
     let validated = |epoch| {
         let question = of_handoff(kind::VALIDATE, 0).u64(epoch).u64(1).finish();
         let script = connected(REMOTE_READ | VALIDATES).user(user::MARK_READY, 5);
-        let script = script.message(&select, &[]).message(&question, &[]);
+        let script = script.message(&select, &parts).message(&question, &[]);
         script.user(user::END, 0).message(&question, &[])
     };
     let ready_then_selected = connected(REMOTE_READ).user(user::MARK_READY, 5);
-    let selected_then_ready = connected(REMOTE_READ).message(&select, &[]);
+    let selected_then_ready = connected(REMOTE_READ).message(&select, &parts);
     let selected_then_ready = selected_then_ready.user(user::MARK_READY, 5);
     let withdrawn = connected(REMOTE_READ).user(user::LOAD, 1);
     let withdrawn = withdrawn.message(&ended, &text("ended"));
     vec![
         ready_then_selected
-            .message(&select, &[])
+            .message(&select, &parts)
             .message(&acknowledge, &[]),
         selected_then_ready.user(user::END, 0),
         loading(REMOTE_READ | SERVER),
