@@ -43,7 +43,6 @@ def fingerprint(config: VllmConfig) -> list[tuple[str, str]]:
     tokenizer = find_files(str(model.tokenizer), model.tokenizer_revision, caches)
     kv_cache_dtype = _kv_cache_dtype(config)
     fields: list[tuple[str, Any]] = [
-        ("vllm version", version_of_kv(config, kv_cache_dtype)),
         ("model", files.name),
         ("model config", _hash_json(model.hf_config.to_dict())),
         ("model code", _code(model, files)),
@@ -61,6 +60,8 @@ def fingerprint(config: VllmConfig) -> list[tuple[str, str]]:
         ("lora", _lora(config)),
         ("multimodal processor", _multimodal_processor(model)),
         ("length scaling", _length_scaling(model)),
+        # Behind what it depends on: a difference is named by its cause.
+        ("vllm version", version_of_kv(config, kv_cache_dtype)),
     ]
     return [(name, str(value)) for name, value in fields]
 
