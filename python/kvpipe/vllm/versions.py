@@ -133,7 +133,8 @@ class LoadedFirst:
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """Notes what a step runs. Never two steps in a row defer requests, so that none waits for ever."""
-        self._loaded.difference_update(output.num_scheduled_tokens)
+        if self._loaded:
+            self._loaded.difference_update(output.num_scheduled_tokens)
         self._is_stuck = bool(self._loaded) and not (output.num_scheduled_tokens or self._is_stuck)
 
     def finished(self, request: Request) -> None:
