@@ -286,6 +286,25 @@ fn groups_of_layers_have_positions_and_blocks_of_their_own() {
 }
 
 #[test]
+fn a_load_of_some_groups_of_layers_needs_nothing_of_the_others() {
+    on_every_path(|transport| {
+        let (producer, consumer) = pair(transport);
+        let part = LoadPart {
+            regions: Some(consumer.regions[..1].to_vec()),
+            first: 0,
+            block_ids: vec![1],
+        };
+        producer.save(&step(0, &[4]).expect("a step"), 0..1);
+        consumer.load(LoadRequest {
+            parts: vec![part],
+            ..producer.request(&[])
+        });
+        assert_eq!(consumer.loaded(), BLOCK as u64);
+        assert_eq!(consumer.block(0, 1), producer.block(0, 4));
+    });
+}
+
+#[test]
 fn a_load_whose_parts_share_a_region_or_have_none_is_refused() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);

@@ -129,6 +129,12 @@ impl HandoffService {
             load.cannot_validate();
             return load.fail(FailureCause::Lost, "the producer has been restarted");
         }
+        let parts = &load.request.parts;
+        if parts.iter().any(|part| part.regions.is_none()) && load.regions().len() != theirs.len() {
+            let (num_ours, num_theirs) = (load.regions().len(), theirs.len());
+            let difference = format!("{num_ours} regions here, {num_theirs} there");
+            return load.fail(FailureCause::Refused, &difference);
+        }
         let theirs = match same_regions(&self.agent.regions, load.regions(), theirs) {
             Ok(theirs) => theirs,
             Err(difference) => return load.fail(FailureCause::Refused, &difference),
@@ -338,16 +344,12 @@ impl HandoffService {
 /// For each of our regions, the producer's of the same name.
 ///
 /// # Errors
-/// The two sides do not have the same regions, or ours have changed since the load began.
+/// The producer lacks one of them or has other blocks in it, or ours have changed since the load began.
 fn same_regions(
     open: &BTreeMap<RegionId, LocalRegion>,
     ours: &[RegionId],
     theirs: &[Arc<RemoteRegion>],
 ) -> Result<Vec<RegionId>, String> {
-    let (num_ours, num_theirs) = (ours.len(), theirs.len());
-    if num_ours != num_theirs {
-        return Err(format!("{num_ours} regions here, {num_theirs} there"));
-    }
     let by_name: HashMap<&str, &RemoteRegion> = theirs
         .iter()
         .map(|theirs| (&*theirs.name, &**theirs))
