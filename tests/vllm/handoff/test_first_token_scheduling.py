@@ -363,6 +363,7 @@ def test_without_a_producer_decode_samples_and_reports_the_reason(engine: Engine
     [
         (SamplingParams(prompt_logprobs=1), "raw_logprobs", "prompt logprobs"),
         (SamplingParams(logprobs=1), "processed_logprobs", "masked distribution"),
+        (SamplingParams(logprob_token_ids=[3]), "processed_logprobs", "masked distribution"),
         (SamplingParams(logprobs=1), "raw_logprobs", ""),
         (SamplingParams(), "processed_logits", ""),
     ],

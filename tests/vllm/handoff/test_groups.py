@@ -1,5 +1,6 @@
 """Models with several KV cache groups, in both roles: what is announced, loaded, given up and computed again."""
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,27 @@ def test_the_last_block_of_each_group_is_restored_after_a_load(made: Any, produc
     assert metadata.restores == [(index, block_ids[-1]) for index, (_, block_ids) in enumerate(load.parts)]
 
 
+def test_a_resumed_request_does_not_read_what_a_step_computes_again(made: Any, producer: _kvpipe.Control) -> None:
+    """It finds blocks of its outputs in the prefix cache, which are another's prompt."""
+    engine = made(FULL, CHUNK)
+    scheduler = engine.scheduler
+    resumed = engine.add(prompt(2 * BLOCK), max_tokens=200)
+    until(lambda: engine.step() and resumed.num_tokens > 4 * BLOCK + 3)
+    scheduler.running.remove(resumed)
+    scheduler._preempt_request(resumed, time.monotonic())
+    scheduler.waiting.remove_request(resumed)
+    # As others do that need its blocks.
+    assert scheduler.kv_cache_manager.reset_prefix_cache()
+    loaded, handoff = consuming(engine, producer, list(resumed.all_token_ids[: 4 * BLOCK]))
+    opened(producer, loaded, handoff)
+    loading(engine, loaded)
+    engine.step(finished_recving={loaded.request_id}, kv_connector_worker_meta=outcome(loaded))
+    scheduler.waiting.add_request(resumed)
+    computed = [engine.step()[0].num_scheduled_tokens for _ in range(2)]
+    assert list(computed[0]) == [loaded.request_id]
+    assert computed[1][resumed.request_id] < BLOCK, "now it reads them"
+
+
 def test_a_failed_load_is_computed_from_the_first_token_on(made: Any, producer: _kvpipe.Control) -> None:
     engine = made(FULL, WINDOW)
     request, handoff = consuming(engine, producer, prompt(100))
@@ -183,12 +205,14 @@ def test_an_engine_with_groups_refuses_one_without_by_name(made: Any) -> None:
     [((FULL, WINDOW), UNREPEATABLE), ((FULL, CHUNK), 4 * BLOCK), ((FULL, PLAIN_STATE), 100)],
     ids=["window", "chunk", "state"],
 )
+@pytest.mark.parametrize("field", [{"logprobs": 1}, {"logprob_token_ids": [3, 4]}], ids=["best", "of tokens"])
 def test_log_probabilities_have_a_prompt_computed_whose_last_token_cannot_be_repeated(
-    made: Any, producer: _kvpipe.Control, specs: Any, length: int
+    made: Any, producer: _kvpipe.Control, specs: Any, length: int, field: dict[str, Any]
 ) -> None:
     engine, handoff = made(*specs), bytes.fromhex(new_id())
     request = engine.new_request(prompt(length), params=consume(handoff.hex(), producer.address))
-    request.sampling_params.logprobs = 1
+    for name, value in field.items():
+        setattr(request.sampling_params, name, value)
     engine.scheduler.add_request(request)
     opened(producer, request, handoff)
     until(lambda: engine.step() and request.num_output_tokens)
@@ -277,10 +301,10 @@ def of_groups(handoff: bytes) -> list[ReadyRange]:
     return [ReadyRange(handoff, 0, [2, 3], 0), ReadyRange(handoff, 7, [4], 1)]
 
 
-def load_of_groups(pair: Pair) -> None:
+def load_of_groups(pair: Pair, second: tuple[int, list[int]] = (7, [10])) -> None:
     address = pair.producer.handshake()
     ranks = [(address.address, address.incarnation)]
-    load = Load("consuming", pair.handoff, [(0, [8, 9]), (7, [10])], ranks, has_state=True)
+    load = Load("consuming", pair.handoff, [(0, [8, 9]), second], ranks, has_state=True)
     pair.consumer.begin_step(StepMetadata(loads=[load]))
 
 
@@ -299,6 +323,14 @@ def test_blocks_of_a_group_go_from_its_layers_to_its_layers(grouped: GroupedPair
     assert grouped.arrived([4], [10], range(1, 3))
     for name, untouched in ((NAMES[0], [10]), (NAMES[1], [8, 9])):
         assert (grouped.target[name][untouched] == before[name][untouched]).all()
+
+
+def test_a_group_of_which_the_next_token_needs_nothing_is_left_alone(grouped: GroupedPair) -> None:
+    grouped.producer.begin_step(StepMetadata(cached=[ReadyRange(grouped.handoff, 0, [2, 3], 0)]))
+    load_of_groups(grouped, (4, []))
+    assert received(grouped.consumer) == {"consuming"}
+    assert grouped.consumer.drain_failed() == set()
+    assert grouped.arrived([2, 3], [8, 9], range(1))
 
 
 def test_layers_of_a_group_without_ready_blocks_are_not_announced(grouped: GroupedPair) -> None:

@@ -194,9 +194,8 @@ def _refusal(vllm_config: VllmConfig) -> str:
 def _is_plain(params: SamplingParams) -> bool:
     """True if the first token of a request only has to be in its output: no entry of its own, no grammar."""
     return (
-        params.logprobs is None
+        params.num_logprobs is None
         and params.prompt_logprobs is None
-        and params.logprob_token_ids is None
         and params.structured_outputs is None
         and params.thinking_token_budget is None
         and params.trace_decode_token_ids is None

@@ -44,7 +44,7 @@ class FirstTokenSupport:
             return "vLLM did not load kvpipe's logits processor"
         if params is not None and params.prompt_logprobs is not None:
             return "prompt logprobs"
-        if params is not None and params.logprobs is not None and self._logprobs_mode.startswith("processed"):
+        if params is not None and params.num_logprobs is not None and self._logprobs_mode.startswith("processed"):
             return f"logprobs in mode {self._logprobs_mode} would be those of a masked distribution"
         return ""
 

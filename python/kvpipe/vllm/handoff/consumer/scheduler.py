@@ -188,7 +188,7 @@ class ConsumerScheduler:
             return "the V2 model runner moves the recurrent state of such a prompt before it calls the connector"
         params = consumed.request.sampling_params
         reason = consumed.unsupported_reason
-        if not reason and params is not None and params.logprobs is not None:
+        if not reason and params is not None and params.num_logprobs is not None:
             reason = "log probabilities of the first token"
         if not reason and consumed.first_token is None and consumed.load.phase is not Phase.OPENED:
             reason = "the producer's is not known"
@@ -199,8 +199,8 @@ class ConsumerScheduler:
         return any(
             repeating.num_prompt_tokens <= num_local_tokens
             and repeating.request is not request
-            and request.prompt_token_ids is not None
-            and request.prompt_token_ids[: repeating.num_prompt_tokens] == repeating.request.prompt_token_ids
+            # A request that was preempted may find its outputs, too.
+            and request.all_token_ids[: repeating.num_prompt_tokens] == repeating.request.prompt_token_ids
             for repeating in self._repeating.values()
         )
 
