@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kvpipe.connector")
@@ -86,6 +87,16 @@ def attention_version(backends: Iterable[str]) -> str:
 def _same_as_running(versions: Iterable[str]) -> str:
     same, running = tuple(versions), _running()
     return ", ".join(same) if running in same else running
+
+
+def is_sharded(spec: KVCacheSpec, *, is_full: bool) -> bool:
+    """True if ranks of decode context parallelism share the tokens of a block. Specs of vLLM 0.30 do not say it.
+
+    Args:
+        spec: The layers of a KV cache group.
+        is_full: True if they have full attention: it is these whose tokens 0.30 shares.
+    """
+    return bool(getattr(spec, "dcp_sharded", is_full))
 
 
 def is_watermarked(config: VllmConfig, params: SamplingParams) -> bool:

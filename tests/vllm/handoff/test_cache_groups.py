@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
     FullAttentionManager,
@@ -42,9 +43,9 @@ def chunk(reach: int) -> ChunkedLocalAttentionSpec:
     return ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=reach)
 
 
-def groups(*specs: Any) -> CacheGroups:
+def groups(*specs: Any, num_shards: int = 1) -> CacheGroups:
     found = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
-    return CacheGroups.of(KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=found))
+    return CacheGroups.of(KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=found), num_shards)
 
 
 def group(spec: Any) -> CacheGroup:
@@ -71,6 +72,20 @@ def test_a_group_needs_the_blocks_that_vllm_keeps(spec: Any, manager: Any) -> No
     for num_tokens in random.Random(0).sample(range(1, 600), 200):
         kept = keeping.get_num_skipped_tokens(num_tokens) // BLOCK
         assert group(spec).first_needed(num_tokens) == kept, num_tokens
+
+
+def test_ranks_of_decode_context_parallelism_share_a_block_of_full_attention_as_in_vllms_manager() -> None:
+    pool = BlockPool(8, enable_caching=False, hash_block_size=BLOCK)
+    manager = FullAttentionManager(
+        FULL,
+        block_pool=pool,
+        enable_caching=False,
+        kv_cache_group_id=0,
+        scheduler_block_size=2 * BLOCK,
+        dcp_world_size=2,
+    )
+    found = groups(FULL, STATE, num_shards=2)
+    assert [each.block_size for each in found] == [manager.block_size, BLOCK] == [2 * BLOCK, BLOCK]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from kvpipe.exceptions import ConfigError
+from kvpipe.vllm.versions import is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,9 +79,10 @@ class CacheGroup:
             message = f"model unsupported: kvpipe does not hand over KV caches of {names}"
             raise ConfigError(message)
         kind, reach = found.pop() or (Kind.FULL, 0)
+        is_shared = is_sharded(spec, is_full=kind is Kind.FULL)
         return cls(
             kind=kind,
-            block_size=spec.block_size * (num_shards if getattr(spec, "dcp_sharded", False) else 1),
+            block_size=spec.block_size * (num_shards if is_shared else 1),
             reach=reach,
             layer_names=tuple(group.layer_names),
             content=_content(specs) if kind is Kind.STATE else "",
