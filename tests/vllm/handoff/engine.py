@@ -82,16 +82,24 @@ class Engine:
     Attributes:
         connector_stats: The connector's reports to vLLM's metrics, in the order of the steps.
         sent: Tokens that clients have got, by request id.
+
+    `match_unit` are tokens of which the prefix cache finds all or none.
     """
 
-    def __init__(self, config: VllmConfig, num_blocks: int = NUM_BLOCKS, specs: Sequence[KVCacheSpec] = ()) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        num_blocks: int = NUM_BLOCKS,
+        specs: Sequence[KVCacheSpec] = (),
+        match_unit: int = BLOCK,
+    ) -> None:
         config.cache_config.num_gpu_blocks = num_blocks
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
             kv_cache_config=cache_config(num_blocks, specs),
             structured_output_manager=StructuredOutputManager(config),
             block_size=math.lcm(BLOCK, *(spec.block_size for spec in specs)),
-            hash_block_size=BLOCK,
+            hash_block_size=match_unit,
             log_stats=True,
         )
         self.connector_stats: list[dict[str, Any]] = []
@@ -100,7 +108,7 @@ class Engine:
         self.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=True)})
         self._numbers = itertools.count()
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(match_unit, sha256)
 
     def new_request(
         self, prompt: list[int], max_tokens: int = 4, params: dict[str, Any] | None = None, **more: Any

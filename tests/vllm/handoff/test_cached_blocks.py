@@ -93,16 +93,16 @@ def test_of_shared_blocks_those_before_the_step_are_announced_first(engine: Engi
 
 @pytest.fixture
 def loaded_elsewhere(engine: Engine) -> set[str]:
-    """Requests whose cached blocks count as loaded within the step, as if MultiConnector had another one bring them."""
+    """Requests of which another connector of MultiConnector would load the first three blocks within a step."""
     requests: set[str] = set()
-    match = engine.role.match
+    connector = engine.scheduler.connector
+    match = connector.get_num_new_matched_tokens
 
     def as_if(request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        return match(request, 0 if request.request_id in requests else num_local_tokens)
+        found = match(request, num_local_tokens)
+        return (3 * BLOCK - num_local_tokens, False) if request.request_id in requests else found
 
-    engine.role.match = as_if
-    first = engine.add(prompt(100), max_tokens=1)
-    until(lambda: engine.step() and first.is_finished())
+    connector.get_num_new_matched_tokens = as_if
     return requests
 
 

@@ -85,6 +85,23 @@ def test_what_is_announced_of_a_window_is_held_until_the_lease_ends(made: Any) -
     assert engine.role._producing.num_leased_blocks == len(ready), "null blocks are not leased"
 
 
+def test_a_cached_prefix_that_ends_within_a_block_delays_no_announcement(tiny_model: str) -> None:
+    """vLLM copies that block for the request that goes on with it, which is no load of another connector."""
+    config = engine_config(tiny_model, {"max_num_batched_tokens": 2 * BLOCK})
+    config.cache_config.mamba_cache_mode = "align"
+    state = MambaSpec(BLOCK, shapes=STATE.shapes, dtypes=STATE.dtypes, mamba_cache_mode="align")
+    engine = Engine(config, specs=(FULL, state), match_unit=BLOCK // 4)
+    first = engine.add(prompt(2 * BLOCK + 20), max_tokens=1)
+    until(lambda: engine.step() and first.is_finished())
+    handoff = new_id()
+    request = engine.add(prompt(2 * BLOCK + 20) + prompt(6 * BLOCK, seed=3), max_tokens=1, params=produce(handoff))
+    output, metadata = engine.step()
+    assert output.kv_cache_block_copies
+    assert announced([metadata], bytes.fromhex(handoff)) == {0: [(0, 2), (2, 1)]}
+    engine.abort(request)
+    engine.close()
+
+
 def test_a_block_that_vllm_has_freed_is_never_lent(made: Any) -> None:
     engine, handoff = made(FULL, WINDOW), new_id()
     request = engine.add(prompt(100), max_tokens=1, params=produce(handoff))

@@ -116,6 +116,9 @@ class ProducerScheduler:
     def _note_loads(self, request: Request, num_local: int) -> None:
         """Notes the blocks of a request that another connector loads within the step in which it is admitted."""
         num_before = request.num_computed_tokens
+        if request.prefill_stats is not None and not request.num_preemptions:
+            # Connectors are told whole blocks; vLLM may go on from within the next one, of which it makes a copy.
+            num_local = request.prefill_stats.num_local_cached_tokens
         if num_local < num_before and self.manager is not None:
             loaded: set[int] = set()
             for group, blocks in zip(self._groups, self.manager.get_block_ids(request.request_id), strict=True):
