@@ -96,7 +96,8 @@ class RankLoads:
         """The agent has ended a load, without the blocks at the positions `missing`."""
         if (found := self._loads.get(handoff)) is None:
             return
-        block_ids = [found.load.block_ids[position] for position in missing]
+        wanted = found.load.block_ids
+        block_ids = [wanted[position] for position in missing]
         if found.is_verified and not found.is_answered:
             found.end = outcome, block_ids
             self._broken.add(found.load.request_id)

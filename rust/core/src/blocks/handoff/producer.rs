@@ -18,8 +18,8 @@ const PENDING_CAP: usize = 1024;
 /// Most blocks of one announcement. A late selection asks for all blocks in all regions, which may be millions.
 const ANNOUNCED_CAP: usize = 16 << 10;
 /// Time until a selection without a ready block expires. The scheduler has opened the handoff before, and reports its
-/// end to this worker; prefill itself may compute for minutes.
-pub(super) const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(300);
+/// end to this worker. Of a recurrent state or a window the first block is ready when prefill ends.
+pub(super) const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// A message to a consumer.
 #[derive(Debug, PartialEq, Eq)]
@@ -62,9 +62,10 @@ impl Waiter for BlockSelection {
 pub(super) struct SelectedPositions(HashMap<RegionId, Range<u32>>);
 
 impl SelectedPositions {
-    pub(super) fn of(parts: &[SelectedPart]) -> Self {
+    /// Of regions that this agent does not have, nothing can be announced, and nothing is kept.
+    pub(super) fn of(parts: &[SelectedPart], is_open: impl Fn(&RegionId) -> bool) -> Self {
         let ranges = parts.iter().flat_map(|part| {
-            let regions = part.regions.iter();
+            let regions = part.regions.iter().filter(|region| is_open(region));
             regions.map(|region| (*region, part.first..part.end))
         });
         Self(ranges.collect())

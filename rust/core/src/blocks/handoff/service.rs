@@ -157,10 +157,11 @@ impl HandoffService {
     ) {
         match message {
             HandoffMessage::Select { parts } => {
+                let regions = &self.agent.regions;
                 let selection = BlockSelection {
                     session,
                     handoff,
-                    positions: SelectedPositions::of(&parts),
+                    positions: SelectedPositions::of(&parts, |region| regions.contains_key(region)),
                     deadline: cx.links.now() + FIRST_BLOCK_TIMEOUT,
                 };
                 let messages = self.producer.select(selection);

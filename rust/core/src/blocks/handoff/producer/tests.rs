@@ -17,12 +17,17 @@ fn in_layer(region: RegionId, position: u32) -> ReadyBlock {
     }
 }
 
+/// Positions selected at a producer of [`LAYERS`] regions.
+fn selected(parts: &[SelectedPart]) -> SelectedPositions {
+    SelectedPositions::of(parts, |region| *region < LAYERS)
+}
+
 fn selection(session: SessionKey, first: u32, end: u32, now: Instant) -> BlockSelection {
     let regions = (0..LAYERS).collect();
     BlockSelection {
         session,
         handoff: ID,
-        positions: SelectedPositions::of(&[SelectedPart {
+        positions: selected(&[SelectedPart {
             first,
             end,
             regions,
@@ -122,6 +127,16 @@ fn a_selection_of_an_unknown_handoff_waits_for_its_first_block() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     assert!(producer.select(selection(20, 0, 9, now)).is_empty());
     assert_eq!(positions(&producer.mark_ready(ID, &[block(0)])), [0]);
+}
+
+#[test]
+fn of_regions_that_are_not_there_nothing_is_kept() {
+    let part = SelectedPart {
+        first: 0,
+        end: 9,
+        regions: vec![1, LAYERS, LAYERS + 1],
+    };
+    assert_eq!(selected(&[part]).0.len(), 1);
 }
 
 #[test]
@@ -293,7 +308,7 @@ fn a_selection_has_positions_of_its_own_in_each_group_of_layers_and_nothing_in_o
         regions: vec![layer],
     };
     let selection = BlockSelection {
-        positions: SelectedPositions::of(&[part(0, 1, 0), part(2, 9, 2)]),
+        positions: selected(&[part(0, 1, 0), part(2, 9, 2)]),
         ..selection(20, 0, 0, now)
     };
     let messages = producer.select(selection);
