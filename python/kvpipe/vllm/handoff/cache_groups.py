@@ -78,6 +78,9 @@ class CacheGroup:
             names = ", ".join(sorted({type(each).__name__ for each in specs}))
             message = f"model unsupported: kvpipe does not hand over KV caches of {names}"
             raise ConfigError(message)
+        if any(getattr(each, "mamba_cache_mode", "") == "all" for each in specs):
+            message = "mamba_cache_mode=all: kvpipe was not tested with it; start vLLM with --mamba-cache-mode align"
+            raise ConfigError(message)
         kind, reach = found.pop() or (Kind.FULL, 0)
         is_shared = is_sharded(spec, is_full=kind is Kind.FULL)
         return cls(
