@@ -120,7 +120,7 @@ def test_a_cache_that_is_kept_in_another_way_is_refused_with_its_name(spec: Any)
 
 def test_states_of_all_blocks_are_refused_with_the_mode_that_is_not() -> None:
     state = MambaSpec(BLOCK, shapes=STATE.shapes, dtypes=STATE.dtypes, mamba_cache_mode="all")
-    with pytest.raises(ConfigError, match="mamba_cache_mode=all: .* --mamba-cache-mode align"):
+    with pytest.raises(ConfigError, match=r"mamba_cache_mode=all: .* --mamba-cache-mode align"):
         groups(FULL, state)
 
 
