@@ -67,7 +67,7 @@ class ValkeySettings:
             ConfigError: It is none, or has an unknown parameter.
         """
         try:
-            return cls._from_parts(urlsplit(url))
+            return cls._from_parts(*_split(url))
         except ConfigError:
             # A password that has a `?` ends in the query.
             if "@" not in url.partition("?")[2]:
@@ -77,13 +77,13 @@ class ValkeySettings:
             raise ConfigError(_UNREADABLE) from None
 
     @classmethod
-    def _from_parts(cls, parts: SplitResult) -> ValkeySettings:
+    def _from_parts(cls, netloc: str, parts: SplitResult) -> ValkeySettings:
         if "@" in parts.path + parts.fragment:
             raise ConfigError(_UNREADABLE)
         if parts.scheme not in _TLS_OF_SCHEME:
             message = f"scheme {parts.scheme!r}: expected one of {', '.join(_TLS_OF_SCHEME)}"
             raise ConfigError(message)
-        login, _, hosts = parts.netloc.rpartition("@")
+        login, _, hosts = netloc.rpartition("@")
         username, _, password = login.partition(":")
         settings = cls(
             hosts=tuple(_host(host) for host in hosts.split(",")),
@@ -97,6 +97,13 @@ class ValkeySettings:
             message = f"prefix={settings.prefix!r}: expected characters other than braces, which mark a cluster's slots"
             raise ConfigError(message)
         return settings
+
+
+def _split(url: str) -> tuple[str, SplitResult]:
+    """Takes the part with the hosts out of a URL: Python refuses one that names several hosts and an IPv6 address."""
+    scheme, separator, rest = url.partition("://")
+    end = next((at for at, letter in enumerate(rest) if letter in "/?#"), len(rest))
+    return rest[:end], urlsplit(scheme + separator + rest[end:])
 
 
 def _parameters(query: str) -> dict[str, Any]:

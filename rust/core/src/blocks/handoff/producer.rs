@@ -18,8 +18,8 @@ const PENDING_CAP: usize = 1024;
 /// Most blocks of one announcement. A late selection asks for all blocks in all regions, which may be millions.
 const ANNOUNCED_CAP: usize = 16 << 10;
 /// Time until a selection without a ready block expires. The scheduler has opened the handoff before, and reports its
-/// end to this worker. Of a recurrent state or a window the first block is ready when prefill ends.
-pub(super) const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(3600);
+/// end to this worker; prefill itself may compute for minutes.
+pub(super) const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A message to a consumer.
 #[derive(Debug, PartialEq, Eq)]
