@@ -103,7 +103,8 @@ def _split(url: str) -> tuple[str, SplitResult]:
     """Takes the part with the hosts out of a URL: Python refuses one that names several hosts and an IPv6 address."""
     scheme, separator, rest = url.partition("://")
     end = next((at for at, letter in enumerate(rest) if letter in "/?#"), len(rest))
-    return rest[:end], urlsplit(scheme + separator + rest[end:])
+    login, at, _ = rest[:end].rpartition("@")
+    return rest[:end], urlsplit(scheme + separator + login + at + "host" + rest[end:])
 
 
 def _parameters(query: str) -> dict[str, Any]:
