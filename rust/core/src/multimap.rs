@@ -38,6 +38,12 @@ impl<K: Eq + Hash, V: Ord> Multimap<K, V> {
         self.0.get(key).into_iter().flatten()
     }
 
+    /// The values of a key that are not below `from`, in ascending order.
+    pub(crate) fn get_from(&self, key: &K, from: V) -> impl Iterator<Item = &V> {
+        let values = self.0.get(key).into_iter();
+        values.flat_map(move |values| values.range(&from..))
+    }
+
     /// Number of values of a key.
     pub(crate) fn num_values(&self, key: &K) -> usize {
         self.0.get(key).map_or(0, BTreeSet::len)
@@ -67,6 +73,7 @@ mod tests {
         }
         map.insert("b", 4);
         assert!(map.get(&"a").eq(&[1, 2, 3]));
+        assert!(map.get_from(&"a", 2).eq(&[2, 3]));
         map.remove("b", &5);
         assert_eq!((map.num_values(&"b"), map.len()), (1, 2));
         map.remove("b", &4);

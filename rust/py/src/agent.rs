@@ -6,6 +6,7 @@ use std::time::Instant;
 use kvpipe_core::blocks::handoff::{Event, LoadPart, LoadReport, LoadRequest};
 use kvpipe_core::blocks::{self, AgentConfig, Notification, Options};
 use kvpipe_core::ids::HandoffId;
+use kvpipe_core::region::Slice;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Waited;
 use pyo3::prelude::*;
@@ -109,6 +110,11 @@ impl Agent {
         });
         let work = registered.map_err(to_py)?;
         Ok(Work::new(Kind::Region(work)))
+    }
+
+    fn slice(&self, region: &Region, count: u32) -> PyResult<Work> {
+        let work = self.0.slice(&region.0, count).map_err(to_py)?;
+        Ok(Work::new(Kind::Regions(work)))
     }
 
     #[pyo3(signature = (region, timeout=None))]
@@ -239,7 +245,10 @@ impl Agent {
         self.0.end(id(handoff)?, reason).map_err(to_py)
     }
 
-    #[pyo3(signature = (handoff, producer, incarnation, parts, is_committed, event=None))]
+    #[pyo3(signature = (
+        handoff, producer, incarnation, parts, is_committed, event=None, *, rank=0, slice=None, is_shared=false
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn load(
         &self,
         handoff: &[u8],
@@ -248,6 +257,9 @@ impl Agent {
         parts: Vec<(Vec<PyRef<'_, Region>>, u32, Vec<u32>)>,
         is_committed: bool,
         event: Option<&Bound<'_, PyAny>>,
+        rank: u16,
+        slice: Option<(u32, u32)>,
+        is_shared: bool,
     ) -> PyResult<()> {
         let (handoff, incarnation) = (id(handoff)?, id(incarnation)?);
         let parts = parts
@@ -263,6 +275,9 @@ impl Agent {
             incarnation,
             parts: parts.collect(),
             is_committed,
+            rank,
+            slice: slice.map(|(index, count)| Slice { index, count }),
+            is_shared,
         };
         let begun = match event {
             None => self.0.load(request),
@@ -328,6 +343,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
     };
     let set_report = |kind: &str, report: &LoadReport| {
         set(kind, &report.handoff)?;
+        dict.set_item("rank", report.rank)?;
         let counts = &report.counts;
         dict.set_item("transport", &report.transport)?;
         dict.set_item("elapsed_s", report.elapsed.as_secs_f64())?;

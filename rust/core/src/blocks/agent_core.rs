@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::inbox::Drained;
-use super::messages::{AgentMessage, REGIONS, RELEASED, read_regions};
+use super::messages::{
+    AgentMessage, DIVIDE, DIVIDED, REGIONS, RELEASED, read_divided, read_regions,
+};
 use super::notices::Notice;
 use super::offers::Write;
 use super::peer::Peer;
@@ -33,6 +35,11 @@ pub(crate) enum BlocksCommand {
         region: LocalRegion,
         completer: Completer<Region>,
     },
+    Slice {
+        region: RegionId,
+        count: u32,
+        completer: Completer<Vec<Region>>,
+    },
     Close {
         region: RegionId,
         until: Option<Instant>,
@@ -52,6 +59,15 @@ pub(crate) enum BlocksCommand {
     },
     /// Notifications that the user has drained.
     Drained(Vec<Drained>),
+}
+
+/// What a message means for handoffs.
+pub(crate) enum AgentEvent {
+    Nothing,
+    /// The peer has described its regions, or answered that it cannot divide their blocks.
+    RegionsDescribed,
+    /// The blocks of these regions of ours have slices from now on.
+    Divided(Vec<RegionId>),
 }
 
 /// All of it.
@@ -102,6 +118,11 @@ impl AgentCore {
             BlocksCommand::Register { region, completer } => {
                 completer.complete(self.register(cx, region));
             }
+            BlocksCommand::Slice {
+                region,
+                count,
+                completer,
+            } => completer.complete(self.slice(cx, region, count)),
             BlocksCommand::Close {
                 region,
                 until,
@@ -132,30 +153,37 @@ impl AgentCore {
         self.regions_down(session);
     }
 
-    /// A message; true when it described the peer's regions.
+    /// A message; returns what it means for handoffs.
     pub(crate) fn message(
         &mut self,
         cx: &mut Cx<'_>,
         session: SessionKey,
         (kind, mut header): (u8, Reader<'_>),
         data: &Payload,
-    ) -> Result<bool> {
+    ) -> Result<AgentEvent> {
         match kind {
             REGIONS => {
                 self.receive_regions(cx, session, read_regions(header)?)?;
-                Ok(true)
+                return Ok(AgentEvent::RegionsDescribed);
             }
             RELEASED => {
                 let region = header.u32()?;
                 header.end()?;
                 self.released(session, region)?;
-                Ok(false)
             }
-            _ => {
-                self.handle_message(cx, session, (kind, header), data)?;
-                Ok(false)
+            DIVIDE => {
+                let count = header.u32()?;
+                header.end()?;
+                return Ok(AgentEvent::Divided(self.divide(cx, session, count)));
             }
+            DIVIDED => {
+                let (count, reason) = read_divided(header)?;
+                self.divided(session, count, reason)?;
+                return Ok(AgentEvent::RegionsDescribed);
+            }
+            _ => self.handle_message(cx, session, (kind, header), data)?,
         }
+        Ok(AgentEvent::Nothing)
     }
 
     fn handle_message(
@@ -229,6 +257,7 @@ impl AgentCore {
             ("offers of peers", of_peers(|peer| peer.offers_here.len())),
             ("outboxes", of_peers(|peer| peer.outbox.len())),
             ("arrivals", of_peers(|peer| peer.arrivals.len())),
+            ("divisions of peers", of_peers(|peer| peer.divisions.len())),
         ]
     }
 

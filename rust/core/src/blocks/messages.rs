@@ -25,6 +25,10 @@ const WITHDRAW: u8 = 47;
 pub(super) const REGIONS: u8 = 1;
 /// The sender reads no more of this region, which the receiver has closed.
 pub(super) const RELEASED: u8 = 2;
+/// The sender loads slices of the receiver's blocks: they are to be divided into so many.
+pub(super) const DIVIDE: u8 = 3;
+/// The answer to [`DIVIDE`], after REGIONS: so many, and why not, or nothing.
+pub(super) const DIVIDED: u8 = 4;
 /// Most regions of an agent.
 pub(in crate::blocks) const REGIONS_CAP: usize = 4096;
 
@@ -32,6 +36,22 @@ pub(crate) fn write_regions(regions: &[RemoteRegion]) -> Vec<u8> {
     Writer::new(REGIONS)
         .list(regions, |writer, region| region.write(writer))
         .finish()
+}
+
+pub(super) fn write_divide(count: u32) -> Vec<u8> {
+    Writer::new(DIVIDE).u32(count).finish()
+}
+
+pub(super) fn write_divided(count: u32, reason: &str) -> Vec<u8> {
+    let writer = Writer::new(DIVIDED).u32(count);
+    writer.text(reason, REASON_CAP).finish()
+}
+
+/// Reads what follows the type of [`DIVIDED`]: the number of slices, and why there are none, or nothing.
+pub(super) fn read_divided(mut reader: Reader<'_>) -> Result<(u32, String)> {
+    let divided = (reader.u32()?, reader.str(REASON_CAP)?);
+    reader.end()?;
+    Ok(divided)
 }
 
 /// Reads what follows the type of [`REGIONS`].

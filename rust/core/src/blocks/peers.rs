@@ -1,6 +1,6 @@
 //! The sessions of an agent: its connected peers, and the waits for them.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use super::agent_core::AgentCore;
@@ -23,6 +23,8 @@ pub(crate) struct PeerState {
     pub(crate) regions: Option<Regions>,
     /// Above the id of every region that it has described.
     pub(super) next_region: RegionId,
+    /// Into how many slices it was asked to divide blocks, and what it has answered: a reason, or nothing.
+    pub(super) divisions: BTreeMap<u32, Option<String>>,
     /// Callers that wait for it, each with the incarnation that it wants.
     waiting: Vec<(Option<Incarnation>, Completer<Peer>)>,
     /// Our writes, by id.
@@ -45,6 +47,7 @@ impl PeerState {
             handle,
             regions: None,
             next_region: 0,
+            divisions: BTreeMap::new(),
             waiting: Vec::new(),
             writes: HashMap::new(),
             writes_ready: VecDeque::new(),

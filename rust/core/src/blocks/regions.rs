@@ -1,6 +1,6 @@
 //! Regions: ours, which are described to peers and are closed when the peers have released them, and theirs.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -8,17 +8,18 @@ use std::time::Instant;
 use kvpipe_ucx::MemoryKind;
 
 use super::agent_core::AgentCore;
-use super::messages::{REGIONS_CAP, RELEASED, write_regions};
+use super::messages::{REGIONS_CAP, RELEASED, write_divide, write_divided, write_regions};
 use super::peer::Regions;
 use super::plan::{Region, closed_region, region_gone};
 use super::reads::BlockTransfer;
+use crate::checksum::Shift;
 use crate::error::{Error, Result};
 use crate::ids::{Epoch, RegionId, SessionKey};
 use crate::net::codec::Writer;
 use crate::reactor::PendingReads;
 use crate::transfer::Cx;
 use crate::transfer::exposed::key;
-use crate::transfer::region::{Layout, RemoteRegion};
+use crate::transfer::region::{Layout, RemoteRegion, Slice};
 use crate::transfer::remote_source::RemoteSource;
 use crate::transport::Memory;
 use crate::work::Completer;
@@ -40,6 +41,9 @@ pub(crate) fn revoke(cx: &mut Cx<'_>, grant: u64) {
     cx.transfers.withdraw_sources(cx.links, is_under);
 }
 
+/// Most numbers of slices into which peers have an agent divide its blocks: each costs a checksum of all bytes.
+const DIVISIONS_CAP: usize = 4;
+
 /// Memory of the host.
 const HOST: &str = "cpu";
 
@@ -51,9 +55,21 @@ fn device(kind: MemoryKind) -> String {
     }
 }
 
+/// A division of the blocks of a region, for peers that load some of their slices.
+#[derive(Debug)]
+pub(crate) struct Division {
+    /// The region of each slice.
+    pub(crate) slices: Vec<RegionId>,
+    /// Over the bytes of a slice.
+    pub(crate) shift: Arc<Shift>,
+}
+
 #[derive(Debug)]
 pub(crate) struct LocalRegion {
     pub(crate) name: String,
+    pub(crate) slice: Option<Slice>,
+    /// Of the region of which it is a slice.
+    whole: Option<RegionId>,
     pub(crate) layout: Layout,
     pub(super) is_writable: bool,
     pub(crate) memory: Arc<Memory>,
@@ -61,6 +77,8 @@ pub(crate) struct LocalRegion {
     pub(crate) rkey: Vec<u8>,
     /// Reads into it and writes from it that are not over.
     pub(super) num_transfers: usize,
+    /// How peers have its blocks divided.
+    pub(crate) divisions: Vec<Division>,
     /// Blocks of transfers that have failed and are not over, each with the number of these transfers.
     busy: BTreeMap<u32, usize>,
 }
@@ -77,13 +95,45 @@ impl LocalRegion {
         let rkey = key(&memory)?;
         Ok(Self {
             name: name.to_owned(),
+            slice: None,
+            whole: None,
             layout,
             is_writable,
             memory,
             rkey,
             num_transfers: 0,
+            divisions: Vec::new(),
             busy: BTreeMap::new(),
         })
+    }
+
+    /// A slice of each of its blocks, as a region over the same memory. Peers do not write into it.
+    ///
+    /// # Errors
+    /// Its blocks cannot be divided so.
+    fn sliced(&self, id: RegionId, slice: Slice) -> Result<Self> {
+        let layout = self.layout.sliced(slice).map_err(|error| {
+            let name = &self.name;
+            Error::Config(format!("region {name:?}: {error}"))
+        })?;
+        Ok(Self {
+            name: self.name.clone(),
+            slice: Some(slice),
+            whole: Some(id),
+            layout,
+            is_writable: false,
+            memory: Arc::clone(&self.memory),
+            rkey: self.rkey.clone(),
+            num_transfers: 0,
+            divisions: Vec::new(),
+            busy: BTreeMap::new(),
+        })
+    }
+
+    /// True if its blocks are whole, and not divided into so many slices for peers.
+    fn is_undivided(&self, count: u32) -> bool {
+        let mut divisions = self.divisions.iter();
+        self.slice.is_none() && divisions.all(|division| division.slices.len() != count as usize)
     }
 
     /// # Errors
@@ -129,6 +179,7 @@ impl LocalRegion {
         RemoteRegion {
             id,
             name: self.name.clone(),
+            slice: self.slice,
             layout: self.layout.clone(),
             device: device(buffer.kind()),
             is_writable: self.is_writable,
@@ -149,8 +200,13 @@ pub(super) struct Closing {
     waiting: Vec<(Option<Instant>, Completer<()>)>,
 }
 
-#[cfg(test)]
 impl Closing {
+    /// True if a peer or a transfer may use it, whatever is of its slices.
+    fn is_in_use(&self) -> bool {
+        !self.waiting_for.is_empty() || self.region.num_transfers > 0
+    }
+
+    #[cfg(test)]
     pub(super) fn region(&self) -> &LocalRegion {
         &self.region
     }
@@ -165,22 +221,135 @@ impl AgentCore {
                 "there is a region {name:?} already; close it first or give another name"
             )));
         }
-        if self.regions.len() >= REGIONS_CAP {
+        self.check_num_regions(1)?;
+        let (name, layout) = (name.clone(), region.layout.clone());
+        let id = self.insert_region(region);
+        self.send_regions(cx);
+        let incarnation = cx.links.identity().incarnation;
+        Ok(Region::new(id, &name, layout, incarnation))
+    }
+
+    fn check_num_regions(&self, num_more: usize) -> Result<()> {
+        if self.regions.len() + num_more > REGIONS_CAP {
             return Err(Error::Config(format!(
                 "an agent has at most {REGIONS_CAP} regions; close one first"
             )));
         }
+        Ok(())
+    }
+
+    fn insert_region(&mut self, region: LocalRegion) -> RegionId {
         let id = self.next_region;
         self.next_region += 1;
-        let layout = region.layout.clone();
-        let registered = Region::new(id, name, layout, cx.links.identity().incarnation);
         self.regions.insert(id, region);
-        self.send_regions(cx);
-        Ok(registered)
+        id
+    }
+
+    /// The slices of a region's blocks, as regions; those that are there already are returned again.
+    ///
+    /// # Errors
+    /// Its blocks cannot be divided so, it was closed, or there are too many regions.
+    pub(super) fn slice(
+        &mut self,
+        cx: &mut Cx<'_>,
+        whole: RegionId,
+        count: u32,
+    ) -> Result<Vec<Region>> {
+        let num_before = self.regions.len();
+        let slices = self.slice_region(whole, count)?;
+        if self.regions.len() > num_before {
+            self.send_regions(cx);
+        }
+        let incarnation = cx.links.identity().incarnation;
+        let slices = slices.into_iter().map(|id| {
+            let slice = &self.regions[&id];
+            Region::new(id, &slice.name, slice.layout.clone(), incarnation)
+        });
+        Ok(slices.collect())
+    }
+
+    fn slice_region(&mut self, whole: RegionId, count: u32) -> Result<Vec<RegionId>> {
+        let known = self.slices_of(whole, count);
+        if !known.is_empty() {
+            return Ok(known);
+        }
+        let region = self.regions.get(&whole).ok_or_else(region_gone)?;
+        let slices = (0..count).map(|index| region.sliced(whole, Slice { index, count }));
+        let slices = slices.collect::<Result<Vec<_>>>()?;
+        self.check_num_regions(slices.len())?;
+        Ok(slices
+            .into_iter()
+            .map(|slice| self.insert_region(slice))
+            .collect())
+    }
+
+    /// The regions of a region's slices, in their order.
+    fn slices_of(&self, whole: RegionId, count: u32) -> Vec<RegionId> {
+        let is_it = |region: &LocalRegion| {
+            region.whole == Some(whole) && region.slice.is_some_and(|slice| slice.count == count)
+        };
+        let slices = self.regions.iter().filter(|(_, region)| is_it(region));
+        slices.map(|(id, _)| *id).collect()
+    }
+
+    /// A peer loads slices of blocks: divides those of all regions, and answers it. Returns the regions that are divided
+    /// so from now on.
+    pub(super) fn divide(
+        &mut self,
+        cx: &mut Cx<'_>,
+        session: SessionKey,
+        count: u32,
+    ) -> Vec<RegionId> {
+        let divided = self.divide_all(count);
+        if !divided.as_ref().is_ok_and(Vec::is_empty) {
+            self.send_regions(cx);
+        }
+        let reason = divided.as_ref().err().map(Error::to_string);
+        let answer = write_divided(count, reason.as_deref().unwrap_or_default());
+        cx.links.send(session, &answer);
+        divided.unwrap_or_default()
+    }
+
+    fn divide_all(&mut self, count: u32) -> Result<Vec<RegionId>> {
+        let divisions = self.regions.values().flat_map(|region| &region.divisions);
+        let counts: BTreeSet<usize> = divisions.map(|division| division.slices.len()).collect();
+        if !counts.contains(&(count as usize)) && counts.len() >= DIVISIONS_CAP {
+            return Err(Error::Config(format!(
+                "blocks are divided in {DIVISIONS_CAP} ways for peers already, into {counts:?} slices"
+            )));
+        }
+        let wholes = self
+            .regions
+            .iter()
+            .filter(|(_, region)| region.is_undivided(count));
+        let wholes: Vec<RegionId> = wholes.map(|(id, _)| *id).collect();
+        for whole in &wholes {
+            let first = Slice { index: 0, count };
+            self.regions[whole].sliced(*whole, first)?;
+        }
+        self.check_num_regions(wholes.len() * count as usize)?;
+        let mut shifts: BTreeMap<u64, Arc<Shift>> = BTreeMap::new();
+        for whole in &wholes {
+            let slices = self.slice_region(*whole, count)?;
+            let Some(region) = self.regions.get_mut(whole) else {
+                continue;
+            };
+            let len = region.layout.block_bytes / u64::from(count);
+            let shift = shifts
+                .entry(len)
+                .or_insert_with(|| Arc::new(Shift::over(len)));
+            let shift = Arc::clone(shift);
+            region.divisions.push(Division { slices, shift });
+        }
+        Ok(wholes)
     }
 
     fn send_regions(&self, cx: &mut Cx<'_>) {
-        let count = self.regions.len();
+        let wholes = self
+            .regions
+            .values()
+            .filter(|region| region.slice.is_none());
+        let count = wholes.count();
         self.shared.num_regions.store(count, Ordering::Relaxed);
         let frame = self.describe_regions();
         for session in self.peers.keys() {
@@ -208,13 +377,34 @@ impl AgentCore {
                 None => completer.complete(Ok(())),
             };
         };
+        let slices = self
+            .regions
+            .iter()
+            .filter(|(_, slice)| slice.whole == Some(id));
+        let slices: Vec<RegionId> = slices.map(|(slice, _)| *slice).collect();
+        for slice in slices {
+            self.close_one(cx, slice, Vec::new());
+        }
+        self.regions.insert(id, region);
+        self.close_one(cx, id, vec![(until, completer)]);
+        self.send_regions(cx);
+    }
+
+    fn close_one(
+        &mut self,
+        cx: &mut Cx<'_>,
+        id: RegionId,
+        waiting: Vec<(Option<Instant>, Completer<()>)>,
+    ) {
+        let Some(region) = self.regions.remove(&id) else {
+            return;
+        };
         let error = closed_region(&region.name);
         cx.transfers.withdraw_into(cx.links, &region.memory, &error);
         let sessions = self.peers.keys().copied().collect::<Vec<_>>();
         for session in sessions {
             self.withdraw_writes(cx, session, |transfer| transfer.region == id, &error);
         }
-        self.send_regions(cx);
         let sessions = self.peers.keys().copied();
         self.closing.push(Closing {
             id,
@@ -222,7 +412,7 @@ impl AgentCore {
             waiting_for: sessions
                 .filter(|session| cx.links.is_up(*session))
                 .collect(),
-            waiting: vec![(until, completer)],
+            waiting,
         });
     }
 
@@ -268,8 +458,10 @@ impl AgentCore {
 
     /// Ends the closing of regions that are not used any more.
     pub(super) fn end_closing(&mut self, now: Instant) {
+        let in_use = self.closing.iter().filter(|closing| closing.is_in_use());
+        let sliced: HashSet<RegionId> = in_use.filter_map(|it| it.region.whole).collect();
         for mut closing in std::mem::take(&mut self.closing) {
-            if closing.waiting_for.is_empty() && closing.region.num_transfers == 0 {
+            if !closing.is_in_use() && !sliced.contains(&closing.id) {
                 drop(closing.region);
                 for (_, completer) in closing.waiting {
                     completer.complete(Ok(()));
@@ -348,7 +540,8 @@ impl AgentCore {
         }
         let next_region = regions.last().map_or(0, |region| region.id + 1);
         peer.next_region = peer.next_region.max(next_region);
-        peer.handle.set_regions(Arc::clone(&regions));
+        let wholes = regions.iter().filter(|region| region.slice.is_none());
+        peer.handle.set_regions(wholes.cloned().collect());
         self.described_by.cancel(session);
         let known = peer.regions.replace(regions).unwrap_or_default();
         let is_closed = |region: &&Arc<RemoteRegion>| peer.region(region.id).is_none();
@@ -395,5 +588,40 @@ impl AgentCore {
         for closing in &mut self.closing {
             closing.waiting_for.remove(&session);
         }
+    }
+
+    /// Has a peer divide its blocks into slices, once. Returns the reason for which it does not, empty if it has, and
+    /// `None` while it has not answered.
+    pub(crate) fn ask_to_divide(
+        &mut self,
+        cx: &mut Cx<'_>,
+        session: SessionKey,
+        count: u32,
+    ) -> Option<String> {
+        let peer = self.peers.get_mut(&session)?;
+        if let Some(answer) = peer.divisions.get(&count) {
+            return answer.clone();
+        }
+        peer.divisions.insert(count, None);
+        cx.links.send(session, &write_divide(count));
+        None
+    }
+
+    /// A peer has answered whether it divides its blocks.
+    pub(super) fn divided(
+        &mut self,
+        session: SessionKey,
+        count: u32,
+        reason: String,
+    ) -> Result<()> {
+        let Some(peer) = self.peers.get_mut(&session) else {
+            return Ok(());
+        };
+        let Some(answer @ None) = peer.divisions.get_mut(&count) else {
+            let text = format_args!("blocks divided into {count}, which it was not asked for");
+            return Err(Error::protocol(text));
+        };
+        *answer = Some(reason);
+        Ok(())
     }
 }

@@ -12,6 +12,7 @@ use crate::blocks::{Agent, AgentConfig};
 use crate::blocks::{Options, Peer, Region};
 use crate::ids::{HandoffId, Incarnation};
 use crate::reactor::manual::{Sizes, without_threads};
+use crate::region::Slice;
 use crate::transport::{MemoryPath, Transport};
 
 pub(super) const BLOCK: usize = 1 << 10;
@@ -144,6 +145,31 @@ impl Agents {
         self.load_of(incarnation, handoff, visitor.address(), 4, true);
     }
 
+    /// Loads one half of blocks into the other half of ours.
+    fn load_slice(&mut self, handoff: HandoffId, producer: String) {
+        let decode = &self.decode;
+        let slices = decode.agent.slice(&decode.region, 2).expect("it runs");
+        while !slices.is_completed() {
+            self.round();
+        }
+        let slices = slices.result().expect("an end").expect("slices");
+        let request = LoadRequest {
+            handoff,
+            producer,
+            incarnation: self.prefill.agent.incarnation(),
+            parts: vec![LoadPart {
+                regions: Some(slices[..1].to_vec()),
+                first: 0,
+                block_ids: (0..4).collect(),
+            }],
+            slice: Some(Slice { index: 1, count: 2 }),
+            is_committed: true,
+            ..LoadRequest::default()
+        };
+        self.decode.agent.load(request).expect("it runs");
+        self.num_loads += 1;
+    }
+
     fn load_of(
         &mut self,
         incarnation: Incarnation,
@@ -158,6 +184,7 @@ impl Agents {
             incarnation,
             parts: vec![LoadPart::of_all_regions(0, (0..count).collect())],
             is_committed,
+            ..LoadRequest::default()
         };
         self.decode.agent.load(request).expect("it runs");
         self.num_loads += 1;
@@ -166,7 +193,7 @@ impl Agents {
     pub(super) fn act(&mut self, rng: &mut Rng) {
         let (handoff, there) = (rng.id(), self.prefill.address());
         let (prefill, decode) = (&self.prefill, &self.decode);
-        match rng.one_of(12) {
+        match rng.one_of(13) {
             0 | 1 => {
                 prefill.mark_ready(handoff, 0, 4);
                 self.load(handoff, there, 4, true);
@@ -206,6 +233,10 @@ impl Agents {
                 let region = register(&decode.agent, "another");
                 let closed = decode.agent.close_region(&region, None);
                 drop(closed.expect("it runs"));
+            }
+            11 => {
+                prefill.mark_ready(handoff, 0, 4);
+                self.load_slice(handoff, there);
             }
             _ => drop(decode.agent.connect(&there).expect("it runs")),
         }

@@ -43,18 +43,20 @@ const ROUNDS: usize = 100_000;
 
 /// Largest sizes of maps and queues at rest: those of sessions that stay, and of bounded histories. All others are
 /// empty.
-const LEFT: [(&str, usize); 21] = [
+const LEFT: [(&str, usize); 22] = [
     ("sessions", 1),
     ("timers", 66),
     ("ended peers", 256),
     ("endpoints", 1),
-    ("regions", 1),
+    // And its two slices.
+    ("regions", 3),
+    ("divisions of peers", 1),
     ("agent peers", 1),
     ("agent addresses", 1),
     ("shared peers", 1),
     ("joinable sessions", 1),
     ("transfer peers", 1),
-    ("sources", 1),
+    ("sources", 3),
     ("ended handoffs", 4096),
     ("closed handoffs", 4096),
     ("results", 4096),

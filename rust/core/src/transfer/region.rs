@@ -12,6 +12,32 @@ pub(crate) const NAME_CAP: usize = 256;
 /// Longest name of a device.
 const DEVICE_CAP: usize = 64;
 
+/// Most slices of a block.
+pub const SLICES_CAP: u32 = 256;
+
+/// An equal part of each block of a region, such as the KV of some of the heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Slice {
+    /// Which one, from 0 on.
+    pub index: u32,
+    /// Into how many a block is divided.
+    pub count: u32,
+}
+
+impl Slice {
+    /// # Errors
+    /// There is no such slice, or blocks are divided into too many.
+    pub(crate) fn check(self) -> Result<Self> {
+        let Self { index, count } = self;
+        if index < count && (2..=SLICES_CAP).contains(&count) {
+            return Ok(self);
+        }
+        Err(Error::Config(format!(
+            "slice {index} of {count}: a block has 2 to {SLICES_CAP} slices, counted from 0"
+        )))
+    }
+}
+
 /// Division of memory into blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
@@ -21,6 +47,8 @@ pub struct Layout {
     pub block_bytes: u64,
     /// Bytes from the start of a block to the start of the next.
     pub stride: u64,
+    /// Bytes before the first block.
+    pub skipped: u64,
 }
 
 impl Layout {
@@ -46,6 +74,28 @@ impl Layout {
             num_blocks,
             block_bytes,
             stride,
+            skipped: 0,
+        })
+    }
+
+    /// The slices of these blocks, as blocks of the same memory.
+    ///
+    /// # Errors
+    /// The bytes of a block cannot be divided so.
+    pub(crate) fn sliced(&self, slice: Slice) -> Result<Self> {
+        let Slice { index, count } = slice.check()?;
+        let (count, index) = (u64::from(count), u64::from(index));
+        if !self.block_bytes.is_multiple_of(count) {
+            return Err(Error::Config(format!(
+                "blocks of {} bytes cannot be divided into {count} slices",
+                self.block_bytes
+            )));
+        }
+        let block_bytes = self.block_bytes / count;
+        Ok(Self {
+            block_bytes,
+            skipped: self.skipped + index * block_bytes,
+            ..*self
         })
     }
 
@@ -60,7 +110,7 @@ impl Layout {
                 self.num_blocks
             )));
         }
-        Ok(u64::from(id) * self.stride)
+        Ok(self.skipped + u64::from(id) * self.stride)
     }
 
     /// All of a buffer as one block.
@@ -69,6 +119,7 @@ impl Layout {
             num_blocks: 1,
             block_bytes: len,
             stride: len,
+            skipped: 0,
         }
     }
 }
@@ -78,8 +129,10 @@ impl Layout {
 pub struct RemoteRegion {
     /// Names it on its agent.
     pub id: RegionId,
-    /// Its name.
+    /// Its name, which its slices share.
     pub name: String,
+    /// Of which part of the blocks it is, if it is a slice.
+    pub slice: Option<Slice>,
     /// Its layout.
     pub layout: Layout,
     /// Device of its memory: `cpu`, or `cuda:0` and so on.
@@ -103,13 +156,19 @@ impl RemoteRegion {
             num_blocks,
             block_bytes,
             stride,
+            skipped,
         } = self.layout;
+        let whole = Slice { index: 0, count: 1 };
+        let Slice { index, count } = self.slice.unwrap_or(whole);
         writer
             .u32(self.id)
             .str(&self.name)
+            .u32(index)
+            .u32(count)
             .u64(num_blocks)
             .u64(block_bytes)
             .u64(stride)
+            .u64(skipped)
             .str(&self.device)
             .u8(self.is_writable.into())
             .u64(self.base)
@@ -118,18 +177,23 @@ impl RemoteRegion {
 
     pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
         let (id, name) = (reader.u32()?, reader.str(NAME_CAP)?);
+        let (index, count) = (reader.u32()?, reader.u32()?);
+        let slice = ((index, count) != (0, 1)).then_some(Slice { index, count });
         let layout = Layout {
             num_blocks: reader.u64()?,
             block_bytes: reader.u64()?,
             stride: reader.u64()?,
+            skipped: reader.u64()?,
         };
         let (device, is_writable) = (reader.str(DEVICE_CAP)?, reader.flag()?);
         let (base, rkey) = (reader.u64()?, reader.bytes(RKEY_CAP)?.to_vec());
         let end = layout
             .num_blocks
             .checked_mul(layout.stride)
-            .and_then(|len| base.checked_add(len));
+            .and_then(|len| base.checked_add(len))
+            .and_then(|end| end.checked_add(layout.skipped));
         if end.is_none()
+            || slice.is_some_and(|slice| slice.check().is_err())
             || id == RegionId::MAX
             || layout.num_blocks > u64::from(u32::MAX)
             || layout.block_bytes > layout.stride
@@ -142,6 +206,7 @@ impl RemoteRegion {
         Ok(Self {
             id,
             name,
+            slice,
             layout,
             device,
             is_writable,

@@ -28,6 +28,7 @@ mod pipe_validate;
 mod refused_reads;
 mod security;
 mod sessions;
+mod slices;
 mod store;
 mod subscriptions;
 mod workers;

@@ -20,6 +20,7 @@ pub const ID: HandoffId = [9; 16];
 
 pub struct Worker {
     pub agent: Agent,
+    block_bytes: usize,
     pub layers: Vec<Buffer>,
     pub regions: Vec<Region>,
     pub seen: RefCell<Vec<Event>>,
@@ -31,6 +32,16 @@ pub fn worker(transport: &Transport, seed: u64) -> Worker {
 }
 
 pub fn worker_with(transport: &Transport, seed: u64, integrity: Integrity) -> Worker {
+    worker_of(transport, seed, integrity, BLOCK)
+}
+
+/// A worker with blocks of another size, as with another number of heads.
+pub fn worker_of(
+    transport: &Transport,
+    seed: u64,
+    integrity: Integrity,
+    block_bytes: usize,
+) -> Worker {
     let listen = local();
     let config = AgentConfig {
         integrity,
@@ -38,12 +49,12 @@ pub fn worker_with(transport: &Transport, seed: u64, integrity: Integrity) -> Wo
     };
     let agent = Agent::new(config).expect("agent");
     let layers: Vec<Buffer> = (0..LAYERS as u64)
-        .map(|layer| Buffer::from_vec(pattern(COUNT * BLOCK, seed + layer)))
+        .map(|layer| Buffer::from_vec(pattern(COUNT * block_bytes, seed + layer)))
         .collect();
     let register = |(index, layer): (usize, &Buffer)| {
         let name = format!("layer.{index}");
         agent
-            .register(&name, layer.clone(), BLOCK as u64, BLOCK as u64)
+            .register(&name, layer.clone(), block_bytes as u64, block_bytes as u64)
             .expect("register")
             .wait_for(TIMEOUT)
             .expect("registered")
@@ -51,6 +62,7 @@ pub fn worker_with(transport: &Transport, seed: u64, integrity: Integrity) -> Wo
     let regions = layers.iter().enumerate().map(register).collect();
     Worker {
         agent,
+        block_bytes,
         layers,
         regions,
         seen: RefCell::default(),
@@ -65,6 +77,7 @@ impl Worker {
             incarnation: self.agent.incarnation(),
             parts: vec![LoadPart::of_all_regions(0, block_ids.to_vec())],
             is_committed: true,
+            ..LoadRequest::default()
         }
     }
 
@@ -132,8 +145,8 @@ impl Worker {
     }
 
     pub fn block(&self, layer: usize, id: u32) -> Vec<u8> {
-        let at = id as usize * BLOCK;
-        bytes(&self.layers[layer])[at..at + BLOCK].to_vec()
+        let at = id as usize * self.block_bytes;
+        bytes(&self.layers[layer])[at..at + self.block_bytes].to_vec()
     }
 
     pub fn has(&self, ids: &[u32], producer: &Self, from: &[u32]) -> bool {

@@ -122,6 +122,7 @@ impl Side {
                 (0..u32::from(argument % 8)).collect(),
             )],
             is_committed: argument & IS_COMMITTED != 0,
+            ..LoadRequest::default()
         };
         self.num_loads += usize::from(self.agent.load(request).is_ok());
     }

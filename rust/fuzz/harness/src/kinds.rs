@@ -67,6 +67,7 @@ pub(crate) mod entries {
 pub(crate) mod agent {
     pub(crate) const REGIONS: u8 = 1;
     pub(crate) const RELEASED: u8 = 2;
+    pub(crate) const DIVIDE: u8 = 3;
     pub(crate) const OFFER: u8 = 36;
     pub(crate) const ACCEPTED: u8 = 37;
     pub(crate) const DECLINED: u8 = 38;

@@ -48,8 +48,8 @@ pub(crate) fn offer(writer: Writer, len: u64, verification: u8) -> Writer {
 
 /// A region of the peer's memory, writable.
 pub(crate) fn region(writer: Writer, (id, name): (u32, &str)) -> Writer {
-    let writer = writer.u32(id).str(name);
-    let layout = writer.u64(16).u64(BLOCK_BYTES).u64(BLOCK_BYTES);
+    let whole = writer.u32(id).str(name).u32(0).u32(1);
+    let layout = whole.u64(16).u64(BLOCK_BYTES).u64(BLOCK_BYTES).u64(0);
     let memory = layout.str("cpu").u8(1).u64(ADDRESS);
     memory.bytes(&KEY.to_le_bytes())
 }

@@ -1,10 +1,10 @@
 //! The loads under way at a worker, with indices by session and by deadline.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use super::load::Load;
-use super::load_request::LoadCounts;
+use super::load_request::{LoadCounts, LoadId};
 use super::shared::LoadReport;
 use crate::blocks::peers::transport;
 use crate::clock;
@@ -58,6 +58,7 @@ impl ActiveLoad {
     pub(super) fn report(&self, links: &Links, counts: LoadCounts) -> LoadReport {
         LoadReport {
             handoff: self.load.request.handoff,
+            rank: self.load.request.rank,
             counts,
             transport: transport(links, self.session),
             elapsed: clock::now().saturating_duration_since(self.started),
@@ -68,65 +69,78 @@ impl ActiveLoad {
 /// All loads.
 #[derive(Default)]
 pub(super) struct ActiveLoads {
-    loads: HashMap<HandoffId, ActiveLoad>,
-    of_sessions: Multimap<SessionKey, HandoffId>,
+    loads: BTreeMap<LoadId, ActiveLoad>,
+    of_sessions: Multimap<SessionKey, LoadId>,
     /// A load has one at most: until it ends it may wait for a fresh session, then for the answer whether its grant holds.
-    deadlines: Timers<HandoffId>,
+    deadlines: Timers<LoadId>,
 }
 
 impl ActiveLoads {
     pub(super) fn insert(&mut self, active: ActiveLoad) {
-        let handoff = active.load.request.handoff;
-        self.of_sessions.insert(active.session, handoff);
-        self.loads.insert(handoff, active);
+        let id = active.load.request.id();
+        self.of_sessions.insert(active.session, id);
+        self.loads.insert(id, active);
     }
 
-    pub(super) fn remove(&mut self, handoff: HandoffId) {
-        if let Some(active) = self.loads.remove(&handoff) {
-            self.of_sessions.remove(active.session, &handoff);
-            self.deadlines.cancel(handoff);
+    pub(super) fn remove(&mut self, id: LoadId) {
+        if let Some(active) = self.loads.remove(&id) {
+            self.of_sessions.remove(active.session, &id);
+            self.deadlines.cancel(id);
         }
     }
 
-    pub(super) fn get(&self, handoff: &HandoffId) -> Option<&ActiveLoad> {
-        self.loads.get(handoff)
+    pub(super) fn get(&self, id: &LoadId) -> Option<&ActiveLoad> {
+        self.loads.get(id)
     }
 
-    pub(super) fn get_mut(&mut self, handoff: &HandoffId) -> Option<&mut ActiveLoad> {
-        self.loads.get_mut(handoff)
+    pub(super) fn get_mut(&mut self, id: &LoadId) -> Option<&mut ActiveLoad> {
+        self.loads.get_mut(id)
     }
 
     pub(super) fn values_mut(&mut self) -> impl Iterator<Item = &mut ActiveLoad> {
         self.loads.values_mut()
     }
 
-    pub(super) fn handoffs(&self) -> Vec<HandoffId> {
+    pub(super) fn ids(&self) -> Vec<LoadId> {
         self.loads.keys().copied().collect()
     }
 
-    pub(super) fn of_session(&self, session: SessionKey) -> Vec<HandoffId> {
+    /// The loads of a handoff, one for each worker of the producer.
+    pub(super) fn of_handoff(&self, handoff: HandoffId) -> Vec<LoadId> {
+        let of_handoff = self.loads.range(LoadId::range(handoff));
+        of_handoff.map(|(id, _)| *id).collect()
+    }
+
+    /// The load of a handoff at a session.
+    pub(super) fn at(&self, session: SessionKey, handoff: HandoffId) -> Option<LoadId> {
+        let first = *LoadId::range(handoff).start();
+        let mut loads = self.of_sessions.get_from(&session, first);
+        loads.next().copied().filter(|id| id.handoff == handoff)
+    }
+
+    pub(super) fn of_session(&self, session: SessionKey) -> Vec<LoadId> {
         self.of_sessions.get(&session).copied().collect()
     }
 
     /// Gives a load another session.
-    pub(super) fn set_session(&mut self, handoff: HandoffId, session: SessionKey) {
-        if let Some(active) = self.loads.get_mut(&handoff) {
-            self.of_sessions.remove(active.session, &handoff);
+    pub(super) fn set_session(&mut self, id: LoadId, session: SessionKey) {
+        if let Some(active) = self.loads.get_mut(&id) {
+            self.of_sessions.remove(active.session, &id);
             active.session = session;
-            self.of_sessions.insert(session, handoff);
+            self.of_sessions.insert(session, id);
         }
     }
 
-    pub(super) fn set_deadline(&mut self, handoff: HandoffId, deadline: Instant) {
-        self.deadlines.set(handoff, deadline);
+    pub(super) fn set_deadline(&mut self, id: LoadId, deadline: Instant) {
+        self.deadlines.set(id, deadline);
     }
 
-    pub(super) fn cancel_deadline(&mut self, handoff: HandoffId) {
-        self.deadlines.cancel(handoff);
+    pub(super) fn cancel_deadline(&mut self, id: LoadId) {
+        self.deadlines.cancel(id);
     }
 
     /// A load whose deadline has passed, once.
-    pub(super) fn pop_expired(&mut self, now: Instant) -> Option<HandoffId> {
+    pub(super) fn pop_expired(&mut self, now: Instant) -> Option<LoadId> {
         self.deadlines.pop_expired(now)
     }
 
@@ -155,18 +169,24 @@ mod tests {
     use super::*;
     use crate::blocks::handoff::{LoadPart, LoadRequest};
 
-    const ID: HandoffId = [1; 16];
-    const OTHER: HandoffId = [2; 16];
+    const ID: LoadId = of([1; 16]);
+    const OTHER: LoadId = of([2; 16]);
+
+    const fn of(handoff: HandoffId) -> LoadId {
+        LoadId { handoff, rank: 3 }
+    }
 
     fn loads(now: Instant) -> ActiveLoads {
         let mut loads = ActiveLoads::default();
-        for handoff in [ID, OTHER] {
+        for id in [ID, OTHER] {
             let request = LoadRequest {
-                handoff,
+                handoff: id.handoff,
+                rank: id.rank,
                 producer: "127.0.0.1:9".to_owned(),
                 incarnation: [0; 16],
                 parts: vec![LoadPart::of_all_regions(0, vec![0])],
                 is_committed: true,
+                ..LoadRequest::default()
             };
             let load = Load::new(request, [vec![0]], 1);
             loads.insert(ActiveLoad::new(load, 20, now));
@@ -180,6 +200,8 @@ mod tests {
         loads.set_session(ID, 21);
         assert_eq!(loads.of_session(20), [OTHER]);
         assert_eq!(loads.of_session(21), [ID]);
+        assert_eq!(loads.at(21, ID.handoff), Some(ID));
+        assert_eq!(loads.at(20, ID.handoff), None);
         loads.remove(ID);
         loads.remove(OTHER);
         let sizes = loads.sizes();

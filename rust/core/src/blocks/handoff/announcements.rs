@@ -5,11 +5,11 @@ use kvpipe_ucx::MemoryKind;
 use kvpipe_ucx::SharedBytes;
 
 use super::producer::send_all;
-use super::ready::ReadyRange;
+use super::ready::{ReadyBlocks, ReadyRange};
 use super::service::HandoffService;
 use super::{ReadyBlock, checksum as checksum_of};
-use crate::blocks::regions::{grant, revoke};
-use crate::ids::{HandoffId, RegionId};
+use crate::blocks::regions::{Division, grant, revoke};
+use crate::ids::{Epoch, HandoffId, RegionId};
 use crate::integrity::Integrity;
 use crate::trace::Track;
 use crate::transfer::Cx;
@@ -71,6 +71,7 @@ impl HandoffService {
                 return Err("blocks of a region that was closed cannot be leased".to_owned());
             };
             let has_checksums = has_checksums(self.integrity, &local.memory);
+            let is_divided = !local.divisions.is_empty();
             for (&block_id, position) in part.block_ids.iter().zip(part.first..) {
                 if local.layout.offset(block_id).is_err() {
                     return Err(format!(
@@ -85,9 +86,13 @@ impl HandoffService {
                         local.name
                     ));
                 }
-                let checksum = bytes.filter(|_| has_checksums);
-                let checksum =
-                    checksum.map(|it| checksum_of(&part.handoff, epoch, *id, position, it));
+                let place = (part.handoff, epoch, position);
+                let bytes = bytes.filter(|_| has_checksums);
+                let checksum = if is_divided {
+                    self.slices_ready(place, (*id, block_id), has_checksums, &mut blocks)
+                } else {
+                    bytes.map(|it| checksum_of(&part.handoff, epoch, *id, position, it))
+                };
                 blocks.push(ReadyBlock {
                     region: *id,
                     position,
@@ -97,6 +102,55 @@ impl HandoffService {
             }
         }
         Ok(blocks)
+    }
+
+    /// Adds the slices of a block, and returns the checksum of the whole one, which follows from theirs.
+    fn slices_ready(
+        &self,
+        (handoff, epoch, position): (HandoffId, Epoch, u32),
+        (region, block_id): (RegionId, u32),
+        has_checksums: bool,
+        blocks: &mut Vec<ReadyBlock>,
+    ) -> Option<u64> {
+        let local = self.agent.regions.get(&region)?;
+        let nothing = |region| checksum_of(&handoff, epoch, region, position, [][..].into());
+        let mut of_whole = None;
+        for Division { slices, shift } in &local.divisions {
+            let mut whole = nothing(region);
+            for &slice in slices {
+                let it = self.agent.regions.get(&slice)?;
+                let bytes = block_bytes(&it.memory, &it.layout, block_id).filter(|_| has_checksums);
+                let checksum =
+                    bytes.map(|bytes| checksum_of(&handoff, epoch, slice, position, bytes));
+                if let Some(checksum) = checksum {
+                    // Of the bytes alone, whatever their place is.
+                    let of_bytes = shift.join(nothing(slice), checksum);
+                    whole = shift.join(whole, of_bytes);
+                }
+                blocks.push(ReadyBlock {
+                    region: slice,
+                    position,
+                    block_id,
+                    checksum,
+                });
+            }
+            of_whole = Some(whole);
+        }
+        of_whole.filter(|_| has_checksums)
+    }
+
+    /// Announces the slices of blocks that were ready before they were divided.
+    pub(super) fn announce_slices(&mut self, regions: &[RegionId]) {
+        for region in regions {
+            let ready = self.producer.ready_in(*region);
+            let local = self.agent.regions.get(region);
+            let division = local.and_then(|local| local.divisions.last());
+            if let Some(division) = division
+                && let Ok(ready) = ReadyBlocks::new(ready)
+            {
+                self.ready.push(ready, division.slices.clone());
+            }
+        }
     }
 
     pub(super) fn end(&mut self, cx: &mut Cx<'_>, handoff: HandoffId, reason: &str) {

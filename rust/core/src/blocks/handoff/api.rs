@@ -98,12 +98,12 @@ impl Agent {
     /// As `load`.
     pub fn load_after(&self, event: Arc<dyn DeviceEvent>, request: LoadRequest) -> Result<()> {
         self.events.check()?;
-        let (handoff, queue) = (request.handoff, self.reactor.command_handle());
+        let (load, queue) = (request.id(), self.reactor.command_handle());
         let gate = self.next_gate.fetch_add(1, Ordering::Relaxed);
         self.begin_load(request, Some(gate))?;
         let then = move |completed| {
             let command = HandoffCommand::OpenGate {
-                handoff,
+                load,
                 gate,
                 completed,
             };
@@ -115,6 +115,9 @@ impl Agent {
 
     fn begin_load(&self, request: LoadRequest, gate: Option<u64>) -> Result<()> {
         self.check_integrity()?;
+        request
+            .slice
+            .map_or(Ok(()), |slice| slice.check().map(drop))?;
         for part in &request.parts {
             check_positions(part.first, part.block_ids.len())?;
         }

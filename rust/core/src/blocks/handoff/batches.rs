@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::announcements::block_bytes;
 use super::load::ReadBatch;
+use super::load_request::LoadId;
 use super::service::HandoffService;
 use super::{ReadyBlock, checksum};
 use crate::blocks::Peer;
@@ -19,7 +20,7 @@ use crate::transport::Memory;
 
 /// A batch whose blocks are being read.
 pub(super) struct ActiveBatch {
-    handoff: HandoffId,
+    load: LoadId,
     batch: ReadBatch,
     /// Its number in the engine.
     pub(super) transfer: u64,
@@ -33,15 +34,15 @@ impl HandoffService {
         &mut self,
         cx: &mut Cx<'_>,
         session: SessionKey,
-        handoff: HandoffId,
+        id: LoadId,
         batches: Vec<ReadBatch>,
     ) {
         let mut has_failed = false;
         for batch in batches {
-            has_failed |= !self.read_batch(cx, session, handoff, batch);
+            has_failed |= !self.read_batch(cx, session, id, batch);
         }
         if has_failed {
-            self.continue_load(cx, handoff);
+            self.continue_load(cx, id);
         }
     }
 
@@ -50,11 +51,11 @@ impl HandoffService {
         &mut self,
         cx: &mut Cx<'_>,
         session: SessionKey,
-        handoff: HandoffId,
+        load: LoadId,
         batch: ReadBatch,
     ) -> bool {
         let planned = self.plan_batch(session, &batch);
-        let Some(active) = self.loads.get_mut(&handoff) else {
+        let Some(active) = self.loads.get_mut(&load) else {
             return true;
         };
         let begun = planned.and_then(|transfer| {
@@ -70,7 +71,7 @@ impl HandoffService {
             }
         };
         let token = cx.links.token();
-        let id = cx.transfers.add(TransferRequest {
+        let number = cx.transfers.add(TransferRequest {
             owner: token,
             session,
             source: transfer.remote_region.into(),
@@ -89,14 +90,14 @@ impl HandoffService {
         });
         active.batches.insert(token);
         let reading = ActiveBatch {
-            handoff,
+            load,
             batch,
-            transfer: id,
+            transfer: number,
             peer: transfer.peer,
             layout,
         };
         self.batches.insert(token, reading);
-        cx.transfers.enqueue(cx.links, id);
+        cx.transfers.enqueue(cx.links, number);
         true
     }
 
@@ -107,19 +108,19 @@ impl HandoffService {
         reading: ActiveBatch,
         completion: Completion,
     ) {
-        let (handoff, batch) = (reading.handoff, reading.batch);
+        let (id, batch) = (reading.load, reading.batch);
         let num_bytes = completion.pieces.num_bytes;
         let outcome = outcome_of(completion.outcome, &completion.pieces).map(|()| num_bytes);
         self.agent
             .service_read_ends(&reading.peer, batch.region, &outcome);
-        let Some(active) = self.loads.get_mut(&handoff) else {
+        let Some(active) = self.loads.get_mut(&id) else {
             return;
         };
         active.batches.remove(&completion.owner);
         match outcome {
             Ok(num_bytes) => {
                 let arrived = (&*completion.memory, &reading.layout);
-                let verified = verify(&handoff, &batch, arrived);
+                let verified = verify(&id.handoff, &batch, arrived);
                 let num_verified = verified.iter().filter(|is_verified| **is_verified).count();
                 let facts = [
                     ("layer", batch.place as u64),
@@ -128,13 +129,14 @@ impl HandoffService {
                     ("bytes", num_bytes),
                 ];
                 let began = self.trace.now().saturating_sub(completion.elapsed);
-                self.trace.overlapping("arrived", &handoff, began, &facts);
+                self.trace
+                    .overlapping("arrived", &id.handoff, began, &facts);
                 active.load.read_completed(&batch, &verified, num_bytes);
             }
             Err(error) => active.load.read_failed(&batch, &error.to_string()),
         }
         active.catch_up();
-        self.continue_load(cx, handoff);
+        self.continue_load(cx, id);
     }
 
     fn plan_batch(&self, session: SessionKey, batch: &ReadBatch) -> Result<BlockTransfer> {

@@ -5,6 +5,7 @@ mod tests;
 
 use std::time::Duration;
 
+use super::load_request::LoadId;
 use super::messages::HandoffMessage;
 use super::producer::Producer;
 use super::service::HandoffService;
@@ -21,8 +22,8 @@ pub(super) const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 /// The consumer.
 impl HandoffService {
     /// Asks the producer whether a load's grant still holds, once nothing of the load is being read.
-    pub(super) fn validate(&mut self, cx: &mut Cx<'_>, handoff: HandoffId) {
-        let Some(active) = self.loads.get_mut(&handoff) else {
+    pub(super) fn validate(&mut self, cx: &mut Cx<'_>, id: LoadId) {
+        let Some(active) = self.loads.get_mut(&id) else {
             return;
         };
         let Some(epoch) = active.load.epoch_to_validate() else {
@@ -37,11 +38,11 @@ impl HandoffService {
             return;
         }
         let question = cx.links.token();
-        HandoffMessage::Validate { epoch, question }.send(cx.links, active.session(), &handoff);
+        HandoffMessage::Validate { epoch, question }.send(cx.links, active.session(), &id.handoff);
         active.load.validation_asked(question);
         if has_ended {
             let answer_by = cx.links.now() + ANSWER_WITHIN;
-            self.loads.set_deadline(handoff, answer_by);
+            self.loads.set_deadline(id, answer_by);
         }
     }
 
@@ -54,18 +55,20 @@ impl HandoffService {
         question: u64,
         is_valid: bool,
     ) {
-        let active = self.loads.get_mut(&handoff);
-        let Some(active) = active.filter(|active| active.session() == session) else {
+        let Some(id) = self.loads.at(session, handoff) else {
+            return;
+        };
+        let Some(active) = self.loads.get_mut(&id) else {
             return;
         };
         if !active.load.validation_answered(question, is_valid) {
             return;
         }
         if is_valid {
-            return self.continue_load(cx, handoff);
+            return self.continue_load(cx, id);
         }
         let reason = "the producer ended the handoff before its blocks were validated";
-        self.fail_load(cx, handoff, FailureCause::Ended, reason);
+        self.fail_load(cx, id, FailureCause::Ended, reason);
     }
 }
 

@@ -1,10 +1,12 @@
 //! The request of a load, and its results.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use crate::blocks::Region;
 use crate::error::FailureCause;
 use crate::ids::{HandoffId, Incarnation};
+use crate::transfer::region::Slice;
 
 /// Blocks of one group of regions (layers), which share their positions and block ids: a KV cache group.
 #[derive(Debug, Clone)]
@@ -33,19 +35,50 @@ impl LoadPart {
     }
 }
 
-/// What a worker loads of a handoff.
-#[derive(Debug, Clone)]
+/// One load: what comes from one worker of the producer of a handoff.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct LoadId {
+    pub(crate) handoff: HandoffId,
+    pub(crate) rank: u16,
+}
+
+impl LoadId {
+    /// All loads of a handoff.
+    pub(super) fn range(handoff: HandoffId) -> RangeInclusive<Self> {
+        let of_rank = |rank| Self { handoff, rank };
+        of_rank(0)..=of_rank(u16::MAX)
+    }
+}
+
+/// What a worker loads of a handoff from one worker of its producer.
+#[derive(Debug, Clone, Default)]
 pub struct LoadRequest {
     /// The handoff.
     pub handoff: HandoffId,
+    /// The producer's worker among those from which this one loads the handoff: loads are told apart by it.
+    pub rank: u16,
     /// Address of the producer's worker.
     pub producer: String,
     /// The producer's incarnation, as its scheduler named it.
     pub incarnation: Incarnation,
     /// The wanted blocks. Those of several parts are of use together only: if one is lost, so is the load.
     pub parts: Vec<LoadPart>,
+    /// Of the producer's blocks only this slice, which fills the blocks here. The producer divides its blocks when it is
+    /// asked for the first time.
+    pub slice: Option<Slice>,
+    /// True if other workers load the same blocks: the producer is not sent ACK, and its scheduler ends the handoff.
+    pub is_shared: bool,
     /// True if the sequence state is here: the load then ends with its last block.
     pub is_committed: bool,
+}
+
+impl LoadRequest {
+    pub(crate) fn id(&self) -> LoadId {
+        LoadId {
+            handoff: self.handoff,
+            rank: self.rank,
+        }
+    }
 }
 
 /// Counters of a load.

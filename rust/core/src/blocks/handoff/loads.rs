@@ -7,7 +7,6 @@
 pub(super) mod tests;
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
 use std::time::Duration;
 
 use super::ReadyBlock;
@@ -15,7 +14,7 @@ use super::active_loads::ActiveLoad;
 use super::announcements::slice_of;
 use super::grant_check::ANSWER_WITHIN;
 use super::load::{Load, Unreadable};
-use super::load_request::LoadRequest;
+use super::load_request::{LoadId, LoadRequest};
 use super::messages::HandoffMessage;
 use super::service::HandoffService;
 use super::shared::Event;
@@ -36,19 +35,21 @@ const REFUSES_VALIDATE: &str = "the producer has integrity=validate, and this si
 
 impl HandoffService {
     pub(super) fn load(&mut self, cx: &mut Cx<'_>, request: LoadRequest, gate: Option<u64>) {
-        let handoff = request.handoff;
-        self.trace.instant(Track::Reactor, "load", &handoff, &[]);
-        if self.loads.get(&handoff).is_some() {
+        let id = request.id();
+        self.trace.instant(Track::Reactor, "load", &id.handoff, &[]);
+        if self.loads.get(&id).is_some() {
             let text = "load refused: this handoff is being loaded already";
             return self.log_line(text.to_owned());
         }
         let known = &self.agent.regions;
+        let wholes = known.iter().filter(|(_, region)| region.slice.is_none());
+        let wholes: Vec<RegionId> = wholes.map(|(id, _)| *id).collect();
         let ours: Vec<Vec<RegionId>> = request
             .parts
             .iter()
             .map(|part| match &part.regions {
                 Some(regions) => regions.iter().map(Region::id).collect(),
-                None => known.keys().copied().collect(),
+                None => wholes.clone(),
             })
             .collect();
         let has_regions = !known.is_empty();
@@ -60,66 +61,73 @@ impl HandoffService {
         active.gate = gate;
         self.loads.insert(active);
         if !has_regions {
-            return self.fail_load(
-                cx,
-                handoff,
-                FailureCause::Other,
-                "no region is registered here",
-            );
+            return self.fail_load(cx, id, FailureCause::Other, "no region is registered here");
         }
-        self.continue_load(cx, handoff);
+        self.continue_load(cx, id);
     }
 
     /// Opens the gate of a load: the event that it waited for has ended. A later load of the same handoff has another gate.
     pub(super) fn open_gate(
         &mut self,
         cx: &mut Cx<'_>,
-        handoff: HandoffId,
+        id: LoadId,
         gate: u64,
         completed: Result<(), String>,
     ) {
-        let active = self.loads.get_mut(&handoff);
+        let active = self.loads.get_mut(&id);
         let Some(active) = active.filter(|active| active.gate == Some(gate)) else {
             return;
         };
         match completed {
             Ok(()) => {
                 active.gate = None;
-                self.continue_load(cx, handoff);
+                self.continue_load(cx, id);
             }
             Err(reason) => {
                 let reason = format!("the device did not complete what uses the blocks: {reason}");
                 self.log_line(format!("event.failed {reason}"));
-                self.fail_load(cx, handoff, FailureCause::Other, &reason);
+                self.fail_load(cx, id, FailureCause::Other, &reason);
             }
         }
     }
 
     /// Continues a load as far as possible, and ends it if it is over.
-    pub(super) fn continue_load(&mut self, cx: &mut Cx<'_>, handoff: HandoffId) {
-        self.select(cx, handoff);
-        self.read_again(cx, handoff);
-        self.report(cx, handoff);
+    pub(super) fn continue_load(&mut self, cx: &mut Cx<'_>, id: LoadId) {
+        self.select(cx, id);
+        self.read_again(cx, id);
+        self.report(cx, id);
     }
 
-    /// Asks the producer for a load's blocks once its regions are known, and nothing of a session before is under way.
-    fn select(&mut self, cx: &mut Cx<'_>, handoff: HandoffId) {
-        let Some(active) = self.loads.get(&handoff) else {
+    /// Asks the producer for a load's blocks once its regions are known, and divided if they have to be, and nothing of a
+    /// session before is under way.
+    fn select(&mut self, cx: &mut Cx<'_>, id: LoadId) {
+        let Some(active) = self.loads.get(&id) else {
             return;
         };
         let is_gated = active.gate.is_some();
         if is_gated || active.has_selected || active.load.has_ended() || active.load.is_reading() {
             return;
         }
-        let session = active.session();
+        let (session, slice) = (active.session(), active.load.request.slice);
+        let peer = self.agent.peers.get(&session);
+        if peer.is_none_or(|peer| peer.regions.is_none()) {
+            return;
+        }
+        let is_divided = match slice {
+            Some(slice) => self.agent.ask_to_divide(cx, session, slice.count),
+            None => Some(String::new()),
+        };
+        let Some(refusal) = is_divided else {
+            return;
+        };
         let Some(peer) = self.agent.peers.get(&session) else {
             return;
         };
         let Some(theirs) = &peer.regions else {
             return;
         };
-        self.loads.cancel_deadline(handoff);
-        let Some(active) = self.loads.get_mut(&handoff) else {
+        self.loads.cancel_deadline(id);
+        let Some(active) = self.loads.get_mut(&id) else {
             return;
         };
         active.has_selected = true;
@@ -129,13 +137,21 @@ impl HandoffService {
             load.cannot_validate();
             return load.fail(FailureCause::Lost, "the producer has been restarted");
         }
+        if !refusal.is_empty() {
+            return load.fail(
+                FailureCause::Refused,
+                &format!("the producer cannot divide its blocks: {refusal}"),
+            );
+        }
+        let theirs = theirs.iter().filter(|region| region.slice == slice);
+        let theirs: Vec<&RemoteRegion> = theirs.map(|region| &**region).collect();
         let parts = &load.request.parts;
         if parts.iter().any(|part| part.regions.is_none()) && load.regions().len() != theirs.len() {
             let (num_ours, num_theirs) = (load.regions().len(), theirs.len());
             let difference = format!("{num_ours} regions here, {num_theirs} there");
             return load.fail(FailureCause::Refused, &difference);
         }
-        let theirs = match same_regions(&self.agent.regions, load.regions(), theirs) {
+        let theirs = match same_regions(&self.agent.regions, load.regions(), &theirs) {
             Ok(theirs) => theirs,
             Err(difference) => return load.fail(FailureCause::Refused, &difference),
         };
@@ -145,14 +161,14 @@ impl HandoffService {
             [("first", first), ("end", end)]
         });
         let facts = facts.as_ref().map_or(&[][..], |facts| facts);
-        HandoffMessage::Select { parts }.send(cx.links, session, &handoff);
+        HandoffMessage::Select { parts }.send(cx.links, session, &id.handoff);
         self.trace
-            .instant(Track::Reactor, "selected", &handoff, facts);
+            .instant(Track::Reactor, "selected", &id.handoff, facts);
     }
 
     /// Reads once more, from the present session, the blocks whose reads have failed.
-    fn read_again(&mut self, cx: &mut Cx<'_>, handoff: HandoffId) {
-        let active = self.loads.get_mut(&handoff);
+    fn read_again(&mut self, cx: &mut Cx<'_>, id: LoadId) {
+        let active = self.loads.get_mut(&id);
         let Some(active) = active.filter(|active| active.has_selected) else {
             return;
         };
@@ -161,7 +177,7 @@ impl HandoffService {
             return; // its end, which is about to be reported, leads to a fresh one
         }
         let batches = active.load.next_retries();
-        self.read_batches(cx, session, handoff, batches);
+        self.read_batches(cx, session, id, batches);
     }
 
     pub(super) fn blocks_announced(
@@ -172,25 +188,27 @@ impl HandoffService {
         epoch: Epoch,
         blocks: &[ReadyBlock],
     ) {
-        let active = self.loads.get_mut(&handoff);
-        let Some(active) = active.filter(|active| active.session() == session) else {
+        let Some(id) = self.loads.at(session, handoff) else {
+            return;
+        };
+        let Some(active) = self.loads.get_mut(&id) else {
             return;
         };
         active.announced.get_or_insert(cx.links.now());
         if self.integrity == Integrity::Checksum && blocks.iter().any(|it| it.checksum.is_none()) {
-            return self.fail_load(cx, handoff, FailureCause::Refused, REFUSES_VALIDATE);
+            return self.fail_load(cx, id, FailureCause::Refused, REFUSES_VALIDATE);
         }
         match active.load.blocks_announced(epoch, blocks) {
-            Ok(batches) => self.read_batches(cx, session, handoff, batches),
+            Ok(batches) => self.read_batches(cx, session, id, batches),
             Err(Unreadable::Region(region)) => {
                 let name = self.region_name(session, region);
                 let reason = format!("{name} of the producer was closed or registered meanwhile");
-                self.fail_load(cx, handoff, FailureCause::Ended, &reason);
+                self.fail_load(cx, id, FailureCause::Ended, &reason);
             }
             Err(Unreadable::Epoch) => {
-                self.withdraw_load(&handoff);
+                self.withdraw_load(id);
                 let reason = "the producer ended the handoff, and began it again";
-                self.fail_load(cx, handoff, FailureCause::Ended, reason);
+                self.fail_load(cx, id, FailureCause::Ended, reason);
             }
         }
     }
@@ -205,20 +223,20 @@ impl HandoffService {
 
     /// The producer has described its regions again: a load that lacks blocks of one that was closed fails.
     pub(super) fn regions_described(&mut self, cx: &mut Cx<'_>, session: SessionKey) {
-        for handoff in self.loads.of_session(session) {
-            match self.closed_region(session, handoff) {
+        for id in self.loads.of_session(session) {
+            match self.closed_region(session, id) {
                 Some(name) => {
                     let reason = format!("region {name:?} was closed by the producer");
-                    self.fail_load(cx, handoff, FailureCause::Ended, &reason);
+                    self.fail_load(cx, id, FailureCause::Ended, &reason);
                 }
-                None => self.continue_load(cx, handoff),
+                None => self.continue_load(cx, id),
             }
         }
     }
 
     /// The name of a region that the producer has closed, and of which a load lacks blocks.
-    fn closed_region(&self, session: SessionKey, handoff: HandoffId) -> Option<String> {
-        let active = self.loads.get(&handoff);
+    fn closed_region(&self, session: SessionKey, id: LoadId) -> Option<String> {
+        let active = self.loads.get(&id);
         let active = active.filter(|active| active.has_selected)?;
         let peer = self.agent.peers.get(&session)?;
         let open = |id: &RegionId| peer.region(*id).is_some();
@@ -226,21 +244,21 @@ impl HandoffService {
         Some(self.agent.regions.get(&ours)?.name.clone())
     }
 
-    pub(super) fn withdraw_load(&mut self, handoff: &HandoffId) {
-        if let Some(active) = self.loads.get_mut(handoff) {
+    pub(super) fn withdraw_load(&mut self, id: LoadId) {
+        if let Some(active) = self.loads.get_mut(&id) {
             active.load.withdraw();
-            self.loads.cancel_deadline(*handoff);
+            self.loads.cancel_deadline(id);
         }
     }
 
     pub(super) fn fail_load(
         &mut self,
         cx: &mut Cx<'_>,
-        handoff: HandoffId,
+        id: LoadId,
         cause: FailureCause,
         reason: &str,
     ) {
-        if let Some(active) = self.loads.get_mut(&handoff) {
+        if let Some(active) = self.loads.get_mut(&id) {
             let had_ended = active.load.has_ended();
             active.load.fail(cause, reason);
             let closed = Error::Closed(reason.to_owned());
@@ -252,19 +270,18 @@ impl HandoffService {
             let is_asked = active.load.awaits_validation();
             // The answer to one that had ended before has its deadline.
             if !had_ended && is_asked {
-                self.loads
-                    .set_deadline(handoff, cx.links.now() + ANSWER_WITHIN);
+                self.loads.set_deadline(id, cx.links.now() + ANSWER_WITHIN);
             } else if !had_ended {
-                self.loads.cancel_deadline(handoff);
+                self.loads.cancel_deadline(id);
             }
         }
-        self.report(cx, handoff);
+        self.report(cx, id);
     }
 
     /// Reports what has become known of a load: that its blocks are verified, then how it ended.
-    fn report(&mut self, cx: &mut Cx<'_>, handoff: HandoffId) {
-        self.validate(cx, handoff);
-        let Some(active) = self.loads.get_mut(&handoff) else {
+    fn report(&mut self, cx: &mut Cx<'_>, id: LoadId) {
+        self.validate(cx, id);
+        let Some(active) = self.loads.get_mut(&id) else {
             return;
         };
         let verified = active.load.next_verified();
@@ -272,7 +289,7 @@ impl HandoffService {
         let events = &self.shared.events;
         if let Some(counts) = verified {
             self.trace
-                .instant(Track::Reactor, "verified", &handoff, &[]);
+                .instant(Track::Reactor, "verified", &id.handoff, &[]);
             // The scheduler knows of the sequence state first, and need not wait for this thread.
             if !active.load.request.is_committed {
                 events.push(Event::BlocksVerified(active.report(cx.links, counts)));
@@ -284,31 +301,35 @@ impl HandoffService {
         let report = active.report(cx.links, outcome.counts);
         match outcome.failure {
             None => {
-                self.trace.instant(Track::Reactor, "loaded", &handoff, &[]);
-                HandoffMessage::Ack.send(cx.links, active.session(), &handoff);
+                self.trace
+                    .instant(Track::Reactor, "loaded", &id.handoff, &[]);
+                if !active.load.request.is_shared {
+                    HandoffMessage::Ack.send(cx.links, active.session(), &id.handoff);
+                }
                 events.push(Event::LoadCompleted(report));
             }
             Some(failure) => {
-                self.trace.instant(Track::Reactor, "failed", &handoff, &[]);
+                self.trace
+                    .instant(Track::Reactor, "failed", &id.handoff, &[]);
                 events.push(Event::LoadFailed(report, failure));
             }
         }
-        self.loads.remove(handoff);
+        self.loads.remove(id);
     }
 
     /// A load that had selected gets one fresh session, unless nothing but the sequence state is to come.
-    pub(super) fn session_lost(&mut self, cx: &mut Cx<'_>, handoff: HandoffId, error: &Error) {
-        let Some(active) = self.loads.get_mut(&handoff) else {
+    pub(super) fn session_lost(&mut self, cx: &mut Cx<'_>, id: LoadId, error: &Error) {
+        let Some(active) = self.loads.get_mut(&id) else {
             return;
         };
         active.load.session_lost();
         if let Some(first) = &active.lost {
             let reason = format!("{first}; asked again: {error}");
-            return self.fail_load(cx, handoff, error.cause(), &reason);
+            return self.fail_load(cx, id, error.cause(), &reason);
         }
         let is_lost = matches!(error, Error::PeerLost { .. } | Error::Timeout(_));
         if !is_lost || !active.has_selected || active.load.has_ended() {
-            return self.fail_load(cx, handoff, error.cause(), &error.to_string());
+            return self.fail_load(cx, id, error.cause(), &error.to_string());
         }
         if active.load.is_complete() && !active.load.needs_validation() {
             return;
@@ -318,24 +339,23 @@ impl HandoffService {
         let fresh = self
             .agent
             .session_to(cx.links, &active.load.request.producer);
-        self.loads.set_session(handoff, fresh);
-        self.loads
-            .set_deadline(handoff, cx.links.now() + FRESH_WITHIN);
-        self.continue_load(cx, handoff);
+        self.loads.set_session(id, fresh);
+        self.loads.set_deadline(id, cx.links.now() + FRESH_WITHIN);
+        self.continue_load(cx, id);
     }
 
     /// Gives up loads whose fresh session or whose answer does not come.
     pub(super) fn expire_loads(&mut self, cx: &mut Cx<'_>) {
-        while let Some(handoff) = self.loads.pop_expired(cx.links.now()) {
-            let Some(active) = self.loads.get_mut(&handoff) else {
+        while let Some(id) = self.loads.pop_expired(cx.links.now()) {
+            let Some(active) = self.loads.get_mut(&id) else {
                 continue;
             };
             if active.load.has_ended() {
                 active.load.cannot_validate();
-                self.report(cx, handoff);
+                self.report(cx, id);
             } else if let Some(lost) = &active.lost {
                 let reason = format!("{lost}; no fresh session within {FRESH_WITHIN:?}");
-                self.fail_load(cx, handoff, FailureCause::Lost, &reason);
+                self.fail_load(cx, id, FailureCause::Lost, &reason);
             }
         }
     }
@@ -348,11 +368,11 @@ impl HandoffService {
 fn same_regions(
     open: &BTreeMap<RegionId, LocalRegion>,
     ours: &[RegionId],
-    theirs: &[Arc<RemoteRegion>],
+    theirs: &[&RemoteRegion],
 ) -> Result<Vec<RegionId>, String> {
     let by_name: HashMap<&str, &RemoteRegion> = theirs
         .iter()
-        .map(|theirs| (&*theirs.name, &**theirs))
+        .map(|theirs| (&*theirs.name, *theirs))
         .collect();
     let same = |ours: &RegionId| {
         let ours = open.get(ours).ok_or("a region was closed here")?;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::ReadyBlock;
 use super::messages::{HandoffMessage, SelectedPart};
+use super::ready::ReadyRange;
 use crate::ids::{Epoch, HandoffId, RecentHandoffs, RegionId, SessionKey};
 use crate::multimap::Multimap;
 use crate::session::Links;
@@ -159,6 +160,32 @@ impl Producer {
     pub(super) fn granted(&self) -> impl Iterator<Item = (&HandoffId, Epoch)> {
         let ready = self.ready.iter();
         ready.map(|(handoff, ready)| (handoff, ready.epoch))
+    }
+
+    /// The blocks of one region that are ready, of each handoff.
+    pub(super) fn ready_in(&self, region: RegionId) -> Vec<ReadyRange> {
+        let mut ranges: Vec<ReadyRange> = Vec::new();
+        for (&handoff, ready) in &self.ready {
+            let mut blocks = ready.blocks.iter().filter(|block| block.region == region);
+            let Some(first) = blocks.next() else {
+                continue;
+            };
+            let range = |block: &ReadyBlock| ReadyRange {
+                handoff,
+                first: block.position,
+                block_ids: vec![block.block_id],
+            };
+            let mut open = range(first);
+            for block in blocks {
+                if block.position == open.first + open.block_ids.len() as u32 {
+                    open.block_ids.push(block.block_id);
+                } else {
+                    ranges.push(std::mem::replace(&mut open, range(block)));
+                }
+            }
+            ranges.push(open);
+        }
+        ranges
     }
 
     /// Adds ready blocks to a handoff, in its [`epoch`](Self::epoch). The first ones begin a new one.

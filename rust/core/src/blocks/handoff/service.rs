@@ -8,12 +8,12 @@ use std::time::Instant;
 use super::active_loads::ActiveLoads;
 use super::batches::ActiveBatch;
 use super::grant_check::grant_holds;
-use super::load_request::LoadRequest;
+use super::load_request::{LoadId, LoadRequest};
 use super::messages::HandoffMessage;
 use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, SelectedPositions, send_all};
 use super::ready::{ReadyBlocks, ReadyQueue};
 use super::shared::{Event, HandoffShared};
-use crate::blocks::agent_core::TRANSFERS_IN_FLIGHT;
+use crate::blocks::agent_core::{AgentEvent, TRANSFERS_IN_FLIGHT};
 use crate::blocks::regions::{grant, revoke};
 use crate::blocks::{AgentCommand, AgentCore};
 use crate::error::{Error, FailureCause, Result};
@@ -42,7 +42,7 @@ pub(crate) enum HandoffCommand {
     Load(LoadRequest, Option<u64>),
     /// The event that a load waited for has ended.
     OpenGate {
-        handoff: HandoffId,
+        load: LoadId,
         gate: u64,
         completed: std::result::Result<(), String>,
     },
@@ -122,27 +122,31 @@ impl HandoffService {
             }
             HandoffCommand::Load(request, gate) => self.load(cx, request, gate),
             HandoffCommand::OpenGate {
-                handoff,
+                load,
                 gate,
                 completed,
-            } => self.open_gate(cx, handoff, gate, completed),
+            } => self.open_gate(cx, load, gate, completed),
             HandoffCommand::Commit { handoff } => {
                 self.trace
                     .instant(Track::Reactor, "committed", &handoff, &[]);
-                if let Some(active) = self.loads.get_mut(&handoff) {
-                    active.load.request.is_committed = true;
+                for id in self.loads.of_handoff(handoff) {
+                    if let Some(active) = self.loads.get_mut(&id) {
+                        active.load.request.is_committed = true;
+                    }
+                    self.continue_load(cx, id);
                 }
-                self.continue_load(cx, handoff);
             }
             HandoffCommand::Cancel {
                 handoff,
                 reason,
                 is_withdrawn,
             } => {
-                if is_withdrawn {
-                    self.withdraw_load(&handoff);
+                for id in self.loads.of_handoff(handoff) {
+                    if is_withdrawn {
+                        self.withdraw_load(id);
+                    }
+                    self.fail_load(cx, id, FailureCause::Cancelled, &reason);
                 }
-                self.fail_load(cx, handoff, FailureCause::Cancelled, &reason);
             }
             HandoffCommand::Trace(trace) => self.trace = trace,
         }
@@ -171,10 +175,9 @@ impl HandoffService {
                 self.blocks_announced(cx, session, handoff, epoch, &blocks);
             }
             HandoffMessage::Ended { reason } => {
-                let active = self.loads.get(&handoff);
-                if active.is_some_and(|active| active.session() == session) {
-                    self.withdraw_load(&handoff);
-                    self.fail_load(cx, handoff, FailureCause::Ended, &reason);
+                if let Some(id) = self.loads.at(session, handoff) {
+                    self.withdraw_load(id);
+                    self.fail_load(cx, id, FailureCause::Ended, &reason);
                 }
             }
             HandoffMessage::Ack => {
@@ -238,8 +241,12 @@ impl TransferService for HandoffService {
         if HandoffMessage::is_kind(kind) {
             let (handoff, message) = HandoffMessage::decode(kind, header, &data)?;
             self.handoff_message(cx, session, handoff, message);
-        } else if self.agent.message(cx, session, (kind, header), &data)? {
-            self.regions_described(cx, session);
+            return Ok(());
+        }
+        match self.agent.message(cx, session, (kind, header), &data)? {
+            AgentEvent::RegionsDescribed => self.regions_described(cx, session),
+            AgentEvent::Divided(regions) => self.announce_slices(&regions),
+            AgentEvent::Nothing => {}
         }
         Ok(())
     }
@@ -267,8 +274,8 @@ impl TransferService for HandoffService {
             self.log_line(text);
         }
         for (session, error) in std::mem::take(&mut self.lost_sessions) {
-            for handoff in self.loads.of_session(session) {
-                self.session_lost(cx, handoff, &error);
+            for id in self.loads.of_session(session) {
+                self.session_lost(cx, id, &error);
             }
         }
         let num_leased = self.producer.num_leased();
@@ -316,11 +323,11 @@ impl TransferService for HandoffService {
         }
         self.advance(cx);
         self.agent.stop(cx.links, reason);
-        for handoff in self.loads.handoffs() {
-            if let Some(active) = self.loads.get_mut(&handoff) {
+        for id in self.loads.ids() {
+            if let Some(active) = self.loads.get_mut(&id) {
                 active.load.cannot_validate();
             }
-            self.fail_load(cx, handoff, FailureCause::Cancelled, reason);
+            self.fail_load(cx, id, FailureCause::Cancelled, reason);
         }
     }
 

@@ -16,7 +16,7 @@ use crate::sync::lock;
 pub enum Event {
     /// Every block of a load is here and verified; the sequence state is not, as far as this thread knows.
     BlocksVerified(LoadReport),
-    /// A load is complete: every block is here and verified. The producer has been sent ACK.
+    /// A load is complete: every block is here and verified. The producer has been sent ACK, unless the load is shared.
     LoadCompleted(LoadReport),
     /// A load is over and incomplete; nothing writes into its blocks any more.
     LoadFailed(LoadReport, LoadFailure),
@@ -34,6 +34,8 @@ pub enum Event {
 pub struct LoadReport {
     /// Its handoff.
     pub handoff: HandoffId,
+    /// The producer's worker, as the request of the load named it.
+    pub rank: u16,
     /// Its counters.
     pub counts: LoadCounts,
     /// The transport of its session; empty if no session is left.

@@ -5,11 +5,13 @@ const DENSE: Layout = Layout {
     num_blocks: 100,
     block_bytes: 64,
     stride: 64,
+    skipped: 0,
 };
 const SPARSE: Layout = Layout {
     num_blocks: 100,
     block_bytes: 64,
     stride: 128,
+    skipped: 0,
 };
 
 fn runs(to: (&Layout, &[u32]), from: (&Layout, &[u32])) -> Vec<Run> {
@@ -72,10 +74,12 @@ fn described(base: u64, num_blocks: u64, block_bytes: u64, stride: u64) -> Resul
         num_blocks,
         block_bytes,
         stride,
+        skipped: 0,
     };
     let region = RemoteRegion {
         id: 3,
         name: "kv".to_owned(),
+        slice: None,
         layout,
         device: "cpu".to_owned(),
         is_writable: true,

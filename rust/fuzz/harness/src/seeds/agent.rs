@@ -161,6 +161,11 @@ fn handoffs() -> Vec<Script> {
     let parts = Writer::default().u32(1).u32(0).u32(5);
     let parts = parts.list(&[0, 1], |writer, region| writer.u32(*region));
     let parts = parts.finish();
+    // Of its slices, which have the next ids.
+    let halves = Writer::default().u32(1).u32(0).u32(5);
+    let halves = halves.list(&[2, 5], |writer, region| writer.u32(*region));
+    let halves = halves.finish();
+    let divide = |count| Writer::new(kind::DIVIDE).u32(count).finish();
     let acknowledge = of_handoff(kind::ACK, 0).finish();
     let ended = of_handoff(kind::HANDOFF_ENDED, 1).finish();
     let loading = |flags| {
@@ -206,5 +211,10 @@ fn handoffs() -> Vec<Script> {
         validating(kind::INVALID),
         validated(0),
         validated(1),
+        connected(REMOTE_READ)
+            .user(user::MARK_READY, 5)
+            .bare(&divide(2))
+            .message(&select, &halves),
+        connected(0).bare(&divide(3)).bare(&divide(257)),
     ]
 }

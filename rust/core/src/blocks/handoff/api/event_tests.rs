@@ -43,6 +43,7 @@ fn load_after(consumer: &Side, producer: &Side, event: Arc<dyn DeviceEvent>) {
         incarnation: producer.agent.incarnation(),
         parts: vec![LoadPart::of_all_regions(0, vec![0])],
         is_committed: true,
+        ..LoadRequest::default()
     };
     consumer.agent.load_after(event, request).expect("it runs");
 }

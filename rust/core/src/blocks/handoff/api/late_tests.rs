@@ -253,6 +253,7 @@ fn load(pair: &Pair, id: u8, block: u32) {
         incarnation: pair.far.agent.incarnation(),
         parts: vec![LoadPart::of_all_regions(0, vec![block])],
         is_committed: true,
+        ..LoadRequest::default()
     };
     pair.near.agent.load(request).unwrap();
 }

@@ -79,6 +79,7 @@ fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
             incarnation: [0; 16],
             parts: vec![LoadPart::of_all_regions(0, vec![0])],
             is_committed: true,
+            ..LoadRequest::default()
         };
         agent.load(request.clone()).expect("it has not ended");
         let connected = agent.connect("127.0.0.1:9").expect("it has not ended");
@@ -245,6 +246,7 @@ mod by_messages {
             incarnation: source.agent.incarnation(),
             parts: vec![LoadPart::of_all_regions(0, vec![0])],
             is_committed: true,
+            ..LoadRequest::default()
         };
         reader.agent.load(request).expect("open");
         end(&reader, &source, 2);
@@ -268,6 +270,7 @@ mod by_messages {
             incarnation: [0; 16],
             parts: vec![LoadPart::of_all_regions(0, vec![0])],
             is_committed: true,
+            ..LoadRequest::default()
         };
         for refused in [side.agent.mark_ready(&ready, &[]), side.agent.load(request)] {
             let text = refused.expect_err("refused").to_string();

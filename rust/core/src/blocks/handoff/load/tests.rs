@@ -9,6 +9,7 @@ fn request(first: u32, block_ids: Vec<u32>, is_committed: bool) -> LoadRequest {
         incarnation: [0; 16],
         parts: vec![LoadPart::of_all_regions(first, block_ids)],
         is_committed,
+        ..LoadRequest::default()
     }
 }
 

@@ -141,6 +141,7 @@ impl Side {
             incarnation: producer.agent.incarnation(),
             parts: vec![LoadPart::of_all_regions(0, self.block_ids())],
             is_committed: true,
+            ..LoadRequest::default()
         };
         self.agent.load(request).expect("load");
     }
@@ -183,6 +184,7 @@ pub(in crate::blocks::handoff) fn load_in_part(
         incarnation: producer.agent.incarnation(),
         parts: vec![LoadPart::of_all_regions(0, vec![0, 0])],
         is_committed: true,
+        ..LoadRequest::default()
     };
     consumer.agent.load(request).expect("load");
     settle(&[&producer.agent, &consumer.agent]);
