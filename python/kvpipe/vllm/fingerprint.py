@@ -54,7 +54,6 @@ def fingerprint(config: VllmConfig) -> list[tuple[str, str]]:
         ("kv cache dtype", kv_cache_dtype),
         ("block size", cache.block_size),
         ("kv cache layout", cache.kv_cache_layout),
-        ("tensor parallel size", parallel.tensor_parallel_size),
         ("pipeline parallel size", parallel.pipeline_parallel_size),
         ("decode context parallel size", parallel.decode_context_parallel_size),
         ("lora", _lora(config)),

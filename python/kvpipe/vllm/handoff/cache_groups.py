@@ -51,6 +51,8 @@ class CacheGroup:
         block_size: Tokens of a block.
         reach: Tokens of the window or chunk; 0 for other kinds.
         layer_names: The layers.
+        num_heads: KV heads in a block of this rank, one behind the other where the layout has them so; 0 if they cannot
+            be told apart.
         content: Contents of a block that the layers' shapes and the cache's dtype do not tell.
     """
 
@@ -58,6 +60,7 @@ class CacheGroup:
     block_size: int
     reach: int = 0
     layer_names: tuple[str, ...] = ()
+    num_heads: int = 0
     content: str = ""
 
     @classmethod
@@ -88,6 +91,7 @@ class CacheGroup:
             block_size=spec.block_size * (num_shards if is_shared else 1),
             reach=reach,
             layer_names=tuple(group.layer_names),
+            num_heads=_num_heads(specs),
             content=_content(specs) if kind is Kind.STATE else "",
         )
 
@@ -176,6 +180,11 @@ class CacheGroups(tuple[CacheGroup, ...]):
         """Layers that read the KV of tokens."""
         return sum(len(group.layer_names) for group in self if group.kind is not Kind.STATE)
 
+    def num_heads(self, num_in_model: int, num_ranks: int) -> int:
+        """Returns the KV heads of the model; 0 if a rank does not have its part of them in each layer, one by one."""
+        own = max(1, num_in_model // num_ranks)
+        return num_in_model if all(group.num_heads == own for group in self) else 0
+
     def can_repeat_last(self, num_tokens: int) -> bool:
         """True if all groups can compute the last of `num_tokens` tokens again."""
         return all(group.can_repeat_last(num_tokens) for group in self)
@@ -200,6 +209,12 @@ def _kind(spec: KVCacheSpec) -> tuple[Kind, int] | None:
     # Tokens that are kept below a window.
     num_more: int = getattr(spec, "extra_retained_tokens", 0)
     return kind, (getattr(spec, reach) + num_more if reach else 0)
+
+
+def _num_heads(specs: Iterable[Any]) -> int:
+    """KV heads of the layers, if they have the same number, and the view of a block has a slot for each."""
+    heads = {getattr(spec, "num_kv_heads", 0) if getattr(spec, "num_head_slots", None) is None else 0 for spec in specs}
+    return heads.pop() if len(heads) == 1 else 0
 
 
 def _content(specs: Iterable[Any]) -> str:

@@ -52,23 +52,30 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
-        groups = CacheGroups.of(kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size)
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        groups = CacheGroups.of(kv_cache_config, parallel.decode_context_parallel_size)
+        # Latent KV is the same on all ranks.
+        num_in_model = 1 if model.use_mla else model.get_total_num_kv_heads()
+        num_heads = groups.num_heads(num_in_model, parallel.tensor_parallel_size)
         self._set_load_failure_policy(config.on_load_failure)
         if role == KVConnectorRole.SCHEDULER:
             from kvpipe.vllm.handoff.scheduler import SchedulerRole  # noqa: PLC0415 - only where the role is
 
-            self._scheduler = SchedulerRole(vllm_config, config, groups)
+            self._scheduler = SchedulerRole(vllm_config, config, groups, num_heads)
         else:
             from kvpipe.vllm.handoff.worker import WorkerEngine, WorkerRole  # noqa: PLC0415 - only where the role is
 
             check_parent(transfer.kv_load_failure_policy, is_consumer=transfer.is_kv_consumer)
             objection = objection_to_validate(vllm_config, kv_cache_config)
             engine = WorkerEngine(
-                rank=vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size,
+                rank=parallel.rank % parallel.tensor_parallel_size,
                 engine_id=str(transfer.engine_id),
                 kv_role=str(transfer.kv_role),
                 num_blocks=kv_cache_config.num_blocks,
                 groups=groups.layers(),
+                num_ranks=parallel.tensor_parallel_size,
+                num_heads=num_heads,
+                group_heads=[group.num_heads for group in groups],
                 num_hooked_layers=groups.num_attention_layers,
                 has_parts=groups.has_parts,
                 device=vllm_config.device_config.device_type,
@@ -76,6 +83,12 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
                 objection_to_validate=objection,
             )
             self._worker = WorkerRole(engine, config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Returns the layout in which the KV heads of a block are one behind the other, for peers with other ranks."""
+        is_latent = vllm_config.model_config is not None and vllm_config.model_config.use_mla
+        return None if is_latent else "LBHNC"
 
     # --- worker role
 

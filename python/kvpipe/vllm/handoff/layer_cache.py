@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Parts of a block that are apart from each other are regions of their own. More are a view that leaves bytes out.
 _MAX_PARTS = 16
+# Blocks, heads, tokens, content.
+_VIEW_DIMS = 4
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,22 @@ class CacheLayout:
         stride_bytes: From a block to the next one in one region.
         offsets: Start of each region, in bytes from the first one of the view.
         order: The shape of a block, and its dimensions from the outermost in memory: two engines must share them.
+        is_by_head: True if the KV heads of a block are one behind the other, whose number may differ.
     """
 
     block_bytes: int
     stride_bytes: int
     offsets: tuple[int, ...]
     order: str
+    is_by_head: bool = False
 
     @classmethod
-    def of(cls, layer: str, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> CacheLayout:
+    def of(
+        cls, layer: str, shape: Sequence[int], strides: Sequence[int], itemsize: int, num_heads: int = 0
+    ) -> CacheLayout:
         """Returns the layout of a view `[num_blocks, …]`. `strides` count elements.
+
+        `num_heads` are KV heads that ranks divide among themselves, if dimension 1 counts them; 0 if none does.
 
         Raises:
             ConfigError: Bytes of a block are not dense, or blocks overlap; the message names the layer.
@@ -72,12 +80,17 @@ class CacheLayout:
                 f"moved; set another VLLM_KV_CACHE_LAYOUT {view}"
             )
             raise ConfigError(message)
+        outermost = inner[-1][2] if inner else 1
+        is_by_head = num_parts == 1 and num_heads == shape[1] and (num_heads == 1 or outermost == 1)
+        dims = " ".join(str(dim - 1) for _, _, dim in reversed(inner) if not (is_by_head and dim == 1))
+        sizes = ", ".join(["heads" if is_by_head else str(shape[1]), *map(str, shape[2:])])
         steps = product(*([step * at for at in range(size)] for step, size in reversed(apart)))
         return cls(
             block_bytes=num_dense * itemsize,
             stride_bytes=stride * itemsize,
             offsets=tuple(sum(each) * itemsize for each in steps),
-            order=f"{list(shape[1:])} stored {' '.join(str(dim - 1) for _, _, dim in reversed(inner))}",
+            order=f"[{sizes}] stored {'by head ' if is_by_head else ''}{dims}",
+            is_by_head=is_by_head,
         )
 
 
@@ -96,14 +109,22 @@ class LayerCache:
     layout: CacheLayout
 
     @classmethod
-    def of(cls, name: str, cache: torch.Tensor, num_blocks: int) -> LayerCache:
+    def of(cls, name: str, cache: torch.Tensor, num_blocks: int, num_heads: int = 0) -> LayerCache:
         """Describes a layer's cache as vLLM's model runner passes it to connectors.
+
+        Args:
+            name: Name of the layer.
+            cache: Its cache.
+            num_blocks: Blocks of vLLM's cache manager.
+            num_heads: KV heads that it has, if they are dimension 1 of the view; 0 if not.
 
         Raises:
             ConfigError: Its blocks cannot be moved; the message names the layer.
         """
         blocks = _view_blocks(name, cache, num_blocks)
-        return cls(name, blocks, CacheLayout.of(name, blocks.shape, blocks.stride(), blocks.itemsize))
+        # Of another view dimension 1 are K and V, or kernel blocks.
+        num_heads = num_heads if blocks is cache and blocks.dim() == _VIEW_DIMS else 0
+        return cls(name, blocks, CacheLayout.of(name, blocks.shape, blocks.stride(), blocks.itemsize, num_heads))
 
     def register(self, agent: _kvpipe.Agent) -> list[_kvpipe.Region]:
         """Registers it: as one region, or one for each part of its blocks. The regions keep its memory alive."""

@@ -56,7 +56,9 @@ logger = init_logger("vllm.kvpipe.scheduler")
 class SchedulerRole:
     """The handoffs of one engine, on the side of its scheduler."""
 
-    def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig, groups: CacheGroups) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, config: ConnectorConfig, groups: CacheGroups, num_heads: int = 0
+    ) -> None:
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._role = str(vllm_config.kv_transfer_config.kv_role)
         self._first_token_support = FirstTokenSupport(vllm_config)
@@ -91,6 +93,7 @@ class SchedulerRole:
             self._continuations,
             groups=groups,
             num_ranks=vllm_config.parallel_config.world_size,
+            num_heads=num_heads,
             is_recomputed=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
             uses_v2=bool(vllm_config.use_v2_model_runner),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
@@ -18,6 +18,7 @@ from kvpipe.exceptions import ConfigError, KVPipeError, TransferTimeoutError
 from kvpipe.vllm.amx import permit_tiles
 from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
 from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
+from kvpipe.vllm.handoff.consumer.rank_sources import RankSource, rank_sources
 from kvpipe.vllm.handoff.device import CudaOrder, HostOrder, check_device, one_device
 from kvpipe.vllm.handoff.integrity import choose_integrity
 from kvpipe.vllm.handoff.layer_cache import LayerCache
@@ -46,6 +47,9 @@ class WorkerEngine:
         kv_role: vLLM's name of its role, for the trace.
         num_blocks: Blocks of its KV cache.
         groups: Names of the layers of each KV cache group.
+        num_ranks: Ranks of tensor parallelism.
+        num_heads: KV heads of the model; 1 if all ranks have the same latent KV; 0 if they cannot be told apart.
+        group_heads: KV heads of this rank, in each group; 0 if they cannot be told apart.
         num_hooked_layers: Layers for which vLLM calls `save_layer`.
         has_parts: True if some blocks of a prompt are of use without the others.
         device: vLLM's type of the device that has the cache.
@@ -59,6 +63,9 @@ class WorkerEngine:
     kv_role: str
     num_blocks: int
     groups: Sequence[Sequence[str]]
+    num_ranks: int = 1
+    num_heads: int = 0
+    group_heads: Sequence[int] = ()
     num_hooked_layers: int
     has_parts: bool = True
     device: str = "cpu"
@@ -95,6 +102,8 @@ class WorkerRole:
         # By layer, and for each KV cache group.
         self._regions: dict[str, list[_kvpipe.Region]] = {}
         self._group_regions: list[list[_kvpipe.Region]] = []
+        # By the number of slices of a block, those of each region.
+        self._slices_of: dict[int, dict[_kvpipe.Region, list[_kvpipe.Region]]] = {}
         self._group_of = {name: index for index, names in enumerate(engine.groups) for name in names}
         self._is_by_layer = engine.is_by_layer
         self._step: StepMetadata | None = None
@@ -131,12 +140,14 @@ class WorkerRole:
             integrity=self._integrity,
         )
         self._agent.trace_to(self._trace.lines)
-        caches = [LayerCache.of(name, kv_caches[name], self._engine.num_blocks) for name in self._own_layers(kv_caches)]
+        caches = [self._layer_cache(name, kv_caches[name]) for name in self._own_layers(kv_caches)]
         self._regions = {cache.name: cache.register(self._agent) for cache in caches}
         by_group = [[cache for cache in caches if cache.name in names] for names in map(set, self._engine.groups)]
         self._group_regions = [_joined(self._regions[cache.name] for cache in of_group) for of_group in by_group]
         orders = sorted({cache.layout.order for cache in caches})
-        self._properties = [*properties, ("kv block", "; ".join(orders))]
+        is_divisible = self._engine.num_heads > 0 and all(cache.layout.is_by_head for cache in caches)
+        size = "any" if is_divisible else str(self._engine.num_ranks)
+        self._properties = [*properties, ("kv block", "; ".join(orders)), ("tensor parallel size", size)]
         self._kept = KeptBlocks([[cache.blocks for cache in of_group] for of_group in by_group])
         address = self._agent.address or ""
         logger.info(
@@ -145,6 +156,11 @@ class WorkerRole:
             self._addresses.advertised(address),
             sum(map(len, self._regions.values())),
         )
+
+    def _layer_cache(self, name: str, cache: torch.Tensor) -> LayerCache:
+        heads = self._engine.group_heads
+        num_heads = heads[self._group_of[name]] if self._engine.num_heads else 0
+        return LayerCache.of(name, cache, self._engine.num_blocks, num_heads)
 
     def _own_layers(self, kv_caches: dict[str, torch.Tensor]) -> list[str]:
         """Returns the layers with a cache of their own. Others use that of a layer before them (Gemma 3n).
@@ -224,24 +240,58 @@ class WorkerRole:
             for group, blocks in _by_group(step.cached).items():
                 agent.mark_ready(blocks, self._group_regions[group], event)
         for load in step.loads:
-            if refusal := self._refusal(load) or failure:
+            if refusal := self._refusal(load) or failure or self._load(agent, load, event):
                 # The scheduler role knows the kind of its own refusal.
                 cause = "" if load.refusal else "other"
                 num_missing = len(load.block_ids)
                 outcome = LoadOutcome(is_loaded=False, num_missing=num_missing, reason=refusal, cause=cause)
                 self._loads.refuse(load, outcome)
-            else:
-                self._load(agent, load, event)
 
-    def _load(self, agent: _kvpipe.Agent, load: Load, event: _kvpipe.CudaEvent | None) -> None:
-        self._loads.begin(load)
-        address, incarnation = load.ranks[self.rank]
-        parts = [
-            (regions, first, block_ids)
+    def _load(self, agent: _kvpipe.Agent, load: Load, event: _kvpipe.CudaEvent | None) -> str:
+        """Begins a load. Returns the reason for which that is not possible; empty if it has begun."""
+        try:
+            sources = rank_sources(self.rank, self._engine.num_ranks, len(load.ranks), self._engine.num_heads)
+            parts = [self._parts(agent, load, source) for source in sources]
+        except KVPipeError as error:
+            return str(error)
+        self._loads.begin(load, len(sources))
+        for number, (source, of_source) in enumerate(zip(sources, parts, strict=True)):
+            address, incarnation = load.ranks[source.rank]
+            agent.load(
+                load.handoff,
+                address,
+                incarnation,
+                of_source,
+                load.has_state,
+                event,
+                rank=number,
+                slice=source.slice_there,
+                is_shared=source.is_shared,
+            )
+        return ""
+
+    def _parts(
+        self, agent: _kvpipe.Agent, load: Load, source: RankSource
+    ) -> list[tuple[list[_kvpipe.Region], int, list[int]]]:
+        """Returns regions, first position and blocks of each KV cache group of which a load needs some."""
+        return [
+            (self._slices(agent, regions, source), first, block_ids)
             for regions, (first, block_ids) in zip(self._group_regions, load.parts, strict=True)
             if block_ids
         ]
-        agent.load(load.handoff, address, incarnation, parts, load.has_state, event)
+
+    def _slices(self, agent: _kvpipe.Agent, regions: list[_kvpipe.Region], source: RankSource) -> list[_kvpipe.Region]:
+        """Returns the regions that a load from a rank of the producer fills: these, or slices of them."""
+        if source.slice_here is None:
+            return regions
+        index, count = source.slice_here
+        slices = self._slices_of.setdefault(count, {})
+        for region in regions:
+            if region not in slices:
+                work = agent.slice(region, count)
+                work.wait(None)
+                slices[region] = work.result()
+        return [slices[region][index] for region in regions]
 
     def _refusal(self, load: Load) -> str:
         """Reason for which a load cannot begin; empty if it can."""
@@ -249,8 +299,6 @@ class WorkerRole:
             return load.refusal
         if load.handoff in self._loads:
             return "its handoff is being loaded already"
-        if self.rank >= len(load.ranks):
-            return f"the producer has {len(load.ranks)} workers, none for rank {self.rank}"
         return ""
 
     def save_layer(self, layer_name: str) -> None:
@@ -315,17 +363,22 @@ class WorkerRole:
 
     def finished(self) -> tuple[set[str], set[str]]:
         """Returns requests whose lease has ended, and requests whose load has ended, each exactly once."""
-        for event in self._agent.drain() if self._agent is not None else ():
-            if event["event"] == "log":
-                logger.info("%s", event["text"])
-            elif event["event"] == "acknowledged":
-                self._leases.acknowledged(event["handoff"])
-            elif event["event"] == "blocks_verified":
-                self._loads.blocks_verified(event["handoff"], LoadOutcome.of(event, is_loaded=True))
-            else:
-                outcome = LoadOutcome.of(event, is_loaded="reason" not in event)
-                self._loads.ended(event["handoff"], outcome, event.get("missing", ()))
+        if self._agent is not None:
+            for event in self._agent.drain():
+                self._on_event(self._agent, event)
         return self._leases.drain_sent(), self._loads.drain_received()
+
+    def _on_event(self, agent: _kvpipe.Agent, event: dict[str, Any]) -> None:
+        if event["event"] == "log":
+            logger.info("%s", event["text"])
+        elif event["event"] == "acknowledged":
+            self._leases.acknowledged(event["handoff"])
+        elif event["event"] == "blocks_verified":
+            self._loads.blocks_verified(event["handoff"], LoadOutcome.of(event, is_loaded=True), event["rank"])
+        else:
+            outcome, missing = LoadOutcome.of(event, is_loaded="reason" not in event), event.get("missing", ())
+            if self._loads.ended(event["handoff"], outcome, missing, event["rank"]):
+                agent.cancel(event["handoff"], outcome.reason, is_withdrawn=False)
 
     def drain_invalid_block_ids(self) -> set[int]:
         """Returns missing blocks of the loads that `finished` has just reported."""

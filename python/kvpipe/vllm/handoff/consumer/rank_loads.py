@@ -5,31 +5,40 @@ It knows neither vLLM nor the agent: the worker role passes on the events of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpipe.vllm.handoff.metadata import WorkerOutcomes
+from kvpipe.vllm.handoff.metadata import LoadOutcome, WorkerOutcomes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-    from kvpipe.vllm.handoff.metadata import Load, LoadOutcome, StepMetadata
+    from kvpipe.vllm.handoff.metadata import Load, StepMetadata
 
 
 @dataclass
 class RankLoad:
-    """A load of one rank, until its end is reported.
+    """A load of one rank, until its end is reported. Its blocks come from one rank of the producer, or from several.
 
     Attributes:
         load: The load's metadata.
         is_verified: True if all of its blocks were reported as verified: the scheduler role may commit it.
         is_answered: True if the scheduler role leaves the end of the load to the workers, and commits it no more.
+        num_sources: Ranks of the producer from which it comes.
+        verified: Outcomes of those of which all blocks were verified.
+        ended: Outcomes of those that have ended.
+        missing: Positions of the blocks that some of these lack.
         end: Its outcome, and its missing blocks, while neither may be reported.
     """
 
     load: Load
     is_verified: bool
     is_answered: bool
+    num_sources: int = 1
+    verified: dict[int, LoadOutcome] = field(default_factory=dict)
+    ended: dict[int, LoadOutcome] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
     end: tuple[LoadOutcome, list[int]] | None = None
 
 
@@ -61,9 +70,10 @@ class RankLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def begin(self, load: Load) -> None:
-        """Adds a load."""
-        self._loads[load.handoff] = RankLoad(load, is_verified=False, is_answered=load.has_state)
+    def begin(self, load: Load, num_sources: int = 1) -> None:
+        """Adds a load that comes from so many ranks of the producer."""
+        load_of_rank = RankLoad(load, is_verified=False, is_answered=load.has_state, num_sources=num_sources)
+        self._loads[load.handoff] = load_of_rank
 
     def refuse(self, load: Load, outcome: LoadOutcome) -> None:
         """Ends a load that cannot begin, without any block."""
@@ -87,17 +97,34 @@ class RankLoads:
             outcome, missing = found.end
             self._end(found.load, outcome, found.load.block_ids if is_withdrawn else missing)
 
-    def blocks_verified(self, handoff: bytes, outcome: LoadOutcome) -> None:
-        """All blocks of a load are here, and the sequence state is not."""
-        if handoff in self._loads:
-            self._verified[handoff] = outcome
-
-    def ended(self, handoff: bytes, outcome: LoadOutcome, missing: Iterable[int]) -> None:
-        """The agent has ended a load, without the blocks at the positions `missing`."""
+    def blocks_verified(self, handoff: bytes, outcome: LoadOutcome, source: int = 0) -> None:
+        """All blocks of a load that come from a rank of the producer are here, and the sequence state is not."""
         if (found := self._loads.get(handoff)) is None:
             return
+        found.verified[source] = outcome
+        if len(found.verified) == found.num_sources and not found.ended:
+            self._verified[handoff] = _merged(found.verified)
+
+    def ended(self, handoff: bytes, outcome: LoadOutcome, missing: Iterable[int], source: int = 0) -> bool:
+        """The agent has ended what comes from a rank of the producer, without the blocks at the positions `missing`.
+
+        Returns true if that is the first one that fails, of several: what comes from the others is of no use any more.
+        """
+        if (found := self._loads.get(handoff)) is None:
+            return False
+        is_first_failure = not outcome.is_loaded and all(each.is_loaded for each in found.ended.values())
+        found.ended[source] = outcome
+        found.missing.update(missing)
+        if len(found.ended) < found.num_sources:
+            return is_first_failure
+        self._all_ended(found, _merged(found.ended))
+        return False
+
+    def _all_ended(self, found: RankLoad, outcome: LoadOutcome) -> None:
         wanted = found.load.block_ids
-        block_ids = [wanted[position] for position in missing]
+        block_ids = [wanted[position] for position in sorted(found.missing)]
+        if found.num_sources > 1:
+            outcome.num_missing = len(block_ids)
         if found.is_verified and not found.is_answered:
             found.end = outcome, block_ids
             self._broken.add(found.load.request_id)
@@ -152,3 +179,7 @@ class RankLoads:
             verified[self._loads[handoff].load.request_id] = [outcome]
         self._verified = {}
         return verified
+
+
+def _merged(outcomes: Mapping[int, LoadOutcome]) -> LoadOutcome:
+    return functools.reduce(LoadOutcome.merged, outcomes.values())

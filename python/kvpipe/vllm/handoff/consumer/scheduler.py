@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from kvpipe.exceptions import ConfigError
 from kvpipe.vllm.handoff.consumer.consumed import Consumed, LossReason
 from kvpipe.vllm.handoff.consumer.deadlock import DeadlockTimer
+from kvpipe.vllm.handoff.consumer.rank_sources import rank_sources
 from kvpipe.vllm.handoff.consumer.state_machine import Action, Event, Phase
 from kvpipe.vllm.handoff.handoffs import Handoffs
 from kvpipe.vllm.handoff.metadata import Cancel, Load, LoadOutcome, WorkerOutcomes
@@ -56,6 +57,7 @@ class ConsumerScheduler:
         continuations: Requests that continue after the producer's token.
         groups: KV cache groups of this engine.
         num_ranks: Workers of this engine.
+        num_heads: KV heads of the model; 0 if a producer must have as many ranks.
         is_recomputed: True if this engine computes lost KV; otherwise lost KV fails its request.
         uses_v2: True if its model runner is V2.
     """
@@ -70,6 +72,7 @@ class ConsumerScheduler:
         *,
         groups: CacheGroups,
         num_ranks: int,
+        num_heads: int,
         is_recomputed: bool,
         uses_v2: bool,
     ) -> None:
@@ -83,6 +86,7 @@ class ConsumerScheduler:
         self._uses_v2 = uses_v2
         self._consumed: Handoffs[Consumed] = Handoffs()
         self._num_ranks = num_ranks
+        self._num_heads = num_heads
         # Committed loads: those that the workers have not acknowledged, and do not report afterwards, and those that
         # vLLM does not know of.
         self._unacknowledged: dict[bytes, Consumed] = {}
@@ -221,6 +225,10 @@ class ConsumerScheduler:
         if ours != theirs or NOT_COMPARED in ours:
             message = f"LoRA adapter is {ours or 'none'} here and {theirs or 'none'} at the producer"
             return message, LossReason.OTHER_ADAPTER
+        try:
+            rank_sources(0, self._num_ranks, len(opening["ranks"]), self._num_heads)
+        except ConfigError as error:
+            return str(error), LossReason.REFUSED
         return "", LossReason.NONE
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
