@@ -4,8 +4,8 @@ decode keeps its own KV of a prompt's last token.
 Before: at the producer, which has computed the checksum already, so that other bytes arrive than were announced. After:
 at the consumer, where only a test would put it: it proves that the tests could see wrong KV at all. The order is the
 content of the file that `KVPIPE_TEST_FLIP` names: `source`, the index of a KV cache group for the consumer's side
-(nothing: the first), or `recomputed`. The file goes when the order has been carried out at the source, which is before
-the producer has answered.
+(nothing: the first), `heads`, which change places there, or `recomputed`. The file goes when the order has been carried
+out at the source, which is before the producer has answered.
 """
 
 import os
@@ -78,6 +78,9 @@ class KVPipeConnector(connector.KVPipeConnector):
         for group, block_ids in enumerate(loaded):
             if block_ids and (self._is_ordered(str(group)) or (group == 0 and self._is_ordered(""))):
                 self._first_layers[group][block_ids[0]].neg_()
+            elif block_ids and self._is_ordered("heads"):
+                block = self._first_layers[group][block_ids[0]]
+                block.copy_(block.roll(1, dims=0))
 
     def _is_ordered(self, order: str) -> bool:
         return self._order.exists() and self._order.read_text() == order

@@ -137,6 +137,20 @@ def test_what_two_engines_must_share_names_the_order_of_a_block_and_its_kernel_b
     assert orders[-1] == "[4, 4, 4, 16] stored 0 2 1 3"
 
 
+def test_blocks_are_by_head_where_a_slice_of_one_has_some_of_its_heads() -> None:
+    found = {layout.name: LayerCache.of("layer", views(layout)[0], BLOCKS, HEADS).layout for layout in KVCacheLayout}
+    assert {name for name, layout in found.items() if layout.is_by_head} == {"LBHNC", "BLHNC"}
+    assert found["LBHNC"].order == "[heads, 16, 16] stored by head 1 2"
+    one_head = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=SIZE, dtype=torch.bfloat16)
+    other = LayerCache.of("layer", views(KVCacheLayout.LBHNC, one_head)[0], BLOCKS, 1).layout
+    assert other.is_by_head
+    assert other.order == found["LBHNC"].order, "another number of heads is no other order"
+    kernel_blocks = views(KVCacheLayout.LBHNC, SPEC, TOKENS // 4)[0]
+    assert not LayerCache.of("layer", kernel_blocks, BLOCKS, HEADS).layout.is_by_head
+    apart = torch.zeros(2, BLOCKS, TOKENS, HEADS, SIZE)
+    assert not LayerCache.of("layer", apart, BLOCKS, 2).layout.is_by_head
+
+
 @pytest.mark.parametrize(
     ("shape", "strides"),
     [
@@ -174,7 +188,8 @@ def test_a_worker_adds_the_form_of_its_blocks_to_the_fingerprint() -> None:
     properties = worker.handshake().properties
     worker.close()
     forms = "[4, 16, 16] stored 0 1 2; [4, 16, 16] stored 1 0 2"
-    assert properties == [("attention backend", "A"), ("kv block", forms)]
+    expected = [("attention backend", "A"), ("kv block", forms), ("tensor parallel size", "1")]
+    assert properties == expected
 
 
 def test_caches_on_several_devices_are_refused_with_their_names() -> None:
