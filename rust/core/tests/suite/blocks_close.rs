@@ -188,7 +188,8 @@ fn a_release_that_was_not_asked_for_and_a_region_that_comes_back_are_cut_off() {
     let address = owner.address().expect("address");
     let describe = |ids: &[u32]| {
         let each = |w: Writer, id: &u32| {
-            let layout = w.u32(*id).str("mine").u64(8).u64(64).u64(64);
+            let whole = w.u32(*id).str("mine").u32(0).u32(1);
+            let layout = whole.u64(8).u64(64).u64(64).u64(0);
             layout.str("cpu").u8(0).u64(4096).bytes(&[1])
         };
         Writer::new(REGIONS).list(ids, each).finish()
@@ -215,7 +216,8 @@ fn a_peer_that_describes_a_region_anew_is_cut_off() {
     let address = owner.address().expect("address");
     let describe = |stride: u64, base: u64, rkey: u8| {
         let each = |w: Writer, id: &u32| {
-            let layout = w.u32(*id).str("mine").u64(8).u64(64).u64(stride);
+            let whole = w.u32(*id).str("mine").u32(0).u32(1);
+            let layout = whole.u64(8).u64(64).u64(stride).u64(0);
             layout.str("cpu").u8(0).u64(base).bytes(&[rkey])
         };
         Writer::new(REGIONS).list(&[0], each).finish()

@@ -40,8 +40,9 @@ impl Source {
         let memory = Buffer::from_vec(pattern(COUNT * BLOCK, 1));
         let base = memory.address() as u64;
         let regions = Writer::new(1).list(&[0u32], |w, id| {
-            let layout = w.u32(*id).str("kv").u64(COUNT as u64);
-            let layout = layout.u64(BLOCK as u64).u64(BLOCK as u64).str(device);
+            let layout = w.u32(*id).str("kv").u32(0).u32(1).u64(COUNT as u64);
+            let layout = layout.u64(BLOCK as u64).u64(BLOCK as u64).u64(0);
+            let layout = layout.str(device);
             layout.u8(1).u64(base).bytes(&[])
         });
         raw.send(&regions.finish(), &[]);

@@ -223,9 +223,12 @@ fn describe(raw: &mut Raw, ids: &[u32]) {
         let layout = w
             .u32(*id)
             .str("mine")
+            .u32(0)
+            .u32(1)
             .u64(8)
             .u64(BLOCK as u64)
-            .u64(BLOCK as u64);
+            .u64(BLOCK as u64)
+            .u64(0);
         layout.str("cpu").u8(0).u64(4096).bytes(&[1])
     });
     raw.send(&regions.finish(), &[]);
@@ -259,8 +262,8 @@ fn a_write_that_was_begun_and_times_out_is_withdrawn_and_settled_by_its_answer()
     let address = writer.address().expect("address");
     let raw = Raw::connect(address, SessionKind::Agent);
     let writable = Writer::new(1).list(&[0u32], |w, id| {
-        let layout = w.u32(*id).str("mine").u64(8).u64(BLOCK as u64);
-        let layout = layout.u64(BLOCK as u64).str("cpu");
+        let layout = w.u32(*id).str("mine").u32(0).u32(1).u64(8);
+        let layout = layout.u64(BLOCK as u64).u64(BLOCK as u64).u64(0).str("cpu");
         layout.u8(1).u64(4096).bytes(&[1])
     });
     raw.send(&writable.finish(), &[]);
