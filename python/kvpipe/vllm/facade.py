@@ -53,6 +53,15 @@ class Facade(KVConnectorBase_V1, Generic[SchedulerT, WorkerT]):
         """Returns false: vLLM 0.33 asks at the start, and refuses sleep mode; the constructor does in each version."""
         return False
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Returns the layout in which the KV heads of a block are one behind the other, for peers with other ranks.
+
+        A store has KV of one layout, also from engines that have no other connector.
+        """
+        is_latent = vllm_config.model_config is not None and vllm_config.model_config.use_mla
+        return None if is_latent else "LBHNC"
+
     def _set_load_failure_policy(self, on_load_failure: str) -> None:
         """Sets what vLLM reads after the constructor; under MultiConnector it reads the parent's."""
         transfer = self._kv_transfer_config

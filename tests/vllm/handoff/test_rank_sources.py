@@ -49,7 +49,19 @@ def test_a_source_is_shared_if_other_ranks_load_from_it(ours: int, theirs: int) 
 
 def test_ranks_that_have_the_same_head_are_loaded_from_in_turn() -> None:
     found = [rank_sources(rank, 2, 8, 1) for rank in range(2)]
-    assert found == [[RankSource(0)], [RankSource(1)]]
+    assert found == [[RankSource(0)], [RankSource(4)]]
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+@pytest.mark.parametrize(("ours", "theirs"), [(8, 16), (16, 8), (8, 32), (32, 8)])
+def test_ranks_with_one_head_a_layer_have_it_in_layers_with_more_heads_too(
+    ours: int, theirs: int, num_heads: int
+) -> None:
+    """vLLM names one number of KV heads for a model; MiMo's layers with windows have twice as many."""
+    for rank in range(ours):
+        (source,) = rank_sources(rank, ours, theirs, num_heads)
+        for in_layer in (1, 2, 4, 8):
+            assert heads_of(source.rank, theirs, in_layer) == heads_of(rank, ours, in_layer)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(2, 3), (3, 2)])

@@ -57,6 +57,8 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
         # Latent KV is the same on all ranks.
         num_in_model = 1 if model.use_mla else model.get_total_num_kv_heads()
         num_heads = groups.num_heads(num_in_model, parallel.tensor_parallel_size)
+        if parallel.decode_context_parallel_size > 1:  # ranks with the same head have other tokens of it
+            num_heads = 0
         self._set_load_failure_policy(config.on_load_failure)
         if role == KVConnectorRole.SCHEDULER:
             from kvpipe.vllm.handoff.scheduler import SchedulerRole  # noqa: PLC0415 - only where the role is
@@ -83,12 +85,6 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
                 objection_to_validate=objection,
             )
             self._worker = WorkerRole(engine, config)
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Returns the layout in which the KV heads of a block are one behind the other, for peers with other ranks."""
-        is_latent = vllm_config.model_config is not None and vllm_config.model_config.use_mla
-        return None if is_latent else "LBHNC"
 
     # --- worker role
 

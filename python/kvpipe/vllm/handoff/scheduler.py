@@ -93,6 +93,7 @@ class SchedulerRole:
             self._continuations,
             groups=groups,
             num_ranks=vllm_config.parallel_config.world_size,
+            tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
             num_heads=num_heads,
             is_recomputed=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
             uses_v2=bool(vllm_config.use_v2_model_runner),

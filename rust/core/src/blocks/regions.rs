@@ -274,6 +274,10 @@ impl AgentCore {
             return Ok(known);
         }
         let region = self.regions.get(&whole).ok_or_else(region_gone)?;
+        if region.slice.is_some() {
+            let text = "a slice has no slices: divide its region into more";
+            return Err(Error::Config(text.to_owned()));
+        }
         let slices = (0..count).map(|index| region.sliced(whole, Slice { index, count }));
         let slices = slices.collect::<Result<Vec<_>>>()?;
         self.check_num_regions(slices.len())?;
@@ -301,7 +305,7 @@ impl AgentCore {
         count: u32,
     ) -> Vec<RegionId> {
         let divided = self.divide_all(count);
-        if !divided.as_ref().is_ok_and(Vec::is_empty) {
+        if divided.as_ref().is_ok_and(|wholes| !wholes.is_empty()) {
             self.send_regions(cx);
         }
         let reason = divided.as_ref().err().map(Error::to_string);
@@ -377,6 +381,11 @@ impl AgentCore {
                 None => completer.complete(Ok(())),
             };
         };
+        if region.slice.is_some() {
+            self.regions.insert(id, region);
+            let text = "a slice is closed with its region, and not alone";
+            return completer.complete(Err(Error::Config(text.to_owned())));
+        }
         let slices = self
             .regions
             .iter()

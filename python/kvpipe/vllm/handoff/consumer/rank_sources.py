@@ -56,18 +56,16 @@ def _of_rank(rank: int, num_ranks: int, num_theirs: int, num_heads: int) -> list
         raise ConfigError(message)
     first, ours = _heads(rank, num_ranks, num_heads)
     _, theirs = _heads(0, num_theirs, num_heads)
-    if ours > theirs:
-        if ours % theirs:
-            raise ConfigError(_no_slices(num_ranks, num_theirs, num_heads))
-        count = ours // theirs
-        holders = (_holder(first + index * theirs, rank, num_theirs, num_heads) for index in range(count))
-        return [RankSource(holder, slice_here=(index, count)) for index, holder in enumerate(holders)]
-    if theirs % ours:
+    if max(ours, theirs) % min(ours, theirs) or max(num_ranks, num_theirs) % min(num_ranks, num_theirs):
         raise ConfigError(_no_slices(num_ranks, num_theirs, num_heads))
-    holder = _holder(first, rank, num_theirs, num_heads)
-    count = theirs // ours
-    there = None if count == 1 else (first % theirs // ours, count)
-    return [RankSource(holder, slice_there=there)]
+    # Ranks of both engines follow the order of the heads. So each of these has its head in a layer with more heads, too.
+    count = max(1, ours // theirs)
+    holders = [(rank * count + index) * num_theirs // (num_ranks * count) for index in range(count)]
+    if count > 1:
+        return [RankSource(holder, slice_here=(index, count)) for index, holder in enumerate(holders)]
+    num_there = theirs // ours
+    there = None if num_there == 1 else (first % theirs // ours, num_there)
+    return [RankSource(holders[0], slice_there=there)]
 
 
 def _heads(rank: int, num_ranks: int, num_heads: int) -> tuple[int, int]:
@@ -77,14 +75,6 @@ def _heads(rank: int, num_ranks: int, num_heads: int) -> tuple[int, int]:
         message = f"{num_heads} KV heads cannot be divided among {num_ranks} ranks"
         raise ConfigError(message)
     return rank * num_heads // num_ranks, max(1, num_heads // num_ranks)
-
-
-def _holder(head: int, rank: int, num_ranks: int, num_heads: int) -> int:
-    """A rank that has a head. Where several have it, ranks of the other engine take different ones."""
-    if num_ranks <= num_heads:
-        return head * num_ranks // num_heads
-    num_copies = num_ranks // num_heads
-    return head * num_copies + rank % num_copies
 
 
 def _no_slices(num_ranks: int, num_theirs: int, num_heads: int) -> str:

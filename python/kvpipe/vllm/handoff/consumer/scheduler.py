@@ -57,6 +57,7 @@ class ConsumerScheduler:
         continuations: Requests that continue after the producer's token.
         groups: KV cache groups of this engine.
         num_ranks: Workers of this engine.
+        tensor_parallel_size: Those of them that share the heads of each layer.
         num_heads: KV heads of the model; 0 if a producer must have as many ranks.
         is_recomputed: True if this engine computes lost KV; otherwise lost KV fails its request.
         uses_v2: True if its model runner is V2.
@@ -72,6 +73,7 @@ class ConsumerScheduler:
         *,
         groups: CacheGroups,
         num_ranks: int,
+        tensor_parallel_size: int,
         num_heads: int,
         is_recomputed: bool,
         uses_v2: bool,
@@ -86,6 +88,7 @@ class ConsumerScheduler:
         self._uses_v2 = uses_v2
         self._consumed: Handoffs[Consumed] = Handoffs()
         self._num_ranks = num_ranks
+        self._tensor_parallel_size = tensor_parallel_size
         self._num_heads = num_heads
         # Committed loads: those that the workers have not acknowledged, and do not report afterwards, and those that
         # vLLM does not know of.
@@ -226,7 +229,7 @@ class ConsumerScheduler:
             message = f"LoRA adapter is {ours or 'none'} here and {theirs or 'none'} at the producer"
             return message, LossReason.OTHER_ADAPTER
         try:
-            rank_sources(0, self._num_ranks, len(opening["ranks"]), self._num_heads)
+            rank_sources(0, self._tensor_parallel_size, len(opening["ranks"]), self._num_heads)
         except ConfigError as error:
             return str(error), LossReason.REFUSED
         return "", LossReason.NONE

@@ -140,15 +140,21 @@ impl HandoffService {
     }
 
     /// Announces the slices of blocks that were ready before they were divided.
-    pub(super) fn announce_slices(&mut self, regions: &[RegionId]) {
-        for region in regions {
-            let ready = self.producer.ready_in(*region);
-            let local = self.agent.regions.get(region);
-            let division = local.and_then(|local| local.divisions.last());
-            if let Some(division) = division
-                && let Ok(ready) = ReadyBlocks::new(ready)
-            {
-                self.ready.push(ready, division.slices.clone());
+    pub(super) fn announce_slices(&mut self, cx: &mut Cx<'_>, regions: &[RegionId]) {
+        for (region, ranges) in self.producer.ready_in(regions) {
+            let local = self.agent.regions.get(&region);
+            let Some(division) = local.and_then(|local| local.divisions.last()) else {
+                continue;
+            };
+            let slices = division.slices.clone();
+            let handoffs: Vec<HandoffId> = ranges.iter().map(|range| range.handoff).collect();
+            match ReadyBlocks::new(ranges) {
+                Ok(ready) => self.ready.push(ready, slices),
+                Err(error) => {
+                    for handoff in handoffs {
+                        self.end(cx, handoff, &error.to_string());
+                    }
+                }
             }
         }
     }

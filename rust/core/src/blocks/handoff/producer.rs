@@ -162,30 +162,29 @@ impl Producer {
         ready.map(|(handoff, ready)| (handoff, ready.epoch))
     }
 
-    /// The blocks of one region that are ready, of each handoff.
-    pub(super) fn ready_in(&self, region: RegionId) -> Vec<ReadyRange> {
-        let mut ranges: Vec<ReadyRange> = Vec::new();
+    /// The blocks that are ready in each of these regions, of all handoffs.
+    pub(super) fn ready_in(&self, regions: &[RegionId]) -> HashMap<RegionId, Vec<ReadyRange>> {
+        let mut found: HashMap<RegionId, Vec<ReadyRange>> = HashMap::new();
+        found.extend(regions.iter().map(|region| (*region, Vec::new())));
         for (&handoff, ready) in &self.ready {
-            let mut blocks = ready.blocks.iter().filter(|block| block.region == region);
-            let Some(first) = blocks.next() else {
-                continue;
-            };
-            let range = |block: &ReadyBlock| ReadyRange {
-                handoff,
-                first: block.position,
-                block_ids: vec![block.block_id],
-            };
-            let mut open = range(first);
-            for block in blocks {
-                if block.position == open.first + open.block_ids.len() as u32 {
-                    open.block_ids.push(block.block_id);
-                } else {
-                    ranges.push(std::mem::replace(&mut open, range(block)));
+            for block in &ready.blocks {
+                let Some(ranges) = found.get_mut(&block.region) else {
+                    continue;
+                };
+                match ranges.last_mut() {
+                    Some(last) if last.is_followed_by(&handoff, block.position) => {
+                        last.block_ids.push(block.block_id);
+                    }
+                    _ => ranges.push(ReadyRange {
+                        handoff,
+                        first: block.position,
+                        block_ids: vec![block.block_id],
+                    }),
                 }
             }
-            ranges.push(open);
         }
-        ranges
+        found.retain(|_, ranges| !ranges.is_empty());
+        found
     }
 
     /// Adds ready blocks to a handoff, in its [`epoch`](Self::epoch). The first ones begin a new one.

@@ -33,6 +33,14 @@ pub struct ReadyRange {
     pub block_ids: Vec<u32>,
 }
 
+impl ReadyRange {
+    /// True if a block at this position comes next.
+    pub(super) fn is_followed_by(&self, handoff: &HandoffId, position: u32) -> bool {
+        let next = u64::from(self.first) + self.block_ids.len() as u64;
+        self.handoff == *handoff && u64::from(position) == next
+    }
+}
+
 /// Blocks that one step makes ready, in each region at a time of its own. Clones are the same step.
 #[derive(Debug, Clone)]
 pub struct ReadyBlocks(Arc<[ReadyRange]>);
