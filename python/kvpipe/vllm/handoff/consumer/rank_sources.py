@@ -58,7 +58,7 @@ def _of_rank(rank: int, num_ranks: int, num_theirs: int, num_heads: int) -> list
     _, theirs = _heads(0, num_theirs, num_heads)
     if max(ours, theirs) % min(ours, theirs) or max(num_ranks, num_theirs) % min(num_ranks, num_theirs):
         raise ConfigError(_no_slices(num_ranks, num_theirs, num_heads))
-    # Ranks of both engines follow the order of the heads. So each of these has its head in a layer with more heads, too.
+    # Ranks of both engines follow the order of heads: each of these has its head in a layer with more of them, too.
     count = max(1, ours // theirs)
     holders = [(rank * count + index) * num_theirs // (num_ranks * count) for index in range(count)]
     if count > 1:
