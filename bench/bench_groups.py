@@ -14,7 +14,6 @@ import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bench import machine
 from bench.handoff import client
@@ -27,29 +26,13 @@ from kvpipe.control import ControlClient
 from kvpipe.launch.plan import free_ports
 from kvpipe.launch.spec import LOOPBACK
 from kvpipe.transfer_params import consume, produce
+from tests.e2e.model_kinds import gemma3, qwen3_next
 
 NUM_LAYERS = 8
 WINDOW = 512
 FULL, HYBRIDS = "full attention", ("sliding windows", "recurrent states")
 # A block of a model with states is as large as a state: a prompt has few, and no more of the last one than it needs.
 _LARGE_BLOCK = 544
-
-
-def _attention() -> dict[str, Any]:
-    return {
-        "vocab_size": model.VOCAB_SIZE,
-        "hidden_size": model.NUM_KV_HEADS * model.HEAD_DIM,
-        "intermediate_size": model.NUM_KV_HEADS * model.HEAD_DIM,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": model.NUM_KV_HEADS,
-        "num_key_value_heads": model.NUM_KV_HEADS,
-        "head_dim": model.HEAD_DIM,
-        "max_position_embeddings": model.MAX_TOKENS,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
 
 
 def _write(name: str, folder: Path) -> None:
@@ -59,27 +42,23 @@ def _write(name: str, folder: Path) -> None:
     model.write_model(folder, NUM_LAYERS)
     if name == FULL:
         return
+    shape = {
+        "hidden_size": model.NUM_KV_HEADS * model.HEAD_DIM,
+        "intermediate_size": model.NUM_KV_HEADS * model.HEAD_DIM,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": model.NUM_KV_HEADS,
+        "num_key_value_heads": model.NUM_KV_HEADS,
+        "head_dim": model.HEAD_DIM,
+        "max_position_embeddings": model.MAX_TOKENS,
+    }
     if name == "sliding windows":
-        config = transformers.Gemma3TextConfig(
-            **_attention(),
-            sliding_window=WINDOW,
-            layer_types=["sliding_attention", "full_attention"] * (NUM_LAYERS // 2),
-            query_pre_attn_scalar=model.HEAD_DIM,
-        )
+        layers = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
+        config = gemma3(transformers, **shape, layer_types=layers, sliding_window=WINDOW)
         config.architectures = ["Gemma3ForCausalLM"]
     else:
-        config = transformers.Qwen3NextConfig(
-            **_attention(),
-            layer_types=["linear_attention", "full_attention"] * (NUM_LAYERS // 2),
-            linear_num_key_heads=4,
-            linear_num_value_heads=8,
-            linear_key_head_dim=128,
-            linear_value_head_dim=128,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            shared_expert_intermediate_size=64,
-        )
+        layers = ["linear_attention", "full_attention"] * (NUM_LAYERS // 2)
+        heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        config = qwen3_next(transformers, **shape, **heads, layer_types=layers)
         config.architectures = ["Qwen3NextForCausalLM"]
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
 

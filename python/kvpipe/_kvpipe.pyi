@@ -528,9 +528,6 @@ class Agent:
     def register(self, name: str, data: Any, block_bytes: int, stride: int, is_writable: bool = False) -> Work:
         """Ends with a `Region`."""
 
-    def slice(self, region: Region, count: int) -> Work:
-        """Ends with the slices of its blocks, a list of `Region` over the same memory, which are closed with it."""
-
     def close_region(self, region: Region, timeout: float | None = None) -> Work:
         """Ends when nothing reads or writes its memory any more."""
 
@@ -579,14 +576,16 @@ class Agent:
         event: CudaEvent | ManualEvent | None = None,
         *,
         rank: int = 0,
-        slice: tuple[int, int] | None = None,  # noqa: A002 - the word for it
+        destination_slice: tuple[int, int] | None = None,
+        source_slice: tuple[int, int] | None = None,
         is_shared: bool = False,
     ) -> None:
         """Begins a load, without waiting. Each part has regions, the position of the first block, and destination ids.
 
-        `rank` names the producer's worker, if a handoff is loaded from several: `commit` and `cancel` mean all of them,
-        and events of loads repeat it. `slice`, which one of how many, is what to load of each of the producer's blocks.
-        `is_shared`: others load the same, and the producer is not told that this load is complete.
+        `rank` numbers the producer's worker: a handoff has one load from each. `commit` and `cancel` are for all of
+        them, and events repeat the number. Slices are `(index, count)`: the part of each block here that the load
+        fills, and the part of the producer's that it reads; `None` is all of it. With `is_shared` the load does not
+        acknowledge the handoff, because other workers load from the producer's, too.
 
         The `missing` of `load_failed` counts through the ids of all parts. With an event, no block is written before
         the event is completed.

@@ -30,10 +30,10 @@ ATTENTION: dict[str, Any] = {
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
-def _gemma3(transformers: Any) -> Any:
-    return transformers.Gemma3TextConfig(
-        **PLAIN, **ATTENTION, sliding_window=WINDOW, layer_types=ALTERNATING, query_pre_attn_scalar=32
-    )
+def gemma3(transformers: Any, **shape: Any) -> Any:
+    """Sliding windows, and full attention. `shape` replaces fields."""
+    fields = {"sliding_window": WINDOW, "layer_types": ALTERNATING, "query_pre_attn_scalar": 32}
+    return transformers.Gemma3TextConfig(**PLAIN | ATTENTION | fields | shape)
 
 
 def _gpt_oss(transformers: Any) -> Any:
@@ -72,28 +72,28 @@ def _mamba2(transformers: Any) -> Any:
     )
 
 
-def _qwen3_next(transformers: Any) -> Any:
-    return transformers.Qwen3NextConfig(
-        **PLAIN,
-        **ATTENTION,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-    )
+def qwen3_next(transformers: Any, **shape: Any) -> Any:
+    """Recurrent states, and full attention. `shape` replaces fields."""
+    fields = {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    }
+    return transformers.Qwen3NextConfig(**PLAIN | ATTENTION | fields | shape)
 
 
 KINDS = {
-    "gemma3": _gemma3,
+    "gemma3": gemma3,
     "gpt-oss": _gpt_oss,
     "deepseek-v2": _deepseek_v2,
     "mamba2": _mamba2,
-    "qwen3-next": _qwen3_next,
+    "qwen3-next": qwen3_next,
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.client import Servers
 from tests.e2e.groups import Groups
-from tests.e2e.test_cache_dtypes import BLOCK, BLOCK_VALUES, FORCED, LENGTHS, body, expected, said
+from tests.e2e.test_cache_dtypes import BLOCK, body, expected, others, said
 
 SIZES = [
     pytest.param("--tensor-parallel-size 2 | --tensor-parallel-size 1", id="2 and 1"),
@@ -24,17 +24,7 @@ def ranks(request: pytest.FixtureRequest, groups: Groups) -> Servers:
 def test_answers_between_unequal_tensor_parallel_sizes_are_those_of_one_instance(
     ranks: Servers, *, is_reversed: bool
 ) -> None:
-    url = ranks.through("just-in-time", is_reversed=is_reversed)
-    others = []
-    for length in LENGTHS:
-        for seed, more in enumerate(({}, FORCED), start=2 * is_reversed):
-            wanted = body(length, seed, **more)
-            found, result = said(ranks, url, wanted)
-            assert (result["result"], result["first_token"], result["local_tokens"]) == ("full", "exact", 0)
-            assert result["bytes"] == -(-length // BLOCK) * BLOCK_VALUES * 4
-            if found != expected(ranks, wanted):
-                others.append((length, more))
-    assert not others
+    assert not others(ranks, 4, is_reversed=is_reversed)
 
 
 def test_wrong_heads_change_the_answer(ranks: Servers, flip: Path) -> None:

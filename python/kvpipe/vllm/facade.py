@@ -55,9 +55,9 @@ class Facade(KVConnectorBase_V1, Generic[SchedulerT, WorkerT]):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Returns the layout in which the KV heads of a block are one behind the other, for peers with other ranks.
+        """Returns the layout in which a block has its KV heads one after the other, for peers with other ranks.
 
-        A store has KV of one layout, also from engines that have no other connector.
+        Both connectors have the same one, so that all engines share the KV in a store.
         """
         is_latent = vllm_config.model_config is not None and vllm_config.model_config.use_mla
         return None if is_latent else "LBHNC"

@@ -112,11 +112,6 @@ impl Agent {
         Ok(Work::new(Kind::Region(work)))
     }
 
-    fn slice(&self, region: &Region, count: u32) -> PyResult<Work> {
-        let work = self.0.slice(&region.0, count).map_err(to_py)?;
-        Ok(Work::new(Kind::Regions(work)))
-    }
-
     #[pyo3(signature = (region, timeout=None))]
     fn close_region(&self, region: &Region, timeout: Option<f64>) -> PyResult<Work> {
         let timeout = duration(timeout)?;
@@ -246,7 +241,8 @@ impl Agent {
     }
 
     #[pyo3(signature = (
-        handoff, producer, incarnation, parts, is_committed, event=None, *, rank=0, slice=None, is_shared=false
+        handoff, producer, incarnation, parts, is_committed, event=None, *, rank=0, destination_slice=None, source_slice=None,
+        is_shared=false
     ))]
     #[expect(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn load(
@@ -258,7 +254,8 @@ impl Agent {
         is_committed: bool,
         event: Option<&Bound<'_, PyAny>>,
         rank: u16,
-        slice: Option<(u32, u32)>,
+        destination_slice: Option<(u32, u32)>,
+        source_slice: Option<(u32, u32)>,
         is_shared: bool,
     ) -> PyResult<()> {
         let (handoff, incarnation) = (id(handoff)?, id(incarnation)?);
@@ -269,6 +266,7 @@ impl Agent {
                 first,
                 block_ids,
             });
+        let slice = |(index, count)| Slice { index, count };
         let request = LoadRequest {
             handoff,
             producer,
@@ -276,7 +274,8 @@ impl Agent {
             parts: parts.collect(),
             is_committed,
             rank,
-            slice: slice.map(|(index, count)| Slice { index, count }),
+            destination_slice: destination_slice.map(slice),
+            source_slice: source_slice.map(slice),
             is_shared,
         };
         let begun = match event {

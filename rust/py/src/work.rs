@@ -26,7 +26,6 @@ pub(crate) enum Kind {
     Received(CoreWork<Arc<Received>>),
     Bytes(CoreWork<u64>),
     Region(CoreWork<blocks::Region>),
-    Regions(CoreWork<Vec<blocks::Region>>),
     Peer(CoreWork<blocks::Peer>),
     Reply(CoreWork<ControlReply>),
     Inserted(Operation<()>),
@@ -47,7 +46,6 @@ macro_rules! each {
             Kind::Received($work) => $do,
             Kind::Bytes($work) => $do,
             Kind::Region($work) => $do,
-            Kind::Regions($work) => $do,
             Kind::Peer($work) => $do,
             Kind::Reply($work) => $do,
             Kind::Inserted($work) => $do,
@@ -175,10 +173,6 @@ impl Work {
             Kind::Received(work) => received(py, finished(work.result())?),
             Kind::Bytes(work) => finished(work.result())?.into_bound_py_any(py),
             Kind::Region(work) => Region(finished(work.result())?).into_bound_py_any(py),
-            Kind::Regions(work) => {
-                let regions = finished(work.result())?.into_iter().map(Region);
-                regions.collect::<Vec<_>>().into_bound_py_any(py)
-            }
             Kind::Peer(work) => Peer(finished(work.result())?).into_bound_py_any(py),
             Kind::Reply(work) => reply(py, finished(work.result())?),
             Kind::Inserted(work) => {

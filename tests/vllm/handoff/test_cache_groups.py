@@ -1,6 +1,7 @@
 """KV cache groups: the blocks of a prompt that the next token needs, as vLLM's managers keep them; what is refused."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,26 @@ def test_a_cache_that_is_kept_in_another_way_is_refused_with_its_name(spec: Any)
     inner = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
     with pytest.raises(ConfigError, match=f"does not hand over KV caches of {type(inner).__name__}"):
         groups(FULL, spec)
+
+
+def of_model(num_heads: int, num_ranks: int = 1, *, use_mla: bool = False, num_shards: int = 1) -> Any:
+    """What a configuration says of a model's heads."""
+    model = SimpleNamespace(use_mla=use_mla, get_total_num_kv_heads=lambda: num_heads)
+    parallel = SimpleNamespace(tensor_parallel_size=num_ranks, decode_context_parallel_size=num_shards)
+    return SimpleNamespace(model_config=model, parallel_config=parallel)
+
+
+def test_blocks_have_slices_by_head_if_each_layer_has_its_ranks_part_of_the_models_heads() -> None:
+    heads = SHAPE["num_kv_heads"]
+    assert groups(FULL, window(64)).num_heads(of_model(heads)) == heads
+    assert groups(FULL).num_heads(of_model(2 * heads, 2)) == 2 * heads
+    latent = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    assert groups(latent).num_heads(of_model(16, 4, use_mla=True)) == 1
+    more = FullAttentionSpec(**SHAPE | {"num_kv_heads": 2 * heads})
+    apart = FullAttentionSpec(**SHAPE, num_head_slots=heads)
+    for specs in ((FULL, more), (FULL, STATE), (apart,)):
+        assert groups(*specs).num_heads(of_model(heads)) == 0
+    assert groups(FULL).num_heads(of_model(heads, num_shards=2)) == 0, "other tokens of the same head"
 
 
 def test_states_of_all_blocks_are_refused_with_the_mode_that_is_not() -> None:

@@ -1,6 +1,7 @@
 """The connector's facade: what it refuses of an engine, and what it tells the worker role of it."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from kvpipe import info
 from kvpipe.connector import KVPipeConnector
 from kvpipe.exceptions import ConfigError, TransportUnavailableError
+from kvpipe.store_connector import KVStoreConnector
 from kvpipe.vllm.handoff.metadata import HandshakeMetadata, StepMetadata, WorkerOutcomes
 from tests.vllm.handoff.engine import cache_config, engine_config
 from tests.vllm.handoff.test_worker import BLOCKS
@@ -86,6 +88,13 @@ def test_a_gpu_without_cuda_in_ucx_is_refused_by_the_constructor_with_the_wheels
     config.device_config.device_type = "cuda"
     with pytest.raises(TransportUnavailableError, match=r"install kvpipe\[ucx-cu12\] or kvpipe\[ucx-cu13\]"):
         KVPipeConnector(config, KVConnectorRole.WORKER, cache_config())
+
+
+@pytest.mark.parametrize("connector", [KVPipeConnector, KVStoreConnector])
+def test_a_layout_with_the_heads_outermost_is_asked_for_unless_the_kv_is_latent(connector: Any, config: Any) -> None:
+    assert connector.get_required_kvcache_layout(config) == "LBHNC"
+    latent = SimpleNamespace(model_config=SimpleNamespace(use_mla=True))
+    assert connector.get_required_kvcache_layout(latent) is None
 
 
 def test_vllms_abstract_classes_include_the_connectors_messages() -> None:

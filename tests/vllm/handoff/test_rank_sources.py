@@ -32,9 +32,9 @@ def test_a_rank_gets_its_heads_in_their_order(ours: int, theirs: int, num_heads:
         sources = rank_sources(rank, ours, theirs, num_heads)
         wanted = heads_of(rank, ours, num_heads)
         for source in sources:
-            there = slice_of(heads_of(source.rank, theirs, num_heads), source.slice_there)
-            assert slice_of(wanted, source.slice_here) == there
-        filled = [slice_of(wanted, source.slice_here) for source in sources]
+            there = slice_of(heads_of(source.rank, theirs, num_heads), source.source_slice)
+            assert slice_of(wanted, source.destination_slice) == there
+        filled = [slice_of(wanted, source.destination_slice) for source in sources]
         assert list(itertools.chain(*filled)) == wanted, "each slice is filled once"
 
 

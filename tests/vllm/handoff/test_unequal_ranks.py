@@ -42,7 +42,6 @@ class EngineOfRanks:
             groups=[NAMES],
             num_ranks=num_ranks,
             num_heads=num_heads,
-            group_heads=[len(self.heads[rank])],
             num_hooked_layers=LAYERS,
         )
         worker = WorkerRole(engine, ConnectorConfig(silence_s=5))

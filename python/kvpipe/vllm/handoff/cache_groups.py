@@ -19,6 +19,7 @@ from kvpipe.vllm.versions import is_sharded
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 
@@ -51,8 +52,7 @@ class CacheGroup:
         block_size: Tokens of a block.
         reach: Tokens of the window or chunk; 0 for other kinds.
         layer_names: The layers.
-        num_heads: KV heads in a block of this rank, one behind the other where the layout has them so; 0 if they cannot
-            be told apart.
+        num_heads: KV heads in a block of this rank; 0 if layers differ, or have no slot for each.
         content: Contents of a block that the layers' shapes and the cache's dtype do not tell.
     """
 
@@ -180,10 +180,17 @@ class CacheGroups(tuple[CacheGroup, ...]):
         """Layers that read the KV of tokens."""
         return sum(len(group.layer_names) for group in self if group.kind is not Kind.STATE)
 
-    def num_heads(self, num_in_model: int, num_ranks: int) -> int:
-        """Returns the KV heads of the model; 0 if a rank does not have its part of them in each layer, one by one."""
-        own = max(1, num_in_model // num_ranks)
-        return num_in_model if all(group.num_heads == own for group in self) else 0
+    def num_heads(self, config: VllmConfig) -> int:
+        """Returns the KV heads of the model, and 1 if all ranks have the same latent KV.
+
+        Returns 0 if blocks have no slices by head: some layer does not have its rank's part of those heads, as a
+        recurrent state, or ranks of decode context parallelism have other tokens of the same head.
+        """
+        parallel = config.parallel_config
+        num_heads = 1 if config.model_config.use_mla else int(config.model_config.get_total_num_kv_heads())
+        own = max(1, num_heads // parallel.tensor_parallel_size)
+        is_by_head = all(group.num_heads == own for group in self) and parallel.decode_context_parallel_size == 1
+        return num_heads if is_by_head else 0
 
     def can_repeat_last(self, num_tokens: int) -> bool:
         """True if all groups can compute the last of `num_tokens` tokens again."""

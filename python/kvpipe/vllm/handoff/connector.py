@@ -52,18 +52,13 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        parallel = vllm_config.parallel_config
         groups = CacheGroups.of(kv_cache_config, parallel.decode_context_parallel_size)
-        # Latent KV is the same on all ranks.
-        num_in_model = 1 if model.use_mla else model.get_total_num_kv_heads()
-        num_heads = groups.num_heads(num_in_model, parallel.tensor_parallel_size)
-        if parallel.decode_context_parallel_size > 1:  # ranks with the same head have other tokens of it
-            num_heads = 0
         self._set_load_failure_policy(config.on_load_failure)
         if role == KVConnectorRole.SCHEDULER:
             from kvpipe.vllm.handoff.scheduler import SchedulerRole  # noqa: PLC0415 - only where the role is
 
-            self._scheduler = SchedulerRole(vllm_config, config, groups, num_heads)
+            self._scheduler = SchedulerRole(vllm_config, config, groups)
         else:
             from kvpipe.vllm.handoff.worker import WorkerEngine, WorkerRole  # noqa: PLC0415 - only where the role is
 
@@ -76,8 +71,7 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
                 num_blocks=kv_cache_config.num_blocks,
                 groups=groups.layers(),
                 num_ranks=parallel.tensor_parallel_size,
-                num_heads=num_heads,
-                group_heads=[group.num_heads for group in groups],
+                num_heads=groups.num_heads(vllm_config),
                 num_hooked_layers=groups.num_attention_layers,
                 has_parts=groups.has_parts,
                 device=vllm_config.device_config.device_type,

@@ -39,7 +39,7 @@ class CacheLayout:
         stride_bytes: From a block to the next one in one region.
         offsets: Start of each region, in bytes from the first one of the view.
         order: The shape of a block, and its dimensions from the outermost in memory: two engines must share them.
-        is_by_head: True if the KV heads of a block are one behind the other, whose number may differ.
+        is_by_head: True if a block has its KV heads one after the other. The order then leaves their number out.
     """
 
     block_bytes: int
@@ -54,7 +54,7 @@ class CacheLayout:
     ) -> CacheLayout:
         """Returns the layout of a view `[num_blocks, …]`. `strides` count elements.
 
-        `num_heads` are KV heads that ranks divide among themselves, if dimension 1 counts them; 0 if none does.
+        `num_heads` is the size of dimension 1 if that counts KV heads, and 0 if not.
 
         Raises:
             ConfigError: Bytes of a block are not dense, or blocks overlap; the message names the layer.
@@ -116,13 +116,13 @@ class LayerCache:
             name: Name of the layer.
             cache: Its cache.
             num_blocks: Blocks of vLLM's cache manager.
-            num_heads: KV heads that it has, if they are dimension 1 of the view; 0 if not.
+            num_heads: KV heads of a block; 0 if they cannot be divided.
 
         Raises:
             ConfigError: Its blocks cannot be moved; the message names the layer.
         """
         blocks = _view_blocks(name, cache, num_blocks)
-        # Of another view dimension 1 are K and V, or kernel blocks.
+        # In other views dimension 1 counts K and V, or kernel blocks.
         num_heads = num_heads if blocks is cache and blocks.dim() == _VIEW_DIMS else 0
         return cls(name, blocks, CacheLayout.of(name, blocks.shape, blocks.stride(), blocks.itemsize, num_heads))
 

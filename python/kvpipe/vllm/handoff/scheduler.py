@@ -56,9 +56,7 @@ logger = init_logger("vllm.kvpipe.scheduler")
 class SchedulerRole:
     """The handoffs of one engine, on the side of its scheduler."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, config: ConnectorConfig, groups: CacheGroups, num_heads: int = 0
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig, groups: CacheGroups) -> None:
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._role = str(vllm_config.kv_transfer_config.kv_role)
         self._first_token_support = FirstTokenSupport(vllm_config)
@@ -94,7 +92,7 @@ class SchedulerRole:
             groups=groups,
             num_ranks=vllm_config.parallel_config.world_size,
             tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
-            num_heads=num_heads,
+            num_heads=groups.num_heads(vllm_config),
             is_recomputed=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
             uses_v2=bool(vllm_config.use_v2_model_runner),
         )

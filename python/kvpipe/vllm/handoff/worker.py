@@ -18,7 +18,7 @@ from kvpipe.exceptions import ConfigError, KVPipeError, TransferTimeoutError
 from kvpipe.vllm.amx import permit_tiles
 from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
 from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
-from kvpipe.vllm.handoff.consumer.rank_sources import RankSource, rank_sources
+from kvpipe.vllm.handoff.consumer.rank_sources import rank_sources
 from kvpipe.vllm.handoff.device import CudaOrder, HostOrder, check_device, one_device
 from kvpipe.vllm.handoff.integrity import choose_integrity
 from kvpipe.vllm.handoff.layer_cache import LayerCache
@@ -48,8 +48,7 @@ class WorkerEngine:
         num_blocks: Blocks of its KV cache.
         groups: Names of the layers of each KV cache group.
         num_ranks: Ranks of tensor parallelism.
-        num_heads: KV heads of the model; 1 if all ranks have the same latent KV; 0 if they cannot be told apart.
-        group_heads: KV heads of this rank, in each group; 0 if they cannot be told apart.
+        num_heads: KV heads of the model; 1 if all ranks have the same latent KV; 0 if blocks have no slices by head.
         num_hooked_layers: Layers for which vLLM calls `save_layer`.
         has_parts: True if some blocks of a prompt are of use without the others.
         device: vLLM's type of the device that has the cache.
@@ -65,7 +64,6 @@ class WorkerEngine:
     groups: Sequence[Sequence[str]]
     num_ranks: int = 1
     num_heads: int = 0
-    group_heads: Sequence[int] = ()
     num_hooked_layers: int
     has_parts: bool = True
     device: str = "cpu"
@@ -102,8 +100,6 @@ class WorkerRole:
         # By layer, and for each KV cache group.
         self._regions: dict[str, list[_kvpipe.Region]] = {}
         self._group_regions: list[list[_kvpipe.Region]] = []
-        # By the number of slices of a block, those of each region.
-        self._slices_of: dict[int, dict[_kvpipe.Region, list[_kvpipe.Region]]] = {}
         self._group_of = {name: index for index, names in enumerate(engine.groups) for name in names}
         self._is_by_layer = engine.is_by_layer
         self._step: StepMetadata | None = None
@@ -158,8 +154,8 @@ class WorkerRole:
         )
 
     def _layer_cache(self, name: str, cache: torch.Tensor) -> LayerCache:
-        heads = self._engine.group_heads
-        num_heads = heads[self._group_of[name]] if self._engine.num_heads else 0
+        num_in_model = self._engine.num_heads
+        num_heads = max(1, num_in_model // self._engine.num_ranks) if num_in_model else 0
         return LayerCache.of(name, cache, self._engine.num_blocks, num_heads)
 
     def _own_layers(self, kv_caches: dict[str, torch.Tensor]) -> list[str]:
@@ -251,47 +247,29 @@ class WorkerRole:
         """Begins a load. Returns the reason for which that is not possible; empty if it has begun."""
         try:
             sources = rank_sources(self.rank, self._engine.num_ranks, len(load.ranks), self._engine.num_heads)
-            parts = [self._parts(agent, load, source) for source in sources]
-        except KVPipeError as error:
+        except ConfigError as error:
             return str(error)
+        parts = [
+            (regions, first, block_ids)
+            for regions, (first, block_ids) in zip(self._group_regions, load.parts, strict=True)
+            if block_ids
+        ]
         self._loads.begin(load, len(sources))
-        for number, (source, of_source) in enumerate(zip(sources, parts, strict=True)):
+        for number, source in enumerate(sources):
             address, incarnation = load.ranks[source.rank]
             agent.load(
                 load.handoff,
                 address,
                 incarnation,
-                of_source,
+                parts,
                 load.has_state,
                 event,
                 rank=number,
-                slice=source.slice_there,
+                destination_slice=source.destination_slice,
+                source_slice=source.source_slice,
                 is_shared=source.is_shared,
             )
         return ""
-
-    def _parts(
-        self, agent: _kvpipe.Agent, load: Load, source: RankSource
-    ) -> list[tuple[list[_kvpipe.Region], int, list[int]]]:
-        """Returns regions, first position and blocks of each KV cache group of which a load needs some."""
-        return [
-            (self._slices(agent, regions, source), first, block_ids)
-            for regions, (first, block_ids) in zip(self._group_regions, load.parts, strict=True)
-            if block_ids
-        ]
-
-    def _slices(self, agent: _kvpipe.Agent, regions: list[_kvpipe.Region], source: RankSource) -> list[_kvpipe.Region]:
-        """Returns the regions that a load from a rank of the producer fills: these, or slices of them."""
-        if source.slice_here is None:
-            return regions
-        index, count = source.slice_here
-        slices = self._slices_of.setdefault(count, {})
-        for region in regions:
-            if region not in slices:
-                work = agent.slice(region, count)
-                work.wait(None)
-                slices[region] = work.result()
-        return [slices[region][index] for region in regions]
 
     def _refusal(self, load: Load) -> str:
         """Reason for which a load cannot begin; empty if it can."""

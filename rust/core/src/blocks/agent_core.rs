@@ -35,11 +35,6 @@ pub(crate) enum BlocksCommand {
         region: LocalRegion,
         completer: Completer<Region>,
     },
-    Slice {
-        region: RegionId,
-        count: u32,
-        completer: Completer<Vec<Region>>,
-    },
     Close {
         region: RegionId,
         until: Option<Instant>,
@@ -61,13 +56,13 @@ pub(crate) enum BlocksCommand {
     Drained(Vec<Drained>),
 }
 
-/// What a message means for handoffs.
+/// Consequence of a message for handoffs.
 pub(crate) enum AgentEvent {
     Nothing,
     /// The peer has described its regions, or answered that it cannot divide their blocks.
     RegionsDescribed,
-    /// The blocks of these regions of ours have slices from now on.
-    Divided(Vec<RegionId>),
+    /// The blocks of these regions of ours have these slices from now on.
+    Divided(Vec<(RegionId, Vec<RegionId>)>),
 }
 
 /// All of it.
@@ -118,11 +113,6 @@ impl AgentCore {
             BlocksCommand::Register { region, completer } => {
                 completer.complete(self.register(cx, region));
             }
-            BlocksCommand::Slice {
-                region,
-                count,
-                completer,
-            } => completer.complete(self.slice(cx, region, count)),
             BlocksCommand::Close {
                 region,
                 until,
@@ -153,7 +143,7 @@ impl AgentCore {
         self.regions_down(session);
     }
 
-    /// A message; returns what it means for handoffs.
+    /// Handles a message, and returns its consequence for handoffs.
     pub(crate) fn message(
         &mut self,
         cx: &mut Cx<'_>,

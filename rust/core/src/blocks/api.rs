@@ -78,21 +78,6 @@ impl Agent {
         self.ask(|completer| BlocksCommand::Register { region, completer })
     }
 
-    /// The slices of a region's blocks, in their order, as regions over the same memory. Neither knows of transfers of the
-    /// other. They are closed with their region.
-    ///
-    /// # Errors
-    /// The region is another agent's or was closed, or its blocks cannot be divided so.
-    pub fn slice(&self, region: &Region, count: u32) -> Result<Work<Vec<Region>>> {
-        region.check(self.incarnation)?;
-        let region = region.id();
-        self.ask(|completer| BlocksCommand::Slice {
-            region,
-            count,
-            completer,
-        })
-    }
-
     /// Takes a region back. The work ends when nothing reads or writes its memory any more, or with `Timeout`: then the
     /// memory is kept until that is so, for which a second call waits again.
     ///

@@ -23,8 +23,8 @@ pub(crate) struct PeerState {
     pub(crate) regions: Option<Regions>,
     /// Above the id of every region that it has described.
     pub(super) next_region: RegionId,
-    /// Into how many slices it was asked to divide blocks, and what it has answered: a reason, or nothing.
-    pub(super) divisions: BTreeMap<u32, Option<String>>,
+    /// Its answers to requests to divide its blocks, by the number of slices.
+    pub(super) divisions: BTreeMap<u32, Option<Result<(), String>>>,
     /// Callers that wait for it, each with the incarnation that it wants.
     waiting: Vec<(Option<Incarnation>, Completer<Peer>)>,
     /// Our writes, by id.

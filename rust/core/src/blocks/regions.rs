@@ -55,21 +55,20 @@ fn device(kind: MemoryKind) -> String {
     }
 }
 
-/// A division of the blocks of a region, for peers that load some of their slices.
+/// A division of the blocks of a region.
 #[derive(Debug)]
 pub(crate) struct Division {
     /// The region of each slice.
     pub(crate) slices: Vec<RegionId>,
-    /// Over the bytes of a slice.
-    pub(crate) shift: Arc<Shift>,
+    /// Over the bytes of a slice, if peers load slices: they are announced.
+    pub(crate) shift: Option<Arc<Shift>>,
 }
 
 #[derive(Debug)]
 pub(crate) struct LocalRegion {
     pub(crate) name: String,
-    pub(crate) slice: Option<Slice>,
-    /// Of the region of which it is a slice.
-    whole: Option<RegionId>,
+    /// The region of which it is a slice, and that slice.
+    slice_of: Option<(RegionId, Slice)>,
     pub(crate) layout: Layout,
     pub(super) is_writable: bool,
     pub(crate) memory: Arc<Memory>,
@@ -77,7 +76,7 @@ pub(crate) struct LocalRegion {
     pub(crate) rkey: Vec<u8>,
     /// Reads into it and writes from it that are not over.
     pub(super) num_transfers: usize,
-    /// How peers have its blocks divided.
+    /// Into slices, one for each number of them.
     pub(crate) divisions: Vec<Division>,
     /// Blocks of transfers that have failed and are not over, each with the number of these transfers.
     busy: BTreeMap<u32, usize>,
@@ -95,8 +94,7 @@ impl LocalRegion {
         let rkey = key(&memory)?;
         Ok(Self {
             name: name.to_owned(),
-            slice: None,
-            whole: None,
+            slice_of: None,
             layout,
             is_writable,
             memory,
@@ -118,8 +116,7 @@ impl LocalRegion {
         })?;
         Ok(Self {
             name: self.name.clone(),
-            slice: Some(slice),
-            whole: Some(id),
+            slice_of: Some((id, slice)),
             layout,
             is_writable: false,
             memory: Arc::clone(&self.memory),
@@ -130,10 +127,20 @@ impl LocalRegion {
         })
     }
 
-    /// True if its blocks are whole, and not divided into so many slices for peers.
-    fn is_undivided(&self, count: u32) -> bool {
-        let mut divisions = self.divisions.iter();
-        self.slice.is_none() && divisions.all(|division| division.slices.len() != count as usize)
+    /// True if its blocks are whole.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.slice_of.is_none()
+    }
+
+    fn division_mut(&mut self, count: u32) -> Option<&mut Division> {
+        let mut divisions = self.divisions.iter_mut();
+        divisions.find(|division| division.slices.len() == count as usize)
+    }
+
+    /// The numbers of slices that peers load.
+    fn announced_counts(&self) -> impl Iterator<Item = usize> {
+        let announced = self.divisions.iter().filter(|it| it.shift.is_some());
+        announced.map(|division| division.slices.len())
     }
 
     /// # Errors
@@ -179,7 +186,7 @@ impl LocalRegion {
         RemoteRegion {
             id,
             name: self.name.clone(),
-            slice: self.slice,
+            slice: self.slice_of.map(|(_, slice)| slice),
             layout: self.layout.clone(),
             device: device(buffer.kind()),
             is_writable: self.is_writable,
@@ -245,65 +252,36 @@ impl AgentCore {
         id
     }
 
-    /// The slices of a region's blocks, as regions; those that are there already are returned again.
+    /// The division of a region's blocks into so many slices. The caller describes new regions to peers.
     ///
     /// # Errors
     /// Its blocks cannot be divided so, it was closed, or there are too many regions.
-    pub(super) fn slice(
-        &mut self,
-        cx: &mut Cx<'_>,
-        whole: RegionId,
-        count: u32,
-    ) -> Result<Vec<Region>> {
-        let num_before = self.regions.len();
-        let slices = self.slice_region(whole, count)?;
-        if self.regions.len() > num_before {
-            self.send_regions(cx);
+    pub(crate) fn division(&mut self, whole: RegionId, count: u32) -> Result<&mut Division> {
+        let region = self.regions.get_mut(&whole).ok_or_else(region_gone)?;
+        if region.division_mut(count).is_none() {
+            let slices = (0..count).map(|index| region.sliced(whole, Slice { index, count }));
+            let slices = slices.collect::<Result<Vec<_>>>()?;
+            self.check_num_regions(slices.len())?;
+            let slices = slices.into_iter().map(|slice| self.insert_region(slice));
+            let slices = slices.collect();
+            let region = self.regions.get_mut(&whole).ok_or_else(region_gone)?;
+            region.divisions.push(Division {
+                slices,
+                shift: None,
+            });
         }
-        let incarnation = cx.links.identity().incarnation;
-        let slices = slices.into_iter().map(|id| {
-            let slice = &self.regions[&id];
-            Region::new(id, &slice.name, slice.layout.clone(), incarnation)
-        });
-        Ok(slices.collect())
-    }
-
-    fn slice_region(&mut self, whole: RegionId, count: u32) -> Result<Vec<RegionId>> {
-        let known = self.slices_of(whole, count);
-        if !known.is_empty() {
-            return Ok(known);
-        }
-        let region = self.regions.get(&whole).ok_or_else(region_gone)?;
-        if region.slice.is_some() {
-            let text = "a slice has no slices: divide its region into more";
-            return Err(Error::Config(text.to_owned()));
-        }
-        let slices = (0..count).map(|index| region.sliced(whole, Slice { index, count }));
-        let slices = slices.collect::<Result<Vec<_>>>()?;
-        self.check_num_regions(slices.len())?;
-        Ok(slices
-            .into_iter()
-            .map(|slice| self.insert_region(slice))
-            .collect())
-    }
-
-    /// The regions of a region's slices, in their order.
-    fn slices_of(&self, whole: RegionId, count: u32) -> Vec<RegionId> {
-        let is_it = |region: &LocalRegion| {
-            region.whole == Some(whole) && region.slice.is_some_and(|slice| slice.count == count)
-        };
-        let slices = self.regions.iter().filter(|(_, region)| is_it(region));
-        slices.map(|(id, _)| *id).collect()
+        let region = self.regions.get_mut(&whole).ok_or_else(region_gone)?;
+        region.division_mut(count).ok_or_else(region_gone)
     }
 
     /// A peer loads slices of blocks: divides those of all regions, and answers it. Returns the regions that are divided
-    /// so from now on.
+    /// so from now on, each with its slices.
     pub(super) fn divide(
         &mut self,
         cx: &mut Cx<'_>,
         session: SessionKey,
         count: u32,
-    ) -> Vec<RegionId> {
+    ) -> Vec<(RegionId, Vec<RegionId>)> {
         let divided = self.divide_all(count);
         if divided.as_ref().is_ok_and(|wholes| !wholes.is_empty()) {
             self.send_regions(cx);
@@ -314,45 +292,45 @@ impl AgentCore {
         divided.unwrap_or_default()
     }
 
-    fn divide_all(&mut self, count: u32) -> Result<Vec<RegionId>> {
-        let divisions = self.regions.values().flat_map(|region| &region.divisions);
-        let counts: BTreeSet<usize> = divisions.map(|division| division.slices.len()).collect();
+    fn divide_all(&mut self, count: u32) -> Result<Vec<(RegionId, Vec<RegionId>)>> {
+        let regions = self.regions.values();
+        let counts: BTreeSet<usize> = regions.flat_map(LocalRegion::announced_counts).collect();
         if !counts.contains(&(count as usize)) && counts.len() >= DIVISIONS_CAP {
             return Err(Error::Config(format!(
                 "blocks are divided in {DIVISIONS_CAP} ways for peers already, into {counts:?} slices"
             )));
         }
+        let is_undivided = |region: &LocalRegion| {
+            let mut counts = region.announced_counts();
+            region.is_whole() && counts.all(|divided| divided != count as usize)
+        };
         let wholes = self
             .regions
             .iter()
-            .filter(|(_, region)| region.is_undivided(count));
+            .filter(|(_, region)| is_undivided(region));
         let wholes: Vec<RegionId> = wholes.map(|(id, _)| *id).collect();
+        // All of them or none.
         for whole in &wholes {
             let first = Slice { index: 0, count };
             self.regions[whole].sliced(*whole, first)?;
         }
         self.check_num_regions(wholes.len() * count as usize)?;
         let mut shifts: BTreeMap<u64, Arc<Shift>> = BTreeMap::new();
+        let mut divided = Vec::new();
         for whole in &wholes {
-            let slices = self.slice_region(*whole, count)?;
-            let Some(region) = self.regions.get_mut(whole) else {
-                continue;
-            };
-            let len = region.layout.block_bytes / u64::from(count);
+            let len = self.regions[whole].layout.block_bytes / u64::from(count);
             let shift = shifts
                 .entry(len)
                 .or_insert_with(|| Arc::new(Shift::over(len)));
-            let shift = Arc::clone(shift);
-            region.divisions.push(Division { slices, shift });
+            let division = self.division(*whole, count)?;
+            division.shift = Some(Arc::clone(shift));
+            divided.push((*whole, division.slices.clone()));
         }
-        Ok(wholes)
+        Ok(divided)
     }
 
-    fn send_regions(&self, cx: &mut Cx<'_>) {
-        let wholes = self
-            .regions
-            .values()
-            .filter(|region| region.slice.is_none());
+    pub(crate) fn send_regions(&self, cx: &mut Cx<'_>) {
+        let wholes = self.regions.values().filter(|region| region.is_whole());
         let count = wholes.count();
         self.shared.num_regions.store(count, Ordering::Relaxed);
         let frame = self.describe_regions();
@@ -381,18 +359,8 @@ impl AgentCore {
                 None => completer.complete(Ok(())),
             };
         };
-        if region.slice.is_some() {
-            self.regions.insert(id, region);
-            let text = "a slice is closed with its region, and not alone";
-            return completer.complete(Err(Error::Config(text.to_owned())));
-        }
-        let slices = self
-            .regions
-            .iter()
-            .filter(|(_, slice)| slice.whole == Some(id));
-        let slices: Vec<RegionId> = slices.map(|(slice, _)| *slice).collect();
-        for slice in slices {
-            self.close_one(cx, slice, Vec::new());
+        for slice in region.divisions.iter().flat_map(|it| &it.slices) {
+            self.close_one(cx, *slice, Vec::new());
         }
         self.regions.insert(id, region);
         self.close_one(cx, id, vec![(until, completer)]);
@@ -468,7 +436,9 @@ impl AgentCore {
     /// Ends the closing of regions that are not used any more.
     pub(super) fn end_closing(&mut self, now: Instant) {
         let in_use = self.closing.iter().filter(|closing| closing.is_in_use());
-        let sliced: HashSet<RegionId> = in_use.filter_map(|it| it.region.whole).collect();
+        let sliced: HashSet<RegionId> = in_use
+            .filter_map(|it| Some(it.region.slice_of?.0))
+            .collect();
         for mut closing in std::mem::take(&mut self.closing) {
             if !closing.is_in_use() && !sliced.contains(&closing.id) {
                 drop(closing.region);
@@ -599,14 +569,13 @@ impl AgentCore {
         }
     }
 
-    /// Has a peer divide its blocks into slices, once. Returns the reason for which it does not, empty if it has, and
-    /// `None` while it has not answered.
+    /// Has a peer divide its blocks into slices, once. Returns its answer: done, or the reason why not.
     pub(crate) fn ask_to_divide(
         &mut self,
         cx: &mut Cx<'_>,
         session: SessionKey,
         count: u32,
-    ) -> Option<String> {
+    ) -> Option<std::result::Result<(), String>> {
         let peer = self.peers.get_mut(&session)?;
         if let Some(answer) = peer.divisions.get(&count) {
             return answer.clone();
@@ -630,7 +599,11 @@ impl AgentCore {
             let text = format_args!("blocks divided into {count}, which it was not asked for");
             return Err(Error::protocol(text));
         };
-        *answer = Some(reason);
+        *answer = Some(if reason.is_empty() {
+            Ok(())
+        } else {
+            Err(reason)
+        });
         Ok(())
     }
 }

@@ -147,22 +147,13 @@ impl Agents {
 
     /// Loads one half of blocks into the other half of ours.
     fn load_slice(&mut self, handoff: HandoffId, producer: String) {
-        let decode = &self.decode;
-        let slices = decode.agent.slice(&decode.region, 2).expect("it runs");
-        while !slices.is_completed() {
-            self.round();
-        }
-        let slices = slices.result().expect("an end").expect("slices");
         let request = LoadRequest {
             handoff,
             producer,
             incarnation: self.prefill.agent.incarnation(),
-            parts: vec![LoadPart {
-                regions: Some(slices[..1].to_vec()),
-                first: 0,
-                block_ids: (0..4).collect(),
-            }],
-            slice: Some(Slice { index: 1, count: 2 }),
+            parts: vec![LoadPart::of_all_regions(0, (0..4).collect())],
+            destination_slice: Some(Slice { index: 0, count: 2 }),
+            source_slice: Some(Slice { index: 1, count: 2 }),
             is_committed: true,
             ..LoadRequest::default()
         };

@@ -18,9 +18,9 @@ pub const SLICES_CAP: u32 = 256;
 /// An equal part of each block of a region, such as the KV of some of the heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Slice {
-    /// Which one, from 0 on.
+    /// Its number, from 0 on.
     pub index: u32,
-    /// Into how many a block is divided.
+    /// Number of slices of a block.
     pub count: u32,
 }
 
@@ -131,7 +131,7 @@ pub struct RemoteRegion {
     pub id: RegionId,
     /// Its name, which its slices share.
     pub name: String,
-    /// Of which part of the blocks it is, if it is a slice.
+    /// The part of each block that it is, if it is a slice.
     pub slice: Option<Slice>,
     /// Its layout.
     pub layout: Layout,

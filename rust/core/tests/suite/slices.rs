@@ -19,7 +19,7 @@ fn half(transport: &Transport, seed: u64) -> Worker {
 /// A load of one half of the producer's blocks.
 fn of_half(producer: &Worker, index: u32, block_ids: &[u32]) -> LoadRequest {
     LoadRequest {
-        slice: Some(Slice { index, count: 2 }),
+        source_slice: Some(Slice { index, count: 2 }),
         is_shared: true,
         ..producer.request(block_ids)
     }
@@ -139,22 +139,15 @@ fn a_worker_loads_its_blocks_from_two_that_have_half_of_them_each() {
             worker(transport, 900),
             [100, 200].map(|it| half(transport, it)),
         );
-        let sliced = consumer.regions.iter().map(|region| {
-            let slices = consumer.agent.slice(region, 2).expect("slice");
-            slices.wait_for(TIMEOUT).expect("sliced")
-        });
-        let sliced: Vec<_> = sliced.collect();
         for (rank, producer) in producers.iter().enumerate() {
-            let regions = sliced.iter().map(|slices| slices[rank].clone()).collect();
             consumer.load(LoadRequest {
                 rank: rank as u16,
-                parts: vec![LoadPart {
-                    regions: Some(regions),
-                    first: 0,
-                    block_ids: vec![1, 2],
-                }],
+                destination_slice: Some(Slice {
+                    index: rank as u32,
+                    count: 2,
+                }),
                 is_committed: false,
-                ..producer.request(&[])
+                ..producer.request(&[1, 2])
             });
             producer.mark_ready(0, &[rank as u32 + 4, 9]);
         }
@@ -226,7 +219,7 @@ fn blocks_that_cannot_be_divided_so_are_named() {
         let (producer, consumer) = (worker(transport, 100), half(transport, 900));
         producer.mark_ready(0, &[4]);
         let slice = |index, count| LoadRequest {
-            slice: Some(Slice { index, count }),
+            source_slice: Some(Slice { index, count }),
             ..producer.request(&[1])
         };
         consumer.load(slice(0, 3));
@@ -234,6 +227,14 @@ fn blocks_that_cannot_be_divided_so_are_named() {
         assert_eq!(missing, [0]);
         let expected = "region \"layer.0\": blocks of 8192 bytes cannot be divided into 3 slices";
         assert!(reason.contains(expected), "{reason}");
+        consumer.seen.borrow_mut().clear();
+        consumer.load(LoadRequest {
+            destination_slice: Some(Slice { index: 0, count: 3 }),
+            ..producer.request(&[1])
+        });
+        let (missing, reason) = consumer.failed();
+        assert_eq!(missing, [0]);
+        assert!(reason.contains("blocks of 4096 bytes"), "{reason}");
         for (index, count) in [(2, 2), (0, 1), (0, 257)] {
             assert!(consumer.agent.load(slice(index, count)).is_err());
         }

@@ -58,7 +58,7 @@ class ConsumerScheduler:
         groups: KV cache groups of this engine.
         num_ranks: Workers of this engine.
         tensor_parallel_size: Those of them that share the heads of each layer.
-        num_heads: KV heads of the model; 0 if a producer must have as many ranks.
+        num_heads: KV heads of the model; 0 if blocks have no slices by head.
         is_recomputed: True if this engine computes lost KV; otherwise lost KV fails its request.
         uses_v2: True if its model runner is V2.
     """

@@ -117,7 +117,7 @@ class ProducerScheduler:
         """Notes the blocks of a request that another connector loads within the step in which it is admitted."""
         num_before = request.num_computed_tokens
         if request.prefill_stats is not None and not request.num_preemptions:
-            # Connectors are told whole blocks; vLLM may go on from within the next one, of which it makes a copy.
+            # vLLM gives connectors a multiple of a block. A hit may end within the next block, which vLLM then copies.
             num_local = request.prefill_stats.num_local_cached_tokens
         if num_local < num_before and self.manager is not None:
             loaded: set[int] = set()

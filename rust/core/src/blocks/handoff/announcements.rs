@@ -71,7 +71,7 @@ impl HandoffService {
                 return Err("blocks of a region that was closed cannot be leased".to_owned());
             };
             let has_checksums = has_checksums(self.integrity, &local.memory);
-            let is_divided = !local.divisions.is_empty();
+            let is_divided = local.divisions.iter().any(|it| it.shift.is_some());
             for (&block_id, position) in part.block_ids.iter().zip(part.first..) {
                 if local.layout.offset(block_id).is_err() {
                     return Err(format!(
@@ -116,6 +116,9 @@ impl HandoffService {
         let nothing = |region| checksum_of(&handoff, epoch, region, position, [][..].into());
         let mut of_whole = None;
         for Division { slices, shift } in &local.divisions {
+            let Some(shift) = shift else {
+                continue;
+            };
             let mut whole = nothing(region);
             for &slice in slices {
                 let it = self.agent.regions.get(&slice)?;
@@ -140,13 +143,16 @@ impl HandoffService {
     }
 
     /// Announces the slices of blocks that were ready before they were divided.
-    pub(super) fn announce_slices(&mut self, cx: &mut Cx<'_>, regions: &[RegionId]) {
-        for (region, ranges) in self.producer.ready_in(regions) {
-            let local = self.agent.regions.get(&region);
-            let Some(division) = local.and_then(|local| local.divisions.last()) else {
-                continue;
-            };
-            let slices = division.slices.clone();
+    pub(super) fn announce_slices(
+        &mut self,
+        cx: &mut Cx<'_>,
+        divided: Vec<(RegionId, Vec<RegionId>)>,
+    ) {
+        let mut ready = self
+            .producer
+            .ready_in(divided.iter().map(|(region, _)| *region));
+        for (region, slices) in divided {
+            let ranges = ready.remove(&region).unwrap_or_default();
             let handoffs: Vec<HandoffId> = ranges.iter().map(|range| range.handoff).collect();
             match ReadyBlocks::new(ranges) {
                 Ok(ready) => self.ready.push(ready, slices),

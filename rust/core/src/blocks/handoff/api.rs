@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::ids::{HandoffId, RegionId};
 use crate::sync::lock;
 use crate::trace::Trace;
+use crate::transfer::region::Slice;
 
 impl Agent {
     fn check_integrity(&self) -> Result<()> {
@@ -115,9 +116,9 @@ impl Agent {
 
     fn begin_load(&self, request: LoadRequest, gate: Option<u64>) -> Result<()> {
         self.check_integrity()?;
-        request
-            .slice
-            .map_or(Ok(()), |slice| slice.check().map(drop))?;
+        for slice in [request.destination_slice, request.source_slice] {
+            slice.map(Slice::check).transpose()?;
+        }
         for part in &request.parts {
             check_positions(part.first, part.block_ids.len())?;
         }

@@ -50,12 +50,12 @@ impl LoadId {
     }
 }
 
-/// What a worker loads of a handoff from one worker of its producer.
+/// A worker's load from one worker of the producer of a handoff.
 #[derive(Debug, Clone, Default)]
 pub struct LoadRequest {
     /// The handoff.
     pub handoff: HandoffId,
-    /// The producer's worker among those from which this one loads the handoff: loads are told apart by it.
+    /// Number of the producer's worker. A handoff has one load from each.
     pub rank: u16,
     /// Address of the producer's worker.
     pub producer: String,
@@ -63,10 +63,12 @@ pub struct LoadRequest {
     pub incarnation: Incarnation,
     /// The wanted blocks. Those of several parts are of use together only: if one is lost, so is the load.
     pub parts: Vec<LoadPart>,
-    /// Of the producer's blocks only this slice, which fills the blocks here. The producer divides its blocks when it is
-    /// asked for the first time.
-    pub slice: Option<Slice>,
-    /// True if other workers load the same blocks: the producer is not sent ACK, and its scheduler ends the handoff.
+    /// The slice of the blocks here that it fills; `None`: all of them.
+    pub destination_slice: Option<Slice>,
+    /// The slice of the producer's blocks that it reads; `None`: all of them. The producer divides its blocks for the first
+    /// such load.
+    pub source_slice: Option<Slice>,
+    /// True if other workers load from the producer's, too: it is not sent ACK, and its scheduler ends the handoff.
     pub is_shared: bool,
     /// True if the sequence state is here: the load then ends with its last block.
     pub is_committed: bool,

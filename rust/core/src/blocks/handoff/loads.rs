@@ -25,7 +25,7 @@ use crate::ids::{Epoch, HandoffId, RegionId, SessionKey};
 use crate::integrity::Integrity;
 use crate::trace::Track;
 use crate::transfer::Cx;
-use crate::transfer::region::RemoteRegion;
+use crate::transfer::region::{RemoteRegion, Slice};
 
 /// Deadline for a fresh session. A live peer needs milliseconds, and a dead one must not hold up its loads.
 const FRESH_WITHIN: Duration = Duration::from_secs(2);
@@ -41,29 +41,55 @@ impl HandoffService {
             let text = "load refused: this handoff is being loaded already";
             return self.log_line(text.to_owned());
         }
-        let known = &self.agent.regions;
-        let wholes = known.iter().filter(|(_, region)| region.slice.is_none());
-        let wholes: Vec<RegionId> = wholes.map(|(id, _)| *id).collect();
-        let ours: Vec<Vec<RegionId>> = request
-            .parts
-            .iter()
-            .map(|part| match &part.regions {
-                Some(regions) => regions.iter().map(Region::id).collect(),
-                None => wholes.clone(),
-            })
-            .collect();
-        let has_regions = !known.is_empty();
-        let block_bytes = known.values().map(|region| region.layout.block_bytes);
+        let (ours, failure) = match self.destinations(cx, &request) {
+            Ok(ours) => (ours, None),
+            Err(error) => (vec![Vec::new(); request.parts.len()], Some(error)),
+        };
+        let known = self.agent.regions.values();
+        let block_bytes = known.map(|region| region.layout.block_bytes);
         let max_batch = slice_of(block_bytes.max().unwrap_or_default());
         let session = self.agent.session_to(cx.links, &request.producer);
         let load = Load::new(request, ours, max_batch);
         let mut active = ActiveLoad::new(load, session, cx.links.now());
         active.gate = gate;
         self.loads.insert(active);
-        if !has_regions {
-            return self.fail_load(cx, id, FailureCause::Other, "no region is registered here");
+        if let Some(error) = failure {
+            self.withdraw_load(id);
+            return self.fail_load(cx, id, FailureCause::Other, &error.to_string());
         }
         self.continue_load(cx, id);
+    }
+
+    /// The regions into which a load reads, part by part.
+    ///
+    /// # Errors
+    /// There is none, or blocks have no such slices.
+    fn destinations(
+        &mut self,
+        cx: &mut Cx<'_>,
+        request: &LoadRequest,
+    ) -> Result<Vec<Vec<RegionId>>, Error> {
+        let regions = &self.agent.regions;
+        let wholes = regions.iter().filter(|(_, region)| region.is_whole());
+        let wholes: Vec<RegionId> = wholes.map(|(id, _)| *id).collect();
+        if wholes.is_empty() {
+            return Err(Error::Config("no region is registered here".to_owned()));
+        }
+        let num_before = regions.len();
+        let parts = request.parts.iter().map(|part| match &part.regions {
+            Some(regions) => regions.iter().map(Region::id).collect(),
+            None => wholes.clone(),
+        });
+        let mut parts: Vec<Vec<RegionId>> = parts.collect();
+        if let Some(Slice { index, count }) = request.destination_slice {
+            for region in parts.iter_mut().flatten() {
+                *region = self.agent.division(*region, count)?.slices[index as usize];
+            }
+        }
+        if self.agent.regions.len() > num_before {
+            self.agent.send_regions(cx);
+        }
+        Ok(parts)
     }
 
     /// Opens the gate of a load: the event that it waited for has ended. A later load of the same handoff has another gate.
@@ -108,22 +134,15 @@ impl HandoffService {
         if is_gated || active.has_selected || active.load.has_ended() || active.load.is_reading() {
             return;
         }
-        let (session, slice) = (active.session(), active.load.request.slice);
+        let (session, slice) = (active.session(), active.load.request.source_slice);
         let peer = self.agent.peers.get(&session);
-        if peer.is_none_or(|peer| peer.regions.is_none()) {
-            return;
-        }
-        let is_divided = match slice {
-            Some(slice) => self.agent.ask_to_divide(cx, session, slice.count),
-            None => Some(String::new()),
-        };
-        let Some(refusal) = is_divided else {
+        let Some(theirs) = peer.and_then(|peer| peer.regions.clone()) else {
             return;
         };
-        let Some(peer) = self.agent.peers.get(&session) else {
-            return;
-        };
-        let Some(theirs) = &peer.regions else {
+        let divided = slice.map_or(Some(Ok(())), |slice| {
+            self.agent.ask_to_divide(cx, session, slice.count)
+        });
+        let (Some(divided), Some(peer)) = (divided, self.agent.peers.get(&session)) else {
             return;
         };
         self.loads.cancel_deadline(id);
@@ -137,11 +156,9 @@ impl HandoffService {
             load.cannot_validate();
             return load.fail(FailureCause::Lost, "the producer has been restarted");
         }
-        if !refusal.is_empty() {
-            return load.fail(
-                FailureCause::Refused,
-                &format!("the producer cannot divide its blocks: {refusal}"),
-            );
+        if let Err(refusal) = divided {
+            let reason = format!("the producer cannot divide its blocks: {refusal}");
+            return load.fail(FailureCause::Refused, &reason);
         }
         let theirs = theirs.iter().filter(|region| region.slice == slice);
         let theirs: Vec<&RemoteRegion> = theirs.map(|region| &**region).collect();

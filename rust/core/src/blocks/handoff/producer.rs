@@ -163,9 +163,12 @@ impl Producer {
     }
 
     /// The blocks that are ready in each of these regions, of all handoffs.
-    pub(super) fn ready_in(&self, regions: &[RegionId]) -> HashMap<RegionId, Vec<ReadyRange>> {
-        let mut found: HashMap<RegionId, Vec<ReadyRange>> = HashMap::new();
-        found.extend(regions.iter().map(|region| (*region, Vec::new())));
+    pub(super) fn ready_in(
+        &self,
+        regions: impl Iterator<Item = RegionId>,
+    ) -> HashMap<RegionId, Vec<ReadyRange>> {
+        let mut found: HashMap<RegionId, Vec<ReadyRange>> =
+            regions.map(|region| (region, Vec::new())).collect();
         for (&handoff, ready) in &self.ready {
             for block in &ready.blocks {
                 let Some(ranges) = found.get_mut(&block.region) else {
@@ -183,7 +186,6 @@ impl Producer {
                 }
             }
         }
-        found.retain(|_, ranges| !ranges.is_empty());
         found
     }
 

@@ -245,7 +245,7 @@ impl TransferService for HandoffService {
         }
         match self.agent.message(cx, session, (kind, header), &data)? {
             AgentEvent::RegionsDescribed => self.regions_described(cx, session),
-            AgentEvent::Divided(regions) => self.announce_slices(cx, &regions),
+            AgentEvent::Divided(divided) => self.announce_slices(cx, divided),
             AgentEvent::Nothing => {}
         }
         Ok(())
