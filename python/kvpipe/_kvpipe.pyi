@@ -507,8 +507,12 @@ class Agent:
         fingerprint: Sequence[tuple[str, str]] = ...,
         silence: float | None = None,
         integrity: str = "auto",
+        first_block_timeout: float = 300.0,
     ) -> Agent:
-        """`listen` may be `host:first-last`: the first free port."""
+        """`listen` may be `host:first-last`: the first free port.
+
+        The producers of its loads wait for their first block for `first_block_timeout` seconds.
+        """
 
     @property
     def address(self) -> str | None: ...
@@ -635,7 +639,10 @@ class Control:
         num_tokens: int,
         ranks: Sequence[tuple[str, bytes]],
         adapter: str = "",
-    ) -> None: ...
+        stages: Sequence[Sequence[int]] = ...,
+    ) -> None:
+        """`stages` has the number of layers of each KV cache group in each stage of a pipeline; empty: one stage."""
+
     def progress(self, handoff: bytes, remaining: float) -> None: ...
     def finish(
         self,

@@ -20,7 +20,7 @@ use crate::log;
 use crate::token::ListenerTokens;
 use crate::trace::Trace;
 use crate::transport::Transport;
-use crate::work::{Kind, Work, duration};
+use crate::work::{FOREVER, Kind, Work, duration};
 
 /// An id from Python: 16 bytes.
 pub(crate) fn id(bytes: &[u8]) -> PyResult<HandoffId> {
@@ -48,7 +48,7 @@ pub(crate) struct Agent(blocks::Agent);
 #[pymethods]
 impl Agent {
     #[new]
-    #[pyo3(signature = (listen, token, transport, engine_id="", fingerprint=vec![], silence=None, integrity="auto"))]
+    #[pyo3(signature = (listen, token, transport, engine_id="", fingerprint=vec![], silence=None, integrity="auto", first_block_timeout=300.0))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword arguments of a private class"
@@ -62,10 +62,12 @@ impl Agent {
         fingerprint: Vec<(String, String)>,
         silence: Option<f64>,
         integrity: &str,
+        first_block_timeout: f64,
     ) -> PyResult<Self> {
         log::begin(py)?;
         let integrity = integrity.parse().map_err(to_py)?;
         let (timeouts, transport) = (timeouts(silence)?, transport.core());
+        let first_block_timeout = duration(Some(first_block_timeout))?.unwrap_or(FOREVER);
         let agent = py.detach(|| {
             blocks::Agent::new(AgentConfig {
                 listen,
@@ -75,6 +77,7 @@ impl Agent {
                 fingerprint,
                 timeouts,
                 integrity,
+                first_block_timeout,
             })
         });
         agent.map(Self).map_err(to_py)

@@ -1,7 +1,5 @@
 //! `Control`: the control plane for the scheduler role and the proxy.
 
-use std::time::Duration;
-
 use kvpipe_core::FailureCause;
 use kvpipe_core::control::{
     self, AllowedHosts, ControlEvent, ControlQuery, ControlTimeouts, HandoffUpdate, Opening, Rank,
@@ -16,10 +14,7 @@ use crate::error::{bad, to_py};
 use crate::log;
 use crate::token::ListenerTokens;
 use crate::trace::Trace;
-use crate::work::{Kind, Work, duration};
-
-/// No timeout, as a duration that can be added to the current time.
-const FOREVER: Duration = Duration::from_secs(10 * 365 * 86400);
+use crate::work::{FOREVER, Kind, Work, duration};
 
 #[pyclass(frozen)]
 pub(crate) struct Control(control::Control);
@@ -83,7 +78,7 @@ impl Control {
         self.0.expect(id(handoff)?).map_err(to_py)
     }
 
-    #[pyo3(signature = (handoff, prompt_hash, num_tokens, ranks, adapter=""))]
+    #[pyo3(signature = (handoff, prompt_hash, num_tokens, ranks, adapter="", stages=vec![]))]
     fn open(
         &self,
         handoff: &[u8],
@@ -91,6 +86,7 @@ impl Control {
         num_tokens: u32,
         ranks: Vec<(String, Vec<u8>)>,
         adapter: &str,
+        stages: Vec<Vec<u32>>,
     ) -> PyResult<()> {
         let prompt_hash = hash(prompt_hash)?;
         let rank = |(address, incarnation): (String, Vec<u8>)| {
@@ -107,6 +103,7 @@ impl Control {
                     prompt_hash,
                     num_tokens,
                     ranks,
+                    stages,
                     adapter: adapter.to_owned(),
                 },
             )
@@ -284,7 +281,8 @@ fn set_opening(dict: &Bound<'_, PyDict>, opening: &Opening) -> PyResult<()> {
         .iter()
         .map(|rank| (rank.address.as_str(), rank.incarnation.as_slice()))
         .collect();
-    dict.set_item("ranks", ranks)
+    dict.set_item("ranks", ranks)?;
+    dict.set_item("stages", &opening.stages)
 }
 
 impl Drop for Control {

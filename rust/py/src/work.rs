@@ -73,7 +73,10 @@ impl Work {
     }
 }
 
-/// A timeout from Python, in seconds.
+/// No timeout: ten years, which can be added to the current time without overflow.
+pub(crate) const FOREVER: Duration = Duration::from_secs(10 * 365 * 86400);
+
+/// A timeout from Python, in seconds; `None` from [`FOREVER`] on.
 pub(crate) fn duration(timeout: Option<f64>) -> PyResult<Option<Duration>> {
     let parse = |seconds: f64| {
         Duration::try_from_secs_f64(seconds).map_err(|_| {
@@ -82,9 +85,8 @@ pub(crate) fn duration(timeout: Option<f64>) -> PyResult<Option<Duration>> {
             ))
         })
     };
-    // Ten years stand for ever, and can be added to the current time without overflow.
     timeout
-        .filter(|seconds| seconds.is_nan() || *seconds < 10.0 * 365.0 * 86400.0)
+        .filter(|seconds| seconds.is_nan() || *seconds < FOREVER.as_secs_f64())
         .map(parse)
         .transpose()
 }

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::time::Duration;
 
 use super::agent_core::{AgentCore, BlocksCommand};
 use super::handoff::{EventWaiter, HandoffCommand, HandoffService, HandoffShared};
@@ -34,6 +35,9 @@ pub struct AgentConfig<'a> {
     /// The integrity of its handoffs; with `None` it has none. The blocks that it reads and writes have checksums, unless
     /// this is `None`.
     pub integrity: Integrity,
+    /// Time that the producer of a load waits for its first block. A producer whose engine ends a handoff tells its
+    /// consumers before.
+    pub first_block_timeout: Duration,
 }
 
 impl<'a> AgentConfig<'a> {
@@ -47,6 +51,7 @@ impl<'a> AgentConfig<'a> {
             fingerprint: Vec::new(),
             timeouts: SessionTimeouts::default(),
             integrity: Integrity::default(),
+            first_block_timeout: Duration::from_secs(300),
         }
     }
 }
@@ -79,7 +84,7 @@ impl Agent {
     /// # Errors
     /// The address cannot be bound (`Config`), UCX is missing (`Unavailable`).
     pub fn new(config: AgentConfig<'_>) -> Result<Self> {
-        let integrity = config.integrity;
+        let (integrity, first_block_timeout) = (config.integrity, config.first_block_timeout);
         let identity = Identity::new(SessionKind::Agent, config.engine_id, config.fingerprint)?;
         let timeouts = config.timeouts;
         let config =
@@ -90,7 +95,8 @@ impl Agent {
         let handoffs = Arc::new(HandoffShared::default());
         let in_thread = (Arc::clone(&shared), Arc::clone(&handoffs));
         let reactor = spawn(config, move || {
-            HandoffService::new(AgentCore::new(in_thread.0), in_thread.1, integrity)
+            let (core, handoffs) = (AgentCore::new(in_thread.0), in_thread.1);
+            HandoffService::new(core, handoffs, integrity, first_block_timeout)
         })?;
         Ok(Self {
             events: EventWaiter::new(),

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{ControlQuery, ControlReply, HandoffUpdate, Moment, Opening, Rank, SequenceState};
 use crate::error::{Error, Result};
 use crate::ids::HandoffId;
-use crate::net::codec::{Reader, Writer};
+use crate::net::codec::{Reader, Writer, micros};
 
 /// Longest text: a reason or an address.
 const TEXT_CAP: usize = 4096;
@@ -13,6 +13,9 @@ const TEXT_CAP: usize = 4096;
 const JSON_CAP: usize = 1 << 20;
 /// Most workers of a producer.
 const RANKS_CAP: usize = 4096;
+/// Most stages of a producer's pipeline, and most KV cache groups of its model.
+const STAGES_CAP: usize = 1024;
+const GROUPS_CAP: usize = 1024;
 /// Most token ids that prefill samples.
 const OUTPUT_IDS_CAP: usize = 4096;
 
@@ -82,6 +85,9 @@ impl ControlMessage {
                     .list(&opening.ranks, |w, rank| {
                         w.str(&rank.address).raw(&rank.incarnation)
                     })
+                    .list(&opening.stages, |w, stage| {
+                        w.list(stage, |w, num_layers| w.u32(*num_layers))
+                    })
                     .text(&opening.adapter, TEXT_CAP),
                 HandoffUpdate::Finished(state) => Writer::new(FINISHED)
                     .raw(handoff)
@@ -146,10 +152,6 @@ impl ControlMessage {
         reader.end()?;
         Ok(message)
     }
-}
-
-fn micros(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 fn write_reply(writer: Writer, reply: &ControlReply) -> Writer {
@@ -224,6 +226,7 @@ fn update(kind: u8, reader: &mut Reader<'_>) -> Result<HandoffUpdate> {
                     incarnation: r.fixed()?,
                 })
             })?,
+            stages: reader.list(STAGES_CAP, |r| r.list(GROUPS_CAP, Reader::u32))?,
             adapter: reader.str(TEXT_CAP)?,
         }),
         FINISHED => HandoffUpdate::Finished(SequenceState {
@@ -251,6 +254,7 @@ mod tests {
             prompt_hash: [9; 32],
             num_tokens: 5,
             ranks: vec![rank],
+            stages: vec![vec![2, 0], vec![1, 3]],
             adapter: "adapter 0a1b".to_owned(),
         };
         let state = SequenceState {

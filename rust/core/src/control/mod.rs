@@ -48,8 +48,10 @@ pub struct Opening {
     pub num_tokens: u32,
     /// Name and content of the `LoRA` adapter that computes them; empty without one.
     pub adapter: String,
-    /// The producer's workers, by tensor-parallel rank.
+    /// The producer's workers, by pipeline-parallel rank, then by tensor-parallel rank.
     pub ranks: Vec<Rank>,
+    /// For each stage of its pipeline, the number of layers of each KV cache group; empty if each worker has all layers.
+    pub stages: Vec<Vec<u32>>,
 }
 
 /// State that decode needs besides the KV, once prefill has finished.

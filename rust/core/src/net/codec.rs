@@ -1,6 +1,8 @@
 //! The binary codec of every message: little-endian integers, and byte strings with a length in front. A length is checked
 //! against the bytes that have come before anything is allocated.
 
+use std::time::Duration;
+
 use kvpipe_ucx::SharedBytes;
 
 use crate::error::{Error, Result};
@@ -199,6 +201,11 @@ impl<'a> Reader<'a> {
     pub fn rest(&mut self) -> &'a [u8] {
         std::mem::take(&mut self.0)
     }
+}
+
+/// A time on the wire.
+pub(crate) fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

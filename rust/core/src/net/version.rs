@@ -1,4 +1,4 @@
 //! The version of the wire format.
 
 /// Version of everything on the wire; other versions are refused.
-pub const PROTOCOL_VERSION: u16 = 14;
+pub const PROTOCOL_VERSION: u16 = 15;

@@ -33,6 +33,7 @@ fn opening() -> Opening {
             address: "127.0.0.1:1".to_owned(),
             incarnation: [0; 16],
         }],
+        stages: Vec::new(),
     }
 }
 

@@ -59,6 +59,7 @@ pub fn opening() -> Opening {
             address: "10.0.0.1:7".to_owned(),
             incarnation: [5; 16],
         }],
+        stages: Vec::new(),
     }
 }
 

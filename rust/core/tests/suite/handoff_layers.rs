@@ -1,9 +1,12 @@
 //! Handoffs whose layers become final one after the other, over every data path.
 
+use std::time::Duration;
+
+use kvpipe_core::blocks::AgentConfig;
 use kvpipe_core::blocks::handoff::{Event, ReadyBlocks, ReadyRange};
 
 use crate::common::{self, eventually, on_every_path};
-use crate::workers::{BLOCK, ID, LAYERS, Worker, pair, step, worker};
+use crate::workers::{BLOCK, ID, LAYERS, Worker, pair, step, worker, worker_from};
 
 /// Waits until blocks of a layer are where they belong.
 fn arrive(consumer: &Worker, layer: usize, to: &[u32], producer: &Worker, from: &[u32]) {
@@ -52,6 +55,24 @@ fn layers_announced_before_the_select_are_told_to_it() {
         producer.save(&ready, 2..LAYERS);
         assert_eq!(consumer.loaded(), (2 * LAYERS * BLOCK) as u64);
         assert!(consumer.has(&[1, 2], &producer, &[4, 5]));
+    });
+}
+
+#[test]
+fn a_producer_waits_for_the_first_block_as_long_as_its_consumer_says() {
+    on_every_path(|transport| {
+        let listen = common::local();
+        let config = AgentConfig {
+            first_block_timeout: Duration::from_millis(50),
+            ..AgentConfig::new(&listen, common::TOKEN, transport.clone())
+        };
+        let (producer, consumer) = (worker(transport, 1), worker_from(config, 20, BLOCK));
+        consumer.load(producer.request(&[1]));
+        let reason = eventually("the end of the load", || match &consumer.events()[..] {
+            [Event::LoadFailed(_, failure)] => Some(failure.reason.clone()),
+            _ => None,
+        });
+        assert!(reason.contains("not known here"), "{reason}");
     });
 }
 

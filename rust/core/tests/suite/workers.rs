@@ -47,6 +47,11 @@ pub fn worker_of(
         integrity,
         ..AgentConfig::new(&listen, TOKEN, transport.clone())
     };
+    worker_from(config, seed, block_bytes)
+}
+
+/// A worker whose agent has these settings.
+pub fn worker_from(config: AgentConfig<'_>, seed: u64, block_bytes: usize) -> Worker {
     let agent = Agent::new(config).expect("agent");
     let layers: Vec<Buffer> = (0..LAYERS as u64)
         .map(|layer| Buffer::from_vec(pattern(COUNT * block_bytes, seed + layer)))

@@ -27,6 +27,7 @@ pub(crate) fn opening() -> Opening {
             address: "127.0.0.1:1".to_owned(),
             incarnation: [4; 16],
         }],
+        stages: vec![vec![2, 0], vec![1, 3]],
     }
 }
 

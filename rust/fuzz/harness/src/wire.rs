@@ -93,6 +93,9 @@ pub(crate) fn control(handoff: [u8; 16], opening: &Opening, state: &SequenceStat
             .list(&opening.ranks, |w, rank| {
                 w.str(&rank.address).raw(&rank.incarnation)
             })
+            .list(&opening.stages, |w, stage| {
+                w.list(stage, |w, num_layers| w.u32(*num_layers))
+            })
             .str(&opening.adapter),
         of_handoff(control::FINISHED)
             .list(&state.output_ids, |w, id| w.u32(*id))

@@ -178,7 +178,11 @@ impl HandoffService {
             [("first", first), ("end", end)]
         });
         let facts = facts.as_ref().map_or(&[][..], |facts| facts);
-        HandoffMessage::Select { parts }.send(cx.links, session, &id.handoff);
+        let select = HandoffMessage::Select {
+            parts,
+            first_block_timeout: self.first_block_timeout,
+        };
+        select.send(cx.links, session, &id.handoff);
         self.trace
             .instant(Track::Reactor, "selected", &id.handoff, facts);
     }

@@ -1,11 +1,13 @@
 //! Messages of handoffs between two agents; see docs/reference/wire-agent.md.
 
+use std::time::Duration;
+
 use super::ReadyBlock;
 use crate::blocks::messages::REGIONS_CAP;
 use crate::blocks::reason;
 use crate::error::{Error, Result};
 use crate::ids::{Epoch, HandoffId, RegionId, SessionKey};
-use crate::net::codec::{Reader, Writer};
+use crate::net::codec::{Reader, Writer, micros};
 use crate::session::Links;
 use crate::transfer::message::{BLOCKS_CAP, REASON_CAP};
 
@@ -31,8 +33,11 @@ pub(crate) struct SelectedPart {
 /// Message of one side of a handoff to the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum HandoffMessage {
-    /// Consumer: I want these blocks.
-    Select { parts: Vec<SelectedPart> },
+    /// Consumer: I want these blocks, and wait so long for the first one.
+    Select {
+        parts: Vec<SelectedPart>,
+        first_block_timeout: Duration,
+    },
     /// Producer: these blocks can be read.
     BlocksReady {
         epoch: Epoch,
@@ -72,9 +77,12 @@ impl HandoffMessage {
     fn encode(&self, header: Writer, handoff: &HandoffId) -> (Writer, Vec<u8>) {
         let header = header.raw(handoff);
         match self {
-            Self::Select { parts } => {
+            Self::Select {
+                parts,
+                first_block_timeout,
+            } => {
                 let list = Writer::default().list(parts, write_part);
-                (header, list.finish())
+                (header.u64(micros(*first_block_timeout)), list.finish())
             }
             Self::BlocksReady { epoch, blocks } => {
                 let list = Writer::default().list(blocks, write_block);
@@ -101,11 +109,15 @@ impl HandoffMessage {
         let handoff = header.fixed()?;
         let message = match kind {
             SELECT => {
+                let first_block_timeout = Duration::from_micros(header.u64()?);
                 let mut payload = Reader::new(payload);
                 let parts = payload.list(REGIONS_CAP, read_part)?;
                 payload.end()?;
                 check_regions(&parts)?;
-                Self::Select { parts }
+                Self::Select {
+                    parts,
+                    first_block_timeout,
+                }
             }
             BLOCKS_READY => {
                 let epoch = header.u64()?;
@@ -218,8 +230,10 @@ mod tests {
         };
         let select = |parts: &[SelectedPart]| HandoffMessage::Select {
             parts: parts.to_vec(),
+            first_block_timeout: Duration::MAX,
         };
-        read_back(&select(std::slice::from_ref(&part)));
+        let (header, payload) = select(std::slice::from_ref(&part)).to_bytes(&[7; 16]);
+        assert!(HandoffMessage::decode(header[0], Reader::new(&header[1..]), &payload).is_ok());
         let (header, payload) = select(&[part.clone(), part]).to_bytes(&[7; 16]);
         let read = HandoffMessage::decode(header[0], Reader::new(&header[1..]), &payload);
         assert!(read.is_err());
@@ -233,7 +247,8 @@ mod tests {
                 .map(|&(region, position, block_id, checksum)| ReadyBlock { region, position, block_id, checksum })
                 .collect();
             let part = |&(first, end, region, _): &(u32, u32, u32, _)| SelectedPart { first, end, regions: vec![region, 7] };
-            read_back(&HandoffMessage::Select { parts: numbers.iter().map(part).collect() });
+            let first_block_timeout = Duration::from_micros(epoch);
+            read_back(&HandoffMessage::Select { parts: numbers.iter().map(part).collect(), first_block_timeout });
             read_back(&HandoffMessage::BlocksReady { epoch, blocks });
             read_back(&HandoffMessage::Ended { reason });
             read_back(&HandoffMessage::Ack);

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::ReadyBlock;
 use super::messages::{HandoffMessage, SelectedPart};
@@ -18,9 +18,6 @@ use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 const PENDING_CAP: usize = 1024;
 /// Most blocks of one announcement. A late selection asks for all blocks in all regions, which may be millions.
 const ANNOUNCED_CAP: usize = 16 << 10;
-/// Time until a selection without a ready block expires. The scheduler has opened the handoff before, and reports its
-/// end to this worker; prefill itself may compute for minutes.
-pub(super) const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A message to a consumer.
 #[derive(Debug, PartialEq, Eq)]

@@ -3,14 +3,14 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::active_loads::ActiveLoads;
 use super::batches::ActiveBatch;
 use super::grant_check::grant_holds;
 use super::load_request::{LoadId, LoadRequest};
 use super::messages::HandoffMessage;
-use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, SelectedPositions, send_all};
+use super::producer::{BlockSelection, Producer, SelectedPositions, send_all};
 use super::ready::{ReadyBlocks, ReadyQueue};
 use super::shared::{Event, HandoffShared};
 use crate::blocks::agent_core::{AgentEvent, TRANSFERS_IN_FLIGHT};
@@ -61,6 +61,8 @@ pub(in crate::blocks) struct HandoffService {
     pub(super) agent: AgentCore,
     pub(super) shared: Arc<HandoffShared>,
     pub(super) integrity: Integrity,
+    /// Time that producers wait for the first block of a load.
+    pub(super) first_block_timeout: Duration,
     pub(super) trace: Trace,
     /// Ready blocks that are not announced yet.
     pub(super) ready: ReadyQueue,
@@ -77,11 +79,13 @@ impl HandoffService {
         agent: AgentCore,
         shared: Arc<HandoffShared>,
         integrity: Integrity,
+        first_block_timeout: Duration,
     ) -> Self {
         Self {
             agent,
             shared,
             integrity,
+            first_block_timeout,
             trace: Trace::default(),
             ready: ReadyQueue::default(),
             producer: Producer::default(),
@@ -160,13 +164,16 @@ impl HandoffService {
         message: HandoffMessage,
     ) {
         match message {
-            HandoffMessage::Select { parts } => {
+            HandoffMessage::Select {
+                parts,
+                first_block_timeout,
+            } => {
                 let regions = &self.agent.regions;
                 let selection = BlockSelection {
                     session,
                     handoff,
                     positions: SelectedPositions::of(&parts, |region| regions.contains_key(region)),
-                    deadline: cx.links.now() + FIRST_BLOCK_TIMEOUT,
+                    deadline: cx.links.now() + first_block_timeout,
                 };
                 let messages = self.producer.select(selection);
                 send_all(cx.links, messages);

@@ -20,6 +20,7 @@ pub(in crate::control) fn opening() -> Opening {
         num_tokens: 1,
         adapter: String::new(),
         ranks: Vec::new(),
+        stages: Vec::new(),
     }
 }
 

@@ -156,7 +156,7 @@ fn notifications() -> Vec<Script> {
 }
 
 fn handoffs() -> Vec<Script> {
-    let select = of_handoff(kind::SELECT, 0).finish();
+    let select = of_handoff(kind::SELECT, 0).u64(300_000_000).finish();
     // One part: positions 0 to 5 of two regions.
     let parts = Writer::default().u32(1).u32(0).u32(5);
     let parts = parts.list(&[0, 1], |writer, region| writer.u32(*region));

@@ -1,8 +1,10 @@
 use super::*;
 use crate::ids::RegionId;
+use std::time::Duration;
 
 const ID: HandoffId = [7; 16];
 const LAYERS: RegionId = 4;
+const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(300);
 
 fn block(position: u32) -> ReadyBlock {
     in_layer(0, position)
