@@ -46,7 +46,7 @@ def run(**addresses: str) -> None:
         layer[:] = 7
     worker.register(source)
     engine = Engine(engine_config(tiny_model(), **addresses))
-    engine.role.set_workers({0: worker.handshake()})
+    engine.role.set_workers({(0, 0): worker.handshake()})
     say(engine.role.address)
     say(" ".join(listening()))
     request = engine.add(prompt(LENGTH), max_tokens=1, params=produce(sys.stdin.readline().strip()))

@@ -38,6 +38,20 @@ def check_memory_stays(model: ModelConfig) -> None:
         raise ConfigError(message)
 
 
+def check_pipeline(num_stages: int, *, is_consumer: bool) -> None:
+    """Refuses to load into an engine with pipeline parallelism.
+
+    Raises:
+        ConfigError: The engine consumes handoffs, and has several stages.
+    """
+    if num_stages > 1 and is_consumer:
+        message = (
+            f"pipeline parallel size is {num_stages}: an engine that consumes handoffs has one stage; start it with "
+            '--pipeline-parallel-size 1, or with "kv_role": "kv_producer" if it only prefills'
+        )
+        raise ConfigError(message)
+
+
 def check_cache(kv_cache_config: KVCacheConfig) -> None:
     """Refuses KV caches in which a token position can have no block, or more than one.
 

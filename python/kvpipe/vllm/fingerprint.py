@@ -54,7 +54,6 @@ def fingerprint(config: VllmConfig) -> list[tuple[str, str]]:
         ("kv cache dtype", kv_cache_dtype),
         ("block size", cache.block_size),
         ("kv cache layout", cache.kv_cache_layout),
-        ("pipeline parallel size", parallel.pipeline_parallel_size),
         ("decode context parallel size", parallel.decode_context_parallel_size),
         ("lora", _lora(config)),
         ("multimodal processor", _multimodal_processor(model)),
@@ -84,12 +83,12 @@ def attention_properties(config: VllmConfig) -> list[tuple[str, str]]:
 
 
 def merge_ranks(properties: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:
-    """Merges the properties of an engine's ranks: a value that they share is named once."""
-    values: dict[str, dict[str, None]] = {}
+    """Merges the properties of an engine's ranks: a value that they share is named once, and so is a part of it."""
+    values: dict[str, set[str]] = {}
     for rank in properties:
         for name, value in rank:
-            values.setdefault(name, {})[value] = None
-    return [(name, "; ".join(found)) for name, found in values.items()]
+            values.setdefault(name, set()).update(value.split("; "))
+    return [(name, "; ".join(sorted(found))) for name, found in values.items()]
 
 
 def _scales(layer: Any) -> list[float]:

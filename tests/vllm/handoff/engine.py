@@ -105,7 +105,7 @@ class Engine:
         self.connector_stats: list[dict[str, Any]] = []
         self.sent: dict[str, list[int]] = {}
         self.role = self.scheduler.connector._scheduler
-        self.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=True)})
+        self.role.set_workers({(0, 0): HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=True)})
         self._numbers = itertools.count()
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(match_unit, sha256)

@@ -143,7 +143,7 @@ def test_routers_and_consumers_are_told_the_advertised_addresses(
     worker.register(caches())
     handshake = worker.handshake()
     assert handshake.address.startswith("localhost:")
-    engine.role.set_workers({0: handshake})
+    engine.role.set_workers({(0, 0): handshake})
     request = engine.add(prompt(100), max_tokens=1, params=produce(new_id()))
     answers = []
     finished = engine.role.finished

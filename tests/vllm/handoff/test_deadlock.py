@@ -29,7 +29,7 @@ class Side:
 
     def __init__(self, model: str, incarnation: int, on_load_failure: str) -> None:
         self.engine = Engine(engine_config(model, on_load_failure=on_load_failure), num_blocks=1 + NUM_FREE)
-        workers = {0: HandshakeMetadata("127.0.0.1:1", bytes([incarnation] * 16), forces_first_tokens=True)}
+        workers = {(0, 0): HandshakeMetadata("127.0.0.1:1", bytes([incarnation] * 16), forces_first_tokens=True)}
         self.engine.role.set_workers(workers)
         self.computed: Counter[str] = Counter()
         self.are_loads_held = False

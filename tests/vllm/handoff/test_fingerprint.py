@@ -399,6 +399,8 @@ def test_versions_whose_backends_write_a_block_alike_are_named(
 def test_ranks_that_differ_are_all_named() -> None:
     ranks = [[("attention backend", "A"), ("kv cache scales", "1.0")], [("attention backend", "B")]]
     assert merge_ranks(ranks) == [("attention backend", "A; B"), ("kv cache scales", "1.0")]
+    stages = [[("kv block", "B")], [("kv block", "A; B")]]
+    assert merge_ranks(stages) == [("kv block", "A; B")]
     assert merge_ranks([]) == []
 
 
@@ -408,7 +410,7 @@ def test_what_the_workers_selected_is_in_the_fingerprint_that_peers_compare(
     engine = new_engine()
     selected = [("attention backend", "FLASH_ATTN")]
     role = SchedulerRole(config, engine.role._config, engine.role._groups)
-    role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), properties=selected)})
+    role.set_workers({(0, 0): HandshakeMetadata("127.0.0.1:1", bytes(16), properties=selected)})
     other = _kvpipe.Control("127.0.0.1:0", b"", "other", [*engine.role._fingerprint, ("attention backend", "TRITON")])
     client = ControlClient("")
     try:

@@ -240,7 +240,7 @@ def test_an_engine_reports_whether_it_forces_tokens(engine: Engine) -> None:
     client = ControlClient("")
     try:
         for forces in (True, False):
-            engine.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=forces)})
+            engine.role.set_workers({(0, 0): HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=forces)})
             assert client.describe(engine.role.address).wait(5)["forces_first_tokens"] is forces
         engine.role.set_workers({})
         assert client.describe(engine.role.address).wait(5)["forces_first_tokens"] is False
@@ -261,7 +261,7 @@ def test_a_token_outside_the_vocabulary_never_reaches_the_sampler_nor_do_those_b
 
 
 def test_without_the_processor_decode_samples_and_reports_the_reason(engine: Engine, producer: _kvpipe.Control) -> None:
-    engine.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=False)})
+    engine.role.set_workers({(0, 0): HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=False)})
     request, handoff = consuming(engine, producer, prompt(40))
     opened(producer, request, handoff)
     loaded(engine, request, handoff)

@@ -115,7 +115,7 @@ def test_a_load_whose_producer_died_with_all_blocks_here_has_its_last_block_rest
 
 def test_a_first_token_that_is_not_forced_changes_nothing(tiny_model: str, producer: _kvpipe.Control) -> None:
     engine = Engine(engine_config(tiny_model))
-    engine.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=False)})
+    engine.role.set_workers({(0, 0): HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=False)})
     request, handoff = consuming(engine, producer, prompt(100))
     opened(producer, request, handoff)
     load = loading(engine, request)

@@ -180,7 +180,7 @@ def test_a_cache_without_a_dimension_of_blocks_is_refused_with_its_shape(shape: 
 
 
 def test_a_worker_adds_the_form_of_its_blocks_to_the_fingerprint() -> None:
-    worker = role(num_blocks=BLOCKS)
+    worker = role(num_blocks=BLOCKS, groups=[["layer.0", "layer.1"]])
     worker.register(
         {"layer.0": views(KVCacheLayout.LBNHC)[0], "layer.1": views(KVCacheLayout.LBHNC)[1]},
         [("attention backend", "A")],

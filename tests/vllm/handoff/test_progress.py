@@ -85,7 +85,7 @@ def layers(progress: Progress, step: StepMetadata, pace_s: float = 100.0) -> Non
 
 
 def test_the_end_of_a_step_is_reported_to_the_control_port_during_the_step(scene: Scene) -> None:
-    progress = Progress(0, "p")
+    progress = Progress("p")
     work = scene.subscribed(1350.0)
     layers(progress, scene.step())
     moment = work.wait(5)
@@ -95,7 +95,7 @@ def test_the_end_of_a_step_is_reported_to_the_control_port_during_the_step(scene
 
 
 def test_what_a_prefill_takes_beyond_the_step_is_added(scene: Scene) -> None:
-    progress = Progress(0, "p")
+    progress = Progress("p")
     work = scene.subscribed(2000.0)
     layers(progress, scene.step(1500.0), pace_s=20.0)
     assert work.wait(5).remaining_s == pytest.approx(1500 + 9 * 20, abs=90)
@@ -120,7 +120,7 @@ def saved_layers(progress: Progress, *paces_s: float) -> None:
 def test_a_prediction_is_reported_again_when_it_has_moved_or_half_of_it_is_over(
     scene: Scene, reports: list[float]
 ) -> None:
-    progress = Progress(0, "p")
+    progress = Progress("p")
     progress.begin_step(scene.step(), 16, 0.0)
     saved_layers(progress, *[0.05] * 8)
     assert reports == [pytest.approx(12 * 0.05)], "it was steady"
@@ -140,14 +140,14 @@ def test_a_prediction_is_reported_again_when_it_has_moved_or_half_of_it_is_over(
 def test_a_prediction_that_has_moved_by_less_than_5_ms_is_not_reported_again(
     scene: Scene, reports: list[float]
 ) -> None:
-    progress = Progress(0, "p")
+    progress = Progress("p")
     progress.begin_step(scene.step(), 16, 0.0)
     saved_layers(progress, *[0.001] * 5, 0.0012, 0.0012)
     assert reports == [pytest.approx(12 * 0.001)]
 
 
 def test_only_the_first_rank_reports_and_only_steps_with_prefills(scene: Scene) -> None:
-    silent, idle = Progress(1, "p"), Progress(0, "p")
+    silent, idle = Progress("p", is_silent=True), Progress("p")
     layers(silent, scene.step())
     layers(idle, StepMetadata())
     assert (silent._client, idle._client) == (None, None)
@@ -157,7 +157,7 @@ def test_a_prediction_that_cannot_be_reported_does_not_fail_the_forward_pass(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KVPIPE_TOKEN_FILE", str(tmp_path / "removed"))
-    progress = Progress(0, "p")
+    progress = Progress("p")
     layers(progress, scene.step())
     monkeypatch.delenv("KVPIPE_TOKEN_FILE")
     layers(progress, scene.step())

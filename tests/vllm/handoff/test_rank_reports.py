@@ -118,3 +118,14 @@ def test_a_handoff_that_ends_before_its_request_has_finished_is_forgotten() -> N
     assert leases.drain_sent() == set()
     leases.add(HandoffLease(HANDOFF, "another"))
     assert (leases.drain_sent(), len(leases)) == (set(), 1)
+
+
+def test_blocks_that_a_source_lacks_are_counted_among_those_that_come_from_it() -> None:
+    loads = RankLoads()
+    load = Load("request", HANDOFF, [(0, [4, 5]), (0, [6])], [], has_state=True)
+    loads.begin(load, [[4, 5, 6], [6]])
+    assert not loads.ended(HANDOFF, LOADED, [], source=0)
+    loads.ended(HANDOFF, FAILED, [0], source=1)
+    assert reported(loads) == ({"request"}, {6})
+    outcome = loads.drain_outcomes().outcomes["request"]
+    assert (outcome.is_loaded, outcome.num_received, outcome.num_missing) == (False, 2, 1)

@@ -37,6 +37,9 @@ def role(
     objection_to_validate: str = "",
     num_blocks: int = BLOCKS,
     groups: Sequence[Sequence[str]] = (NAMES,),
+    rank: int = 0,
+    num_ranks: int = 1,
+    num_stages: int = 1,
     **settings: Any,
 ) -> WorkerRole:
     """A worker role. `settings` are the connector's."""
@@ -44,7 +47,9 @@ def role(
         parallel_config=SimpleNamespace(use_ubatching=use_ubatching), speculative_config=speculative
     )
     engine = WorkerEngine(
-        rank=0,
+        rank=rank,
+        num_ranks=num_ranks,
+        num_stages=num_stages,
         engine_id="engine",
         kv_role="kv_both",
         num_blocks=num_blocks,
@@ -471,7 +476,14 @@ def test_two_requests_of_one_handoff_are_distinguished(pair: Pair) -> None:
 def test_blocks_with_gaps_are_an_error_that_names_the_layer() -> None:
     worker = role()
     with pytest.raises(ConfigError, match=r"layer\.0.*not dense"):
-        worker.register({"layer.0": torch.zeros(BLOCKS, 4, 64, 32)[..., :16]})
+        worker.register({name: torch.zeros(BLOCKS, 4, 64, 32)[..., :16] for name in NAMES})
+    worker.close()
+
+
+def test_a_layer_without_a_cache_is_refused_by_name() -> None:
+    worker = role()
+    with pytest.raises(ConfigError, match=r"layer layer\.1: .* vLLM gives it no cache"):
+        worker.register({"layer.0": torch.zeros(BLOCKS, *SHAPE)})
     worker.close()
 
 

@@ -53,7 +53,9 @@ class Wire:
     def expect(self, handoff: bytes) -> None:
         self.produced[handoff] = Produced()
 
-    def open(self, handoff: bytes, prompt_hash: bytes, num_tokens: int, ranks: Any, adapter: str) -> None:
+    def open(
+        self, handoff: bytes, prompt_hash: bytes, num_tokens: int, ranks: Any, adapter: str, *, stages: Any
+    ) -> None:
         produced = self.produced[handoff]
         assert produced.state in ("expected", "ended"), "a handoff is opened once"
         if produced.state == "ended":
@@ -118,6 +120,7 @@ class Wire:
             num_tokens=num_tokens,
             adapter="",
             ranks=[("127.0.0.1:1", bytes(16))],
+            stages=[],
         )
 
     def send_finished(self, handoff: bytes, output_ids: list[int], sampling_hash: bytes) -> None:

@@ -7,7 +7,8 @@ token needs. Sources: `vllm/v1/kv_cache_interface.py` and `vllm/v1/core/single_t
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from kvpipe.exceptions import ConfigError
 from kvpipe.vllm.versions import is_sharded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -203,6 +204,14 @@ class CacheGroups(tuple[CacheGroup, ...]):
     def layers(self) -> list[tuple[str, ...]]:
         """Returns the layers of each group."""
         return [group.layer_names for group in self]
+
+    def of_stages(self, stages: Sequence[Sequence[Sequence[str]]]) -> CacheGroups:
+        """Returns the groups of an engine whose pipeline's stages have these layers of each.
+
+        vLLM gives the scheduler the layers of the first stage only.
+        """
+        layers = (tuple(itertools.chain(*of_group)) for of_group in zip(*stages, strict=True))
+        return CacheGroups(replace(group, layer_names=names) for group, names in zip(self, layers, strict=True))
 
     def describe(self) -> str:
         """Returns what another engine's groups must share."""

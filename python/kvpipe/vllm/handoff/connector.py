@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvpipe.vllm.engine_checks import check_parent
+from kvpipe.vllm.engine_checks import check_parent, check_pipeline
 from kvpipe.vllm.facade import Facade
 from kvpipe.vllm.fingerprint import attention_properties
 from kvpipe.vllm.handoff.cache_groups import CacheGroups
@@ -55,6 +55,7 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
         parallel = vllm_config.parallel_config
         groups = CacheGroups.of(kv_cache_config, parallel.decode_context_parallel_size)
         self._set_load_failure_policy(config.on_load_failure)
+        check_pipeline(parallel.pipeline_parallel_size, is_consumer=transfer.is_kv_consumer)
         if role == KVConnectorRole.SCHEDULER:
             from kvpipe.vllm.handoff.scheduler import SchedulerRole  # noqa: PLC0415 - only where the role is
 
@@ -65,12 +66,13 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
             check_parent(transfer.kv_load_failure_policy, is_consumer=transfer.is_kv_consumer)
             objection = objection_to_validate(vllm_config, kv_cache_config)
             engine = WorkerEngine(
-                rank=parallel.rank % parallel.tensor_parallel_size,
+                rank=parallel.rank % parallel.world_size,
                 engine_id=str(transfer.engine_id),
                 kv_role=str(transfer.kv_role),
                 num_blocks=kv_cache_config.num_blocks,
                 groups=groups.layers(),
                 num_ranks=parallel.tensor_parallel_size,
+                num_stages=parallel.pipeline_parallel_size,
                 num_heads=groups.num_heads(vllm_config),
                 num_hooked_layers=groups.num_attention_layers,
                 has_parts=groups.has_parts,
@@ -149,8 +151,17 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
         self._of_scheduler().bind_kv_cache_manager(kv_cache_manager)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Stores the workers' addresses. Under MultiConnector some entries may be another connector's."""
-        workers = {rank: found for rank, found in metadata.items() if isinstance(found, HandshakeMetadata)}
+        """Stores the addresses of workers without pipeline parallelism, by tensor-parallel rank."""
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): found for rank, found in metadata.items()})
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Stores the workers' addresses, by pipeline-parallel and tensor-parallel rank.
+
+        Under MultiConnector some entries may be another connector's.
+        """
+        workers = {ranks: found for ranks, found in metadata.items() if isinstance(found, HandshakeMetadata)}
         self._of_scheduler().set_workers(workers)
 
     def on_new_request(self, request: Request) -> None:

@@ -22,9 +22,12 @@ class Load:
         handoff: The handoff's id.
         parts: `(first, block_ids)` for each KV cache group: position in the prompt of the first block to read, and
             destination blocks, one for each position.
-        ranks: `(address, incarnation)` of the producer's workers, by tensor-parallel rank.
+        ranks: `(address, incarnation)` of the producer's workers, by pipeline-parallel rank, then by tensor-parallel
+            rank.
         has_state: True if the sequence state has arrived: the end of the blocks ends the load.
         refusal: Reason for which no block can be loaded; empty if they can.
+        stages: For each stage of the producer's pipeline, the number of layers of each KV cache group; empty if there
+            is one.
     """
 
     request_id: str
@@ -33,6 +36,7 @@ class Load:
     ranks: list[tuple[str, bytes]]
     has_state: bool
     refusal: str = ""
+    stages: list[list[int]] = field(default_factory=list)
 
     @property
     def block_ids(self) -> list[int]:
@@ -172,12 +176,14 @@ class HandshakeMetadata:
         incarnation: Incarnation of that agent.
         forces_first_tokens: True if this rank's sampler applies `StepMetadata.first_tokens`.
         properties: This rank's additions to the engine's fingerprint.
+        layers: This rank's layers of each KV cache group.
     """
 
     address: str
     incarnation: bytes
     forces_first_tokens: bool = False
     properties: list[tuple[str, str]] = field(default_factory=list)
+    layers: list[tuple[str, ...]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

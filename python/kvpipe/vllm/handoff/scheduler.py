@@ -63,7 +63,7 @@ class SchedulerRole:
         self._reasoning_parser = str(vllm_config.structured_outputs_config.reasoning_parser or "")
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._groups = groups
-        self._fingerprint = [*fingerprint(vllm_config), ("kv cache groups", groups.describe())]
+        self._fingerprint = fingerprint(vllm_config)
         for name, value in self._fingerprint:
             if NOT_COMPARED in value:
                 logger.warning("fingerprint.incomplete %s is %s", name, value)
@@ -141,17 +141,26 @@ class SchedulerRole:
         """Stores the manager, which knows the blocks of each request."""
         self._producing.manager = self._continuations.manager = manager
 
-    def set_workers(self, workers: dict[int, HandshakeMetadata]) -> None:
-        """Stores the addresses of this engine's workers, by tensor-parallel rank, and opens the control port."""
+    def set_workers(self, workers: dict[tuple[int, int], HandshakeMetadata]) -> None:
+        """Stores the addresses of this engine's workers, by pipeline-parallel and tensor-parallel rank.
+
+        The first time it opens the control port.
+        """
         ranks = [(workers[rank].address, workers[rank].incarnation) for rank in sorted(workers)]
+        stages = [workers[rank].layers for rank in sorted(workers) if rank[1] == 0]
         self._first_token_support.are_workers_ready = bool(workers) and all(
             worker.forces_first_tokens for worker in workers.values()
         )
         self._producing.ranks = ranks
+        groups = self._groups
+        if len(stages) > 1:
+            groups = groups.of_stages(stages)
+            self._producing.stages = [[len(names) for names in stage] for stage in stages]
         if not ranks:
             # MultiConnector passes on the handshake metadata of one connector only.
             logger.error("workers.unknown no KV is sent; put KVPipeConnector first in MultiConnector")
         if not self._is_listening:
+            self._fingerprint.append(("kv cache groups", groups.describe()))
             self._fingerprint += merge_ranks([workers[rank].properties for rank in sorted(workers)])
             self._listen()
         description = {

@@ -17,6 +17,7 @@ from kvpipe.config import resolve_tokens
 from kvpipe.exceptions import ConfigError, KVPipeError, TransferTimeoutError
 from kvpipe.vllm.amx import permit_tiles
 from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
+from kvpipe.vllm.handoff.consumer.pipeline_stages import PipelineStage, pipeline_stages
 from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
 from kvpipe.vllm.handoff.consumer.rank_sources import rank_sources
 from kvpipe.vllm.handoff.device import CudaOrder, HostOrder, check_device, one_device
@@ -42,12 +43,13 @@ class WorkerEngine:
     """Properties of an engine that a worker role needs.
 
     Attributes:
-        rank: Tensor-parallel rank of this worker.
+        rank: Number of this worker, by pipeline-parallel rank, then by tensor-parallel rank.
         engine_id: vLLM's id of the engine.
         kv_role: vLLM's name of its role, for the trace.
         num_blocks: Blocks of its KV cache.
         groups: Names of the layers of each KV cache group.
         num_ranks: Ranks of tensor parallelism.
+        num_stages: Stages of its pipeline.
         num_heads: KV heads of the model; 1 if all ranks have the same latent KV; 0 if blocks have no slices by head.
         num_hooked_layers: Layers for which vLLM calls `save_layer`.
         has_parts: True if some blocks of a prompt are of use without the others.
@@ -63,6 +65,7 @@ class WorkerEngine:
     num_blocks: int
     groups: Sequence[Sequence[str]]
     num_ranks: int = 1
+    num_stages: int = 1
     num_heads: int = 0
     num_hooked_layers: int
     has_parts: bool = True
@@ -75,7 +78,7 @@ class WorkerRole:
     """Loads the KV blocks of one rank, and exposes them to consumers.
 
     Attributes:
-        rank: Tensor-parallel rank of this worker.
+        rank: Number of this worker.
 
     Args:
         engine: Its engine.
@@ -109,7 +112,9 @@ class WorkerRole:
         self._unsaved: dict[str, list[_kvpipe.Region]] = {}
         self._loads = RankLoads(has_parts=engine.has_parts)
         self._leases = RankLeases()
-        self._progress = Progress(engine.rank, engine.engine_id)
+        # The last stage's layers are the last ones of a step.
+        reports = engine.rank == engine.num_ranks * (engine.num_stages - 1)
+        self._progress = Progress(engine.engine_id, is_silent=not reports)
         self._num_sessions: tuple[int, int] | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor], properties: Sequence[tuple[str, str]] = ()) -> None:
@@ -134,6 +139,7 @@ class WorkerRole:
             self._engine.engine_id,
             silence=self._config.silence_s,
             integrity=self._integrity,
+            first_block_timeout=self._config.handoff_timeout_s,
         )
         self._agent.trace_to(self._trace.lines)
         caches = [self._layer_cache(name, kv_caches[name]) for name in self._own_layers(kv_caches)]
@@ -162,8 +168,11 @@ class WorkerRole:
         """Returns the layers with a cache of their own. Others use that of a layer before them (Gemma 3n).
 
         Raises:
-            ConfigError: A layer belongs to no KV cache group, and its cache is no other layer's.
+            ConfigError: A layer belongs to no KV cache group, and its cache is no other layer's; or it has no cache.
         """
+        if absent := next((name for name in self._group_of if name not in kv_caches), ""):
+            message = f"layer {absent}: it is in a KV cache group of vLLM, and vLLM gives it no cache"
+            raise ConfigError(message)
         own = [name for name in kv_caches if name in self._group_of]
         addresses = {kv_caches[name].data_ptr() for name in own}
         for name, cache in kv_caches.items():
@@ -181,6 +190,7 @@ class WorkerRole:
             bytes(self._agent.incarnation),
             PENDING_FIRST_TOKENS.has_processor,
             self._properties,
+            [tuple(names) for names in self._engine.groups],
         )
 
     # --- every step
@@ -245,18 +255,18 @@ class WorkerRole:
 
     def _load(self, agent: _kvpipe.Agent, load: Load, event: _kvpipe.CudaEvent | None) -> str:
         """Begins a load. Returns the reason for which that is not possible; empty if it has begun."""
+        num_layers = [len(names) for names in self._engine.groups]
         try:
-            sources = rank_sources(self.rank, self._engine.num_ranks, len(load.ranks), self._engine.num_heads)
+            stages = pipeline_stages(load.stages, len(load.ranks), num_layers)
+            sources = rank_sources(self.rank, self._engine.num_ranks, stages[0].num_ranks, self._engine.num_heads)
         except ConfigError as error:
             return str(error)
-        parts = [
-            (regions, first, block_ids)
-            for regions, (first, block_ids) in zip(self._group_regions, load.parts, strict=True)
-            if block_ids
-        ]
-        self._loads.begin(load, len(sources))
-        for number, source in enumerate(sources):
-            address, incarnation = load.ranks[source.rank]
+        # A stage may have no layer of the groups that lack blocks.
+        found = [(stage, parts) for stage in stages if (parts := self._parts(load, stage))]
+        loads = [(stage.first_rank + source.rank, source, parts) for stage, parts in found for source in sources]
+        self._loads.begin(load, [[block_id for part in parts for block_id in part[2]] for _, _, parts in loads])
+        for number, (rank, source, parts) in enumerate(loads):
+            address, incarnation = load.ranks[rank]
             agent.load(
                 load.handoff,
                 address,
@@ -270,6 +280,14 @@ class WorkerRole:
                 is_shared=source.is_shared,
             )
         return ""
+
+    def _parts(self, load: Load, stage: PipelineStage) -> list[tuple[list[_kvpipe.Region], int, list[int]]]:
+        """Returns the parts of a load that come from a stage of the producer: regions of its layers, and blocks."""
+        parts = []
+        for names, layers, (first, block_ids) in zip(self._engine.groups, stage.layers, load.parts, strict=True):
+            if block_ids and (regions := _joined(self._regions[name] for name in names[layers])):
+                parts.append((regions, first, block_ids))
+        return parts
 
     def _refusal(self, load: Load) -> str:
         """Reason for which a load cannot begin; empty if it can."""

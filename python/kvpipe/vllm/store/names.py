@@ -50,7 +50,9 @@ class Names:
         self.namespace, self.private_reason = b"", ""
         self.are_features_named = _are_features_named(vllm_config)
         self._config = config
-        self._fingerprint = fingerprint(vllm_config)
+        num_stages = vllm_config.parallel_config.pipeline_parallel_size
+        # A rank stores the KV of its own layers.
+        self._fingerprint = [*fingerprint(vllm_config), ("pipeline parallel size", str(num_stages))]
         self._ranks: dict[int, list[tuple[str, str]]] = {}
         # Properties of the workers when the KV was computed that the prefix cache has kept over resets. None if it has
         # kept none, empty if they differ.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvpipe.vllm.handoff.metadata import LoadOutcome, WorkerOutcomes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvpipe.vllm.handoff.metadata import Load, StepMetadata
 
@@ -25,17 +25,17 @@ class RankLoad:
         load: The load's metadata.
         is_verified: True if all of its blocks were reported as verified: the scheduler role may commit it.
         is_answered: True if the scheduler role leaves the end of the load to the workers, and commits it no more.
-        num_sources: Ranks of the producer from which it comes.
+        sources: For each rank of the producer from which it comes, the blocks that come from it.
         verified: Outcomes of those of which all blocks were verified.
         ended: Outcomes of those that have ended.
-        missing: Positions of the blocks that some of these lack.
+        missing: Blocks that some of these lack.
         end: Its outcome, and its missing blocks, while neither may be reported.
     """
 
     load: Load
     is_verified: bool
     is_answered: bool
-    num_sources: int = 1
+    sources: Sequence[list[int]]
     verified: dict[int, LoadOutcome] = field(default_factory=dict)
     ended: dict[int, LoadOutcome] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
@@ -70,10 +70,10 @@ class RankLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def begin(self, load: Load, num_sources: int = 1) -> None:
-        """Adds a load that comes from so many ranks of the producer."""
-        load_of_rank = RankLoad(load, is_verified=False, is_answered=load.has_state, num_sources=num_sources)
-        self._loads[load.handoff] = load_of_rank
+    def begin(self, load: Load, sources: Sequence[list[int]] = ()) -> None:
+        """Adds a load. `sources` are the blocks from each rank of the producer; empty: from one rank all of them."""
+        sources = sources or [load.block_ids]
+        self._loads[load.handoff] = RankLoad(load, is_verified=False, is_answered=load.has_state, sources=sources)
 
     def refuse(self, load: Load, outcome: LoadOutcome) -> None:
         """Ends a load that cannot begin, without any block."""
@@ -102,11 +102,11 @@ class RankLoads:
         if (found := self._loads.get(handoff)) is None:
             return
         found.verified[source] = outcome
-        if len(found.verified) == found.num_sources and not found.ended:
+        if len(found.verified) == len(found.sources) and not found.ended:
             self._verified[handoff] = _merged(found.verified)
 
     def ended(self, handoff: bytes, outcome: LoadOutcome, missing: Iterable[int], source: int = 0) -> bool:
-        """The agent has ended what comes from a rank of the producer, without the blocks at the positions `missing`.
+        """The agent has ended what comes from a rank of the producer, without the blocks at these positions of it.
 
         Returns true if that is the first one that fails, of several: what comes from the others is of no use any more.
         """
@@ -114,17 +114,17 @@ class RankLoads:
             return False
         is_first_failure = not outcome.is_loaded and all(each.is_loaded for each in found.ended.values())
         found.ended[source] = outcome
-        found.missing.update(missing)
-        if len(found.ended) < found.num_sources:
+        found.missing.update(found.sources[source][position] for position in missing)
+        if len(found.ended) < len(found.sources):
             return is_first_failure
         self._all_ended(found, _merged(found.ended))
         return False
 
     def _all_ended(self, found: RankLoad, outcome: LoadOutcome) -> None:
         wanted = found.load.block_ids
-        block_ids = [wanted[position] for position in sorted(found.missing)]
-        if found.num_sources > 1:
-            outcome.num_missing = len(block_ids)
+        block_ids = [block_id for block_id in wanted if block_id in found.missing]
+        if len(found.sources) > 1:
+            outcome.num_received, outcome.num_missing = len(wanted) - len(block_ids), len(block_ids)
         if found.is_verified and not found.is_answered:
             found.end = outcome, block_ids
             self._broken.add(found.load.request_id)

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from kvpipe.exceptions import ConfigError
 from kvpipe.vllm.handoff.consumer.consumed import Consumed, LossReason
 from kvpipe.vllm.handoff.consumer.deadlock import DeadlockTimer
+from kvpipe.vllm.handoff.consumer.pipeline_stages import pipeline_stages
 from kvpipe.vllm.handoff.consumer.rank_sources import rank_sources
 from kvpipe.vllm.handoff.consumer.state_machine import Action, Event, Phase
 from kvpipe.vllm.handoff.handoffs import Handoffs
@@ -228,8 +229,10 @@ class ConsumerScheduler:
         if ours != theirs or NOT_COMPARED in ours:
             message = f"LoRA adapter is {ours or 'none'} here and {theirs or 'none'} at the producer"
             return message, LossReason.OTHER_ADAPTER
+        num_layers = [len(group.layer_names) for group in self._groups]
         try:
-            rank_sources(0, self._tensor_parallel_size, len(opening["ranks"]), self._num_heads)
+            stages = pipeline_stages(opening["stages"], len(opening["ranks"]), num_layers)
+            rank_sources(0, self._tensor_parallel_size, stages[0].num_ranks, self._num_heads)
         except ConfigError as error:
             return str(error), LossReason.REFUSED
         return "", LossReason.NONE
@@ -263,6 +266,7 @@ class ConsumerScheduler:
                 ranks=opening.get("ranks", []),
                 has_state=consumed.load.phase is Phase.FINISHING,
                 refusal=refusal,
+                stages=opening.get("stages", []),
             )
         )
 

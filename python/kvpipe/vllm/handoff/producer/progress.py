@@ -59,15 +59,15 @@ class StepPace:
 
 
 class Progress:
-    """Reports to the control port of its own engine when prefills will end. Rank 0 reports for all ranks.
+    """Reports to the control port of its own engine when prefills will end.
 
     Args:
-        rank: Rank of this worker.
         engine_id: Id of its engine.
+        is_silent: True if another rank reports.
     """
 
-    def __init__(self, rank: int, engine_id: str) -> None:
-        self._is_silent = rank != 0
+    def __init__(self, engine_id: str, *, is_silent: bool = False) -> None:
+        self._is_silent = is_silent
         self._engine_id = engine_id
         self._client: _kvpipe.Control | None = None
         self._step: StepMetadata | None = None

@@ -46,7 +46,9 @@ class ProducerScheduler:
         groups: KV cache groups of this engine.
 
     Attributes:
-        ranks: Address and incarnation of each of this engine's workers, once known.
+        ranks: Address and incarnation of each of this engine's workers, by pipeline-parallel rank, then by
+            tensor-parallel rank, once known.
+        stages: For each stage of its pipeline, the number of layers of each KV cache group; empty if there is one.
         manager: Knows the blocks of each request; `None` before vLLM provides it.
         num_leased_blocks: Blocks of finished requests that are leased.
     """
@@ -55,6 +57,7 @@ class ProducerScheduler:
         self, outbox: HandoffOutbox, adapters: Adapters, sampling: Sampling, engine_id: str, groups: CacheGroups
     ) -> None:
         self.ranks: list[tuple[str, bytes]] = []
+        self.stages: list[list[int]] = []
         self.manager: KVCacheManager | None = None
         self._out = outbox
         self._adapters = adapters
@@ -97,7 +100,7 @@ class ProducerScheduler:
             produced.is_open = True
             self._out.trace.instant("opened", produced.handoff)
             what = prompt_hash(request), request.num_prompt_tokens, self.ranks, self._adapters.describe(request)
-            self._out.control.open(produced.handoff, *what)
+            self._out.control.open(produced.handoff, *what, stages=self.stages)
 
     def matched(self, request: Request, num_local_tokens: int) -> None:
         """Notes the number of a request's tokens in this engine's prefix cache."""
@@ -253,7 +256,7 @@ class ProducerScheduler:
             produced.handoff.hex(),
             self._out.address,
             engine_id=self._engine_id,
-            parallel_size=len(self.ranks),
+            parallel_size=len(self.ranks) // max(1, len(self.stages)),
             num_tokens=produced.num_prompt_tokens,
             block_ids=block_ids,
             first_token=request.output_token_ids[0],
