@@ -21,8 +21,9 @@ def stages(request: pytest.FixtureRequest, groups: Groups) -> Servers:
     return groups.show(request.param)
 
 
-def test_answers_after_a_prefill_of_two_stages_are_those_of_one_instance(stages: Servers) -> None:
+def test_answers_after_a_prefill_of_two_stages_are_those_of_one_instance_and_no_block_stays_leased(stages: Servers) -> None:
     assert not others(stages, 4, is_reversed=False)
+    stages.come_to_rest()
 
 
 def test_a_wrong_block_changes_the_answer(stages: Servers, flip: Path) -> None:
