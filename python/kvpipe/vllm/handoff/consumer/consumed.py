@@ -51,6 +51,7 @@ class Consumed:
         arrived_at: Time of its arrival, by `time.monotonic`.
         steps_s: Time of the engine's steps until its load had begun, see `ConsumerScheduler`; 0 before that, or without
             a load.
+        prompt_hash: Hash of its prompt; empty if no producer is asked.
         opening: The producer's message that opened the handoff.
         is_same_prompt: True if the producer computes the same prompt; compared once.
         given_tokens: The answer's first tokens, if the request brought them. A client may have them already.
@@ -78,6 +79,7 @@ class Consumed:
     first_token: int | None = None
     unsupported_reason: str = ""
     is_exact: bool = False
+    prompt_hash: bytes = b""
     opening: dict[str, Any] | None = None
     is_same_prompt: bool | None = None
     num_local_tokens: int = 0

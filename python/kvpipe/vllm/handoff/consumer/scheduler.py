@@ -124,6 +124,8 @@ class ConsumerScheduler:
         if consumed.load.phase is Phase.WAITING:
             # Not only when it is scheduled: a watch extends the producer's lease while the request queues here.
             self._out.control.watch(consumed.handoff, consumed.producer)
+            # Not in the step that begins its load: 131,072 tokens take a millisecond.
+            consumed.prompt_hash = prompt_hash(request)
 
     def release_unused(self, refused: Consumed) -> None:
         """Has the producer free the blocks of a handoff that no request and no worker here uses."""
@@ -215,15 +217,15 @@ class ConsumerScheduler:
     def _is_same_prompt(self, consumed: Consumed, request: Request) -> bool:
         """Compares prompts once: a full engine matches its first waiting request in every step."""
         if consumed.is_same_prompt is None and consumed.opening is not None:
-            difference, loss = self._difference(consumed.opening, request)
+            difference, loss = self._difference(consumed, consumed.opening, request)
             consumed.is_same_prompt = not difference
             if difference:
                 self._load_nothing(consumed, Event.DIFFERED, difference, loss)
         return bool(consumed.is_same_prompt)
 
-    def _difference(self, opening: dict[str, Any], request: Request) -> tuple[str, LossReason]:
+    def _difference(self, consumed: Consumed, opening: dict[str, Any], request: Request) -> tuple[str, LossReason]:
         """The first difference of the producer's request from this one, and its kind for metrics; empty without one."""
-        if (opening["prompt_hash"], opening["num_tokens"]) != (prompt_hash(request), request.num_prompt_tokens):
+        if (opening["prompt_hash"], opening["num_tokens"]) != (consumed.prompt_hash, request.num_prompt_tokens):
             return "the producer computed another prompt", LossReason.OTHER_PROMPT
         ours, theirs = self._adapters.describe(request), opening["adapter"]
         if ours != theirs or NOT_COMPARED in ours:

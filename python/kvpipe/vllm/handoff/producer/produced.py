@@ -21,6 +21,7 @@ class Produced:
         handoff: The handoff's id.
         request: vLLM's request.
         groups: KV cache groups of this engine.
+        prompt_hash: Hash of its prompt, which consumers compare.
         num_cached_tokens: Prompt tokens found in this engine's prefix cache.
         next_positions: For each group, the position in vLLM's list of the next block to announce.
         announced_ids: Blocks that the worker role announces or has announced.
@@ -33,6 +34,7 @@ class Produced:
     handoff: bytes
     request: Request
     groups: CacheGroups
+    prompt_hash: bytes = b""
     num_cached_tokens: int | None = None
     next_positions: list[int] = field(init=False)
     announced_ids: set[int] = field(default_factory=set)

@@ -92,6 +92,8 @@ class ProducerScheduler:
             raise ConfigError(message)
         self._produced.add(request.request_id, produced)
         self._out.control.expect(produced.handoff)
+        # Not in the step that opens it: 131,072 tokens take a millisecond.
+        produced.prompt_hash = prompt_hash(request)
 
     def allocated(self, request: Request) -> None:
         """Opens the handoff once blocks are allocated."""
@@ -99,7 +101,7 @@ class ProducerScheduler:
         if produced is not None and not produced.is_open:
             produced.is_open = True
             self._out.trace.instant("opened", produced.handoff)
-            what = prompt_hash(request), request.num_prompt_tokens, self.ranks, self._adapters.describe(request)
+            what = produced.prompt_hash, request.num_prompt_tokens, self.ranks, self._adapters.describe(request)
             self._out.control.open(produced.handoff, *what, stages=self.stages)
 
     def matched(self, request: Request, num_local_tokens: int) -> None:
