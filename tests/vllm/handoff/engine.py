@@ -83,7 +83,7 @@ class Engine:
         connector_stats: The connector's reports to vLLM's metrics, in the order of the steps.
         sent: Tokens that clients have got, by request id.
 
-    `match_unit` are tokens of which the prefix cache finds all or none.
+    `match_unit` are tokens of which the prefix cache finds all or none. `workers` is what its workers say.
     """
 
     def __init__(
@@ -92,20 +92,22 @@ class Engine:
         num_blocks: int = NUM_BLOCKS,
         specs: Sequence[KVCacheSpec] = (),
         match_unit: int = BLOCK,
+        workers: Sequence[HandshakeMetadata] = (HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=True),),
     ) -> None:
         config.cache_config.num_gpu_blocks = num_blocks
+        cache = cache_config(num_blocks, specs)
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
-            kv_cache_config=cache_config(num_blocks, specs),
+            kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=math.lcm(BLOCK, *(spec.block_size for spec in specs)),
+            block_size=math.lcm(*(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)),
             hash_block_size=match_unit,
             log_stats=True,
         )
         self.connector_stats: list[dict[str, Any]] = []
         self.sent: dict[str, list[int]] = {}
         self.role = self.scheduler.connector._scheduler
-        self.role.set_workers({(0, 0): HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=True)})
+        self.role.set_workers({(0, rank): worker for rank, worker in enumerate(workers)})
         self._numbers = itertools.count()
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(match_unit, sha256)

@@ -3,91 +3,26 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import torch
 
-from kvpipe.vllm.handoff.config import ConnectorConfig
 from kvpipe.vllm.handoff.consumer.rank_sources import rank_sources
-from kvpipe.vllm.handoff.metadata import Cancel, HandoffEnd, HandoffLease, Load, ReadyRange, StepMetadata
-from kvpipe.vllm.handoff.worker import WorkerEngine, WorkerRole
+from kvpipe.vllm.handoff.metadata import Cancel, HandoffEnd, HandoffLease
+from kvpipe.vllm.handoff.worker import WorkerRole
 from tests.vllm.handoff.engine import new_id
-from tests.vllm.handoff.test_rank_sources import SIZES, heads_of
+from tests.vllm.handoff.ranks import CacheShape, EngineOfRanks
+from tests.vllm.handoff.test_rank_sources import SIZES
 from tests.vllm.handoff.test_scheduler import until
 from tests.vllm.handoff.test_worker import received
 
 pytestmark = pytest.mark.vllm
 
-LAYERS, BLOCKS, TOKENS, CONTENT = 2, 8, 4, 16
-NAMES = [f"layer.{index}" for index in range(LAYERS)]
-
-
-class EngineOfRanks:
-    """The workers of an engine, whose caches are parts of one with all heads."""
-
-    def __init__(self, num_ranks: int, num_heads: int, *, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.whole = torch.randn(LAYERS, BLOCKS, num_heads, TOKENS, CONTENT)
-        self.heads = [heads_of(rank, num_ranks, num_heads) for rank in range(num_ranks)]
-        self.caches = [self.whole[:, :, heads].contiguous() for heads in self.heads]
-        self.workers = [self._worker(rank, num_ranks, num_heads) for rank in range(num_ranks)]
-
-    def _worker(self, rank: int, num_ranks: int, num_heads: int) -> WorkerRole:
-        engine = WorkerEngine(
-            rank=rank,
-            engine_id=f"rank {rank}",
-            kv_role="kv_both",
-            num_blocks=BLOCKS,
-            groups=[NAMES],
-            num_ranks=num_ranks,
-            num_heads=num_heads,
-            num_hooked_layers=LAYERS,
-        )
-        worker = WorkerRole(engine, ConnectorConfig(silence_s=5))
-        worker.register(dict(zip(NAMES, self.caches[rank], strict=True)))
-        assert ("tensor parallel size", "any") in worker.handshake().properties
-        return worker
-
-    @property
-    def ranks(self) -> list[tuple[str, bytes]]:
-        """What the control port tells of them."""
-        handshakes = [worker.handshake() for worker in self.workers]
-        return [(each.address, each.incarnation) for each in handshakes]
-
-    def announce(self, handoff: bytes, block_ids: list[int], first: int = 0) -> None:
-        for worker in self.workers:
-            worker.begin_step(StepMetadata(ready=[ReadyRange(handoff, first, block_ids)]))
-            for name in NAMES:
-                worker.save_layer(name)
-            worker.end_forward()
-
-    def load(self, producer: "EngineOfRanks", handoff: bytes, block_ids: list[int], *, has_state: bool = True) -> None:
-        load = Load("consuming", handoff, [(0, block_ids)], producer.ranks, has_state)
-        for worker in self.workers:
-            worker.begin_step(StepMetadata(loads=[load]))
-
-    def step(self, **fields: Any) -> None:
-        for worker in self.workers:
-            worker.prepare_step(StepMetadata(**fields))
-            worker.begin_step(StepMetadata(**fields))
-
-    def has(self, producer: "EngineOfRanks", ours: list[int], theirs: list[int]) -> bool:
-        """True if each rank has its heads of the producer's blocks."""
-        return all(
-            torch.equal(cache[:, ours], producer.whole[:, theirs][:, :, heads])
-            for cache, heads in zip(self.caches, self.heads, strict=True)
-        )
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.close()
-
 
 @contextlib.contextmanager
 def engines(num_theirs: int, num_ours: int, num_heads: int) -> Iterator[tuple[EngineOfRanks, EngineOfRanks, bytes]]:
-    producer = EngineOfRanks(num_theirs, num_heads, seed=1)
-    consumer = EngineOfRanks(num_ours, num_heads, seed=2)
+    shape = CacheShape(num_heads=num_heads)
+    producer = EngineOfRanks(num_theirs, shape, seed=1)
+    consumer = EngineOfRanks(num_ours, shape, seed=2)
     yield producer, consumer, bytes.fromhex(new_id())
     consumer.close()
     producer.close()
@@ -104,7 +39,7 @@ def test_each_rank_gets_its_heads(theirs: int, ours: int, num_heads: int) -> Non
             assert received(worker) == {"consuming"}
             outcome = worker.drain_outcomes().outcomes["consuming"]
             assert (outcome.is_loaded, outcome.num_received, outcome.num_corrupt) == (True, 3, 0)
-            assert outcome.num_compared >= 3 * LAYERS
+            assert outcome.num_compared >= 3 * producer.shape.num_layers
             assert worker.drain_invalid_block_ids() == set()
         assert consumer.has(producer, [1, 6, 2], [3, 5, 7])
         producer.step(leased=[HandoffLease(handoff, "producing")])
