@@ -21,7 +21,9 @@ def stages(request: pytest.FixtureRequest, groups: Groups) -> Servers:
     return groups.show(request.param)
 
 
-def test_answers_after_a_prefill_of_two_stages_are_those_of_one_instance_and_no_block_stays_leased(stages: Servers) -> None:
+def test_answers_after_a_prefill_of_two_stages_are_those_of_one_instance_and_leave_nothing_leased(
+    stages: Servers,
+) -> None:
     assert not others(stages, 4, is_reversed=False)
     stages.come_to_rest()
 
