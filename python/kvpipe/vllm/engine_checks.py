@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.kvpipe.connector")
@@ -38,13 +38,36 @@ def check_memory_stays(model: ModelConfig) -> None:
         raise ConfigError(message)
 
 
-def check_pipeline(num_stages: int, *, is_consumer: bool) -> None:
-    """Refuses to load into an engine with pipeline parallelism.
+def check_context_parallel(parallel: ParallelConfig) -> None:
+    """Refuses prefill context parallelism, whose ranks have different tokens.
 
     Raises:
-        ConfigError: The engine consumes handoffs, and has several stages.
+        ConfigError: It is on.
     """
-    if num_stages > 1 and is_consumer:
+    if parallel.prefill_context_parallel_size > 1:
+        size = parallel.prefill_context_parallel_size
+        message = f"--prefill-context-parallel-size {size}: kvpipe was not tested with it; start vLLM without it"
+        raise ConfigError(message)
+
+
+def check_pipeline(config: VllmConfig, *, is_consumer: bool) -> None:
+    """Refuses pipelines with which kvpipe does not hand over.
+
+    Raises:
+        ConfigError: An engine that consumes handoffs has several stages. Or vLLM calls the connector after the forward
+            pass on the last one alone: the V1 model runner does so with speculative decoding.
+    """
+    num_stages = config.parallel_config.pipeline_parallel_size
+    if num_stages == 1:
+        return
+    if config.speculative_config is not None and not config.use_v2_model_runner:
+        message = (
+            f"pipeline parallel size is {num_stages}: with speculative decoding vLLM's V1 model runner does not call "
+            "connectors on all stages; start this instance without --speculative-config, or with "
+            "VLLM_USE_V2_MODEL_RUNNER=1"
+        )
+        raise ConfigError(message)
+    if is_consumer:
         message = (
             f"pipeline parallel size is {num_stages}: an engine that consumes handoffs has one stage; start it with "
             '--pipeline-parallel-size 1, or with "kv_role": "kv_producer" if it only prefills'

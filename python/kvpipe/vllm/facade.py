@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from kvpipe.vllm.engine_checks import check_memory_stays, load_failure_policy
+from kvpipe.vllm.engine_checks import check_context_parallel, check_memory_stays, load_failure_policy
 from kvpipe.vllm.versions import LoadedFirst, check_version
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Facade(KVConnectorBase_V1, Generic[SchedulerT, WorkerT]):
         super().__init__(vllm_config, role, kv_cache_config)
         check_version()
         check_memory_stays(vllm_config.model_config)
+        check_context_parallel(vllm_config.parallel_config)
         self._scheduler: SchedulerT | None = None
         self._worker: WorkerT | None = None
         self._loaded_first = LoadedFirst()

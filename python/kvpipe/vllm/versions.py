@@ -78,10 +78,9 @@ def version_of_kv(config: VllmConfig, kv_cache_dtype: str) -> str:
     return _same_as_running(_COMPARED if is_compared else ())
 
 
-def attention_version(backends: Iterable[str]) -> str:
-    """Names the versions of vLLM whose attention backends write the same bytes of a block as this one's."""
-    found = [_COMPARED_BACKENDS.get(name, ()) for name in backends]
-    return _same_as_running([version for version in _COMPARED if all(version in versions for versions in found)])
+def attention_version(backend: str) -> str:
+    """Names the versions of vLLM whose attention backend of this name writes a block as this one's does."""
+    return _same_as_running(_COMPARED_BACKENDS.get(backend, ()))
 
 
 def _same_as_running(versions: Iterable[str]) -> str:

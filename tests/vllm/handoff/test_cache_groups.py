@@ -203,3 +203,10 @@ def test_groups_that_differ_are_described_otherwise(ours: CacheGroups, theirs: C
 def test_only_full_attention_alone_has_parts_that_are_of_use_without_the_others() -> None:
     assert groups(FULL).has_parts
     assert not any(found.has_parts for found in (groups(FULL, FULL), groups(window(64)), groups(STATE)))
+
+
+def test_the_layers_of_a_group_are_in_the_models_order_whatever_vllms_is() -> None:
+    names = ["model.layers.10.attn", "model.layers.2.attn", "model.layers.9.mamba", "model.layers.9.attn"]
+    config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, FULL)])
+    ordered = ("model.layers.2.attn", "model.layers.9.attn", "model.layers.9.mamba", "model.layers.10.attn")
+    assert CacheGroups.of(config).layers() == [ordered]

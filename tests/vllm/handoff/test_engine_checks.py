@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
 from kvpipe.store_connector import KVStoreConnector
 from kvpipe.transfer_params import consume, produce, resume
-from kvpipe.vllm.engine_checks import load_failure_policy
+from kvpipe.vllm.engine_checks import check_pipeline, load_failure_policy
 from kvpipe.vllm.first_token.logits_processor import ForcedOutputs
 from kvpipe.vllm.handoff.metadata import HandoffEnd
 from tests.vllm.handoff.engine import Engine, cache_config, engine_config, new_id
@@ -188,6 +189,38 @@ def test_vllm_itself_has_no_sleep_mode_and_no_cumem_allocator_on_a_cpu(
 ) -> None:
     with pytest.raises(ValueError, match=f"{name} is not supported on current platform"):
         engine_config(tiny_model, {setting: True})
+
+
+# --- parallelism that kvpipe does not hand over
+
+
+@pytest.mark.parametrize("connector", [KVPipeConnector, KVStoreConnector])
+def test_prefill_context_parallelism_is_refused_by_both_connectors_with_the_flag_to_leave_out(
+    tiny_model: str, connector: Any
+) -> None:
+    config = engine_config(tiny_model)
+    config.parallel_config.prefill_context_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"--prefill-context-parallel-size 2: .*; start vLLM without it"):
+        connector(config, KVConnectorRole.SCHEDULER, cache_config())
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_a_consumer_with_several_stages_is_refused_with_the_remedy(tiny_model: str, role: KVConnectorRole) -> None:
+    config = engine_config(tiny_model)
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"pipeline parallel size is 2: .*kv_producer"):
+        KVPipeConnector(config, role, cache_config())
+
+
+def test_stages_with_speculative_decoding_are_refused_where_vllm_does_not_call_all_of_them() -> None:
+    parallel = SimpleNamespace(pipeline_parallel_size=2)
+    v1, v2 = (
+        SimpleNamespace(parallel_config=parallel, speculative_config=SimpleNamespace(), use_v2_model_runner=uses_v2)
+        for uses_v2 in (False, True)
+    )
+    check_pipeline(v2, is_consumer=False)
+    with pytest.raises(ConfigError, match=r"pipeline parallel size is 2: .*VLLM_USE_V2_MODEL_RUNNER=1"):
+        check_pipeline(v1, is_consumer=False)
 
 
 # --- caches that vLLM resets

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvpipe import _kvpipe
 from kvpipe.control import ControlClient
-from kvpipe.vllm.fingerprint import _length_scaling, attention_properties, fingerprint, merge_ranks
+from kvpipe.vllm.fingerprint import _length_scaling, attention_properties, fingerprint, merge_layers, merge_ranks
 from kvpipe.vllm.handoff.cache_groups import CacheGroups
 from kvpipe.vllm.handoff.metadata import HandshakeMetadata
 from kvpipe.vllm.handoff.scheduler import SchedulerRole
@@ -298,7 +298,7 @@ def test_the_attention_backend_that_vllm_selected_is_named(config: VllmConfig) -
     backend = properties(config, Layer(), Layer())["attention backend"]
     assert backend.startswith("CPU_ATTN ")
     mixed = properties(config, Layer(), Layer(OtherBackend))["attention backend"]
-    assert mixed.startswith("CPU_ATTN, OTHER_ATTN ")
+    assert mixed == f"{backend}; OTHER_ATTN {backend.removeprefix('CPU_ATTN ')}"
 
 
 def test_the_scales_of_the_kv_are_compared(config: VllmConfig) -> None:
@@ -392,16 +392,27 @@ def test_versions_whose_backends_write_a_block_alike_are_named(
     for version in COMPARED:
         monkeypatch.setattr("vllm.__version__", version)
         found.append(properties(config, *map(Layer, backends))["attention version"])
-    compared, alone = COMPARED[:num_compared], list(COMPARED[num_compared:])
-    assert found == [", ".join(compared)] * num_compared + alone
+    alike, alone = set(found[:num_compared]), set(found[num_compared:])
+    assert (len(alike), len(alone)) == (min(1, num_compared), len(COMPARED) - num_compared)
+    assert alike.isdisjoint(alone)
+    assert all(version in names for version in COMPARED[:num_compared] for names in alike)
 
 
 def test_ranks_that_differ_are_all_named() -> None:
     ranks = [[("attention backend", "A"), ("kv cache scales", "1.0")], [("attention backend", "B")]]
     assert merge_ranks(ranks) == [("attention backend", "A; B"), ("kv cache scales", "1.0")]
-    stages = [[("kv block", "B")], [("kv block", "A; B")]]
-    assert merge_ranks(stages) == [("kv block", "A; B")]
+    assert merge_ranks([[("weights", "a; b")], [("weights", "a")]]) == [("weights", "a; b; a")]
     assert merge_ranks([]) == []
+
+
+def test_ranks_with_some_of_the_layers_have_together_what_a_rank_with_all_of_them_has(config: VllmConfig) -> None:
+    layers = [Layer(), Layer(OtherBackend)]
+    stages = [list(properties(config, *of_stage).items()) for of_stage in (layers[1:], layers, layers[:1])]
+    whole = list(properties(config, *layers).items())
+    assert merge_layers(stages) == merge_layers([whole]) == whole
+    sizes = [[("tensor parallel size", size)] for size in ("any", "2")]
+    assert merge_layers(sizes) == sizes[1]
+    assert merge_layers(sizes[:1] * 2) == sizes[0]
 
 
 def test_what_the_workers_selected_is_in_the_fingerprint_that_peers_compare(

@@ -6,26 +6,23 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpipe import _kvpipe
-from kvpipe.connector import KVPipeConnector
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import produce
 from kvpipe.vllm.handoff.consumer.pipeline_stages import pipeline_stages
 from kvpipe.vllm.handoff.metadata import HandoffEnd, HandoffLease, HandshakeMetadata, Load, ReadyRange, StepMetadata
 from kvpipe.vllm.handoff.scheduler import SchedulerRole
+from kvpipe.vllm.prompt_hash import prompt_hash
 from tests.vllm.handoff.engine import SHAPE as SPEC
-from tests.vllm.handoff.engine import Engine, cache_config, engine_config, new_id
+from tests.vllm.handoff.engine import Engine, new_id
 from tests.vllm.handoff.ranks import CacheShape, EngineOfRanks
 from tests.vllm.handoff.test_cache_groups import groups
-from tests.vllm.handoff.test_scheduler import prompt, until
+from tests.vllm.handoff.test_scheduler import consuming, prompt, reported, until
 from tests.vllm.handoff.test_worker import received, role
 
 pytestmark = pytest.mark.vllm
-
-NUM_LAYERS = [3]
 
 
 @dataclass(frozen=True)
@@ -137,18 +134,32 @@ def test_a_stage_is_asked_for_the_groups_of_which_it_has_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "num_workers"),
-    [([[1], [1]], 2), ([[1], [3]], 2), ([[1, 0], [2, 0]], 2), ([[1], []], 2), ([[1], [2]], 3)],
+    ("stages", "num_workers", "message"),
+    [
+        ([[1], [1]], 2, "with 2 layers of KV cache group 0, and there are 3 here"),
+        ([[1], [3]], 2, "with 4 layers of KV cache group 0, and there are 3 here"),
+        ([[1, 0], [2, 0]], 2, "with 2 KV cache groups, and there are 1 here"),
+        ([[3], []], 2, "with 0 KV cache groups, and there are 1 here"),
+        ([[1], [2]], 3, "and 3 workers"),
+    ],
 )
 def test_stages_with_other_layers_or_ranks_are_refused_by_name(
-    stages: Sequence[Sequence[int]], num_workers: int
+    stages: Sequence[Sequence[int]], num_workers: int, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"pipeline of 2 stages and {num_workers} workers .* this engine has \[3\]"):
-        pipeline_stages(stages, num_workers, NUM_LAYERS)
+    with pytest.raises(ConfigError, match=f"the producer has 2 pipeline stages {message}; give both engines one model"):
+        pipeline_stages(stages, num_workers, [3])
+
+
+def test_a_producer_that_names_a_worker_twice_is_refused(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    worker = ("127.0.0.1:1", bytes(16))
+    producer.open(handoff, prompt_hash(request), 100, [worker, worker], stages=[[1], [2]])
+    until(lambda: engine.step() and request.num_output_tokens)
+    assert reported(engine, handoff.hex())["reason"].startswith("the producer names a worker for two of its ranks")
 
 
 def layers_of(*stages: list[str]) -> dict[tuple[int, int], HandshakeMetadata]:
-    """What the workers of two ranks and some stages tell of themselves."""
+    """What the workers of two ranks and some stages report."""
     return {
         (stage, rank): HandshakeMetadata(f"127.0.0.1:{2 * stage + rank + 1}", bytes(16), layers=[tuple(names)])
         for stage, names in enumerate(stages)
@@ -156,7 +167,7 @@ def layers_of(*stages: list[str]) -> dict[tuple[int, int], HandshakeMetadata]:
     }
 
 
-def test_a_consumer_is_told_the_ranks_and_layers_of_each_stage(engine: Engine) -> None:
+def test_a_consumer_receives_the_ranks_and_layers_of_each_stage(engine: Engine) -> None:
     engine.scheduler.connector.set_xfer_handshake_metadata_pp_aware(layers_of(["layer.0", "layer.1"], ["layer.2"]))
     handoff = new_id()
     engine.add(prompt(100), max_tokens=1, params=produce(handoff))
@@ -178,16 +189,6 @@ def test_the_layers_of_all_stages_are_compared(config: object, engine: Engine) -
         found.append(dict(scheduler._fingerprint)["kv cache groups"])
         scheduler.close()
     assert found[0] == dict(engine.role._fingerprint)["kv cache groups"] != found[1]
-
-
-@pytest.mark.parametrize("connector_role", KVConnectorRole)
-def test_a_consumer_with_several_stages_is_refused_with_the_remedy(
-    tiny_model: str, connector_role: KVConnectorRole
-) -> None:
-    config = engine_config(tiny_model)
-    config.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(ConfigError, match=r"pipeline parallel size is 2: .*kv_producer"):
-        KVPipeConnector(config, connector_role, cache_config(8))
 
 
 def test_the_first_rank_of_the_last_stage_predicts_the_end_of_a_prefill() -> None:

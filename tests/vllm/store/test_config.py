@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpipe.exceptions import ConfigError
 from kvpipe.store_connector import KVStoreConnector
+from kvpipe.vllm.handoff.metadata import HandshakeMetadata
 from kvpipe.vllm.store.config import StoreConnectorConfig
 from tests.vllm.handoff.engine import cache_config
 from tests.vllm.store.engine import store_config
@@ -78,3 +79,9 @@ def test_a_model_whose_files_cannot_be_compared_needs_a_namespace(tiny_model: st
     named = store_config(tiny_model, "x", namespace="the dummy of the tests")
     named.load_config.load_format = "dummy"
     KVStoreConnector(named, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
+
+
+def test_handshake_metadata_of_another_connectors_pipeline_stages_changes_nothing(tiny_model: str) -> None:
+    connector = KVStoreConnector(store_config(tiny_model, "x"), KVConnectorRole.SCHEDULER, cache_config())
+    connector.set_xfer_handshake_metadata_pp_aware({(1, 0): HandshakeMetadata("127.0.0.1:1", bytes(16))})
+    connector.shutdown()

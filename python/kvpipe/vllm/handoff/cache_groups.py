@@ -52,7 +52,7 @@ class CacheGroup:
         kind: Tokens that the next one needs.
         block_size: Tokens of a block.
         reach: Tokens of the window or chunk; 0 for other kinds.
-        layer_names: The layers.
+        layer_names: The layers, in the model's order.
         num_heads: KV heads in a block of this rank; 0 if layers differ, or have no slot for each.
         content: Contents of a block that the layers' shapes and the cache's dtype do not tell.
     """
@@ -91,7 +91,7 @@ class CacheGroup:
             kind=kind,
             block_size=spec.block_size * (num_shards if is_shared else 1),
             reach=reach,
-            layer_names=tuple(group.layer_names),
+            layer_names=tuple(sorted(group.layer_names, key=_layer_order)),
             num_heads=_num_heads(specs),
             content=_content(specs) if kind is Kind.STATE else "",
         )
@@ -225,6 +225,11 @@ def _kind(spec: KVCacheSpec) -> tuple[Kind, int] | None:
     # Tokens that are kept below a window.
     num_more: int = getattr(spec, "extra_retained_tokens", 0)
     return kind, (getattr(spec, reach) + num_more if reach else 0)
+
+
+def _layer_order(name: str) -> list[tuple[int, str]]:
+    """The order of layers in a model, which vLLM's groups need not have: numbers in a name count by their value."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def _num_heads(specs: Iterable[Any]) -> int:

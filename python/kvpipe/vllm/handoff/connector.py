@@ -55,7 +55,7 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
         parallel = vllm_config.parallel_config
         groups = CacheGroups.of(kv_cache_config, parallel.decode_context_parallel_size)
         self._set_load_failure_policy(config.on_load_failure)
-        check_pipeline(parallel.pipeline_parallel_size, is_consumer=transfer.is_kv_consumer)
+        check_pipeline(vllm_config, is_consumer=transfer.is_kv_consumer)
         if role == KVConnectorRole.SCHEDULER:
             from kvpipe.vllm.handoff.scheduler import SchedulerRole  # noqa: PLC0415 - only where the role is
 

@@ -16,7 +16,7 @@ from kvpipe import _kvpipe
 from kvpipe.config import resolve_tokens
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import ProduceParams, parse
-from kvpipe.vllm.fingerprint import fingerprint, merge_ranks
+from kvpipe.vllm.fingerprint import fingerprint, merge_layers
 from kvpipe.vllm.first_token.continuing_scheduler import Continuations
 from kvpipe.vllm.first_token.logits_processor import hide_handoff_from_workers
 from kvpipe.vllm.first_token.sampling import Sampling
@@ -161,7 +161,7 @@ class SchedulerRole:
             logger.error("workers.unknown no KV is sent; put KVPipeConnector first in MultiConnector")
         if not self._is_listening:
             self._fingerprint.append(("kv cache groups", groups.describe()))
-            self._fingerprint += merge_ranks([workers[rank].properties for rank in sorted(workers)])
+            self._fingerprint += merge_layers([workers[rank].properties for rank in sorted(workers)])
             self._listen()
         description = {
             "engine_id": self._engine_id,

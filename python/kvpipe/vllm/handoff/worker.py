@@ -16,6 +16,7 @@ from kvpipe._transport import transport
 from kvpipe.config import resolve_tokens
 from kvpipe.exceptions import ConfigError, KVPipeError, TransferTimeoutError
 from kvpipe.vllm.amx import permit_tiles
+from kvpipe.vllm.fingerprint import ANY_SIZE, joined
 from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
 from kvpipe.vllm.handoff.consumer.pipeline_stages import PipelineStage, pipeline_stages
 from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
@@ -146,10 +147,10 @@ class WorkerRole:
         self._regions = {cache.name: cache.register(self._agent) for cache in caches}
         by_group = [[cache for cache in caches if cache.name in names] for names in map(set, self._engine.groups)]
         self._group_regions = [_joined(self._regions[cache.name] for cache in of_group) for of_group in by_group]
-        orders = sorted({cache.layout.order for cache in caches})
         is_divisible = self._engine.num_heads > 0 and all(cache.layout.is_by_head for cache in caches)
-        size = "any" if is_divisible else str(self._engine.num_ranks)
-        self._properties = [*properties, ("kv block", "; ".join(orders)), ("tensor parallel size", size)]
+        size = ANY_SIZE if is_divisible else str(self._engine.num_ranks)
+        orders = joined(cache.layout.order for cache in caches)
+        self._properties = [*properties, ("kv block", orders), ("tensor parallel size", size)]
         self._kept = KeptBlocks([[cache.blocks for cache in of_group] for of_group in by_group])
         address = self._agent.address or ""
         logger.info(
@@ -168,10 +169,11 @@ class WorkerRole:
         """Returns the layers with a cache of their own. Others use that of a layer before them (Gemma 3n).
 
         Raises:
-            ConfigError: A layer belongs to no KV cache group, and its cache is no other layer's; or it has no cache.
+            ConfigError: A layer of a KV cache group has no cache. Or one belongs to no group, and its cache is no other
+                layer's.
         """
         if absent := next((name for name in self._group_of if name not in kv_caches), ""):
-            message = f"layer {absent}: it is in a KV cache group of vLLM, and vLLM gives it no cache"
+            message = f"layer {absent}: it is in a KV cache group of vLLM, and vLLM gives it no cache; report the model"
             raise ConfigError(message)
         own = [name for name in kv_caches if name in self._group_of]
         addresses = {kv_caches[name].data_ptr() for name in own}
@@ -264,6 +266,8 @@ class WorkerRole:
         # A stage may have no layer of the groups that lack blocks.
         found = [(stage, parts) for stage in stages if (parts := self._parts(load, stage))]
         loads = [(stage.first_rank + source.rank, source, parts) for stage, parts in found for source in sources]
+        if not loads:
+            return "no block of it is wanted"
         self._loads.begin(load, [[block_id for part in parts for block_id in part[2]] for _, _, parts in loads])
         for number, (rank, source, parts) in enumerate(loads):
             address, incarnation = load.ranks[rank]

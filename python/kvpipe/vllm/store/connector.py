@@ -15,7 +15,11 @@ from kvpipe.vllm.store.stats import KVStorePromMetrics, KVStoreStats
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorWorkerMetadata,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -46,6 +50,11 @@ class KVStoreConnector(Facade["StoreSchedulerRole", "StoreWorkerRole"]):
 
             check_parent(transfer.kv_load_failure_policy, "KVStoreConnector")
             self._worker = StoreWorkerRole(vllm_config, config)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Does nothing. MultiConnector passes on the metadata of another connector, also that of several stages."""
 
     @property
     def requires_kv_delivery(self) -> bool:

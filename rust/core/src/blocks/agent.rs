@@ -35,8 +35,7 @@ pub struct AgentConfig<'a> {
     /// The integrity of its handoffs; with `None` it has none. The blocks that it reads and writes have checksums, unless
     /// this is `None`.
     pub integrity: Integrity,
-    /// Time that the producer of a load waits for its first block. A producer whose engine ends a handoff tells its
-    /// consumers before.
+    /// Time that the producer of a load waits for its first block.
     pub first_block_timeout: Duration,
 }
 

@@ -14,7 +14,7 @@ const JSON_CAP: usize = 1 << 20;
 /// Most workers of a producer.
 const RANKS_CAP: usize = 4096;
 /// Most stages of a producer's pipeline, and most KV cache groups of its model.
-const STAGES_CAP: usize = 1024;
+const STAGES_CAP: usize = 256;
 const GROUPS_CAP: usize = 1024;
 /// Most token ids that prefill samples.
 const OUTPUT_IDS_CAP: usize = 4096;

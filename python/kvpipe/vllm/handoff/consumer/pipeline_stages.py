@@ -37,18 +37,12 @@ def pipeline_stages(
         num_layers: Layers of each group here.
 
     Raises:
-        ConfigError: The stages have other layers than this engine, or workers of different numbers.
+        ConfigError: The stages have other layers than this engine, or different numbers of workers.
     """
     stages = stages or [num_layers]
     num_ranks = num_workers // len(stages)
-    has_layers = all(len(stage) == len(num_layers) for stage in stages) and all(
-        sum(of_group) == num for of_group, num in zip(zip(*stages, strict=True), num_layers, strict=True)
-    )
-    if not has_layers or num_workers != num_ranks * len(stages):
-        message = (
-            f"the producer's pipeline of {len(stages)} stages and {num_workers} workers has layers "
-            f"{[list(stage) for stage in stages]} of each KV cache group, and this engine has {list(num_layers)}"
-        )
+    if difference := _difference(stages, num_workers, num_layers):
+        message = f"the producer has {len(stages)} pipeline stages {difference}; give both engines one model and vLLM"
         raise ConfigError(message)
     found, ends = [], [0] * len(num_layers)
     for index, stage in enumerate(stages):
@@ -56,3 +50,15 @@ def pipeline_stages(
         found.append(PipelineStage(index * num_ranks, num_ranks, layers))
         ends = [each.stop for each in layers]
     return found
+
+
+def _difference(stages: Sequence[Sequence[int]], num_workers: int, num_layers: Sequence[int]) -> str:
+    if num_workers % len(stages):
+        return f"and {num_workers} workers"
+    if others := [len(stage) for stage in stages if len(stage) != len(num_layers)]:
+        return f"with {others[0]} KV cache groups, and there are {len(num_layers)} here"
+    for index, num in enumerate(num_layers):
+        num_theirs = sum(stage[index] for stage in stages)
+        if num_theirs != num:
+            return f"with {num_theirs} layers of KV cache group {index}, and there are {num} here"
+    return ""

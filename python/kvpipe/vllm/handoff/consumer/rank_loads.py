@@ -70,9 +70,9 @@ class RankLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def begin(self, load: Load, sources: Sequence[list[int]] = ()) -> None:
-        """Adds a load. `sources` are the blocks from each rank of the producer; empty: from one rank all of them."""
-        sources = sources or [load.block_ids]
+    def begin(self, load: Load, sources: Sequence[list[int]] | None = None) -> None:
+        """Adds a load. `sources` has the blocks from each rank of the producer; `None`: one rank has all of them."""
+        sources = [load.block_ids] if sources is None else sources
         self._loads[load.handoff] = RankLoad(load, is_verified=False, is_answered=load.has_state, sources=sources)
 
     def refuse(self, load: Load, outcome: LoadOutcome) -> None:

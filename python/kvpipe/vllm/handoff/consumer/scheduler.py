@@ -231,6 +231,8 @@ class ConsumerScheduler:
         if ours != theirs or NOT_COMPARED in ours:
             message = f"LoRA adapter is {ours or 'none'} here and {theirs or 'none'} at the producer"
             return message, LossReason.OTHER_ADAPTER
+        if len(set(opening["ranks"])) < len(opening["ranks"]):
+            return "the producer names a worker for two of its ranks; report its version", LossReason.REFUSED
         num_layers = [len(group.layer_names) for group in self._groups]
         try:
             stages = pipeline_stages(opening["stages"], len(opening["ranks"]), num_layers)

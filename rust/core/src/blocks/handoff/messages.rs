@@ -33,7 +33,7 @@ pub(crate) struct SelectedPart {
 /// Message of one side of a handoff to the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum HandoffMessage {
-    /// Consumer: I want these blocks, and wait so long for the first one.
+    /// Consumer: I want these blocks, and wait for the first one until this time is over.
     Select {
         parts: Vec<SelectedPart>,
         first_block_timeout: Duration,
