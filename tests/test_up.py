@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvpipe.exceptions import ConfigError, KVPipeError
-from kvpipe.launch import gpus
+from kvpipe.launch import gpus, plan
 from kvpipe.launch.cores import sharing_text
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread
 from kvpipe.launch.plan import is_cpu_vllm
@@ -161,6 +161,21 @@ def test_no_port_is_one_that_the_system_may_hand_to_others_meanwhile():
     ports = {int(address.rpartition(":")[2]) for address in addresses}
     assert len(ports) == len(addresses)
     assert all(port < first for port in ports)
+
+
+def test_the_control_ports_of_data_parallel_ranks_follow_that_of_the_first_one(monkeypatch):
+    busy, first = {}, iter(range(20_000, 30_000, 4))
+    monkeypatch.setattr(plan, "_is_free", lambda port: busy.setdefault(port, True))
+    monkeypatch.setattr(plan.random, "sample", lambda *_: [next(first) for _ in range(4)])
+    busy[20_002] = False
+    assert plan.free_ports(3, 3) == [20_004, 20_008, 20_012]
+    monkeypatch.undo()
+    ports = plan.free_ports(50, 4)
+    assert len({port + rank for port in ports for rank in range(4)}) == 200
+    with DeploymentThread(stand_ins(proxy_command=None, vllm_args=("--data-parallel-size=4",))) as running:
+        first = [int(each.control.rpartition(":")[2]) for each in running.deployment.instances]
+        others = [int(each.url.rpartition(":")[2]) for each in running.deployment.instances]
+    assert len({port + rank for port in (*first, *others) for rank in range(4)}) == 16
 
 
 def test_each_role_gets_its_connector_configuration():
@@ -439,6 +454,8 @@ def test_instances_get_the_gpus_in_turn(monkeypatch):
     assert placed(gpus=("2", "5")) == (["2", "5"], [None, None])
     args = ("--tensor-parallel-size", "2")
     assert placed(gpus=("0", "1", "2", "3"), vllm_args=args) == (["0,1", "2,3"], [None, None])
+    args = ("-tp", "2", "-dp=2")
+    assert placed(gpus=tuple("01234567"), vllm_args=args) == (["0,1,2,3", "4,5,6,7"], [None, None])
 
 
 def test_instances_that_share_a_gpu_have_equal_parts_of_its_memory_unless_the_user_has_chosen():
@@ -455,6 +472,11 @@ def test_instances_that_share_a_gpu_have_equal_parts_of_its_memory_unless_the_us
         ({"gpus": ("0", "0")}, "gpus=0,0: 0 is named twice"),
         ({"gpus": ("0",), "vllm_args": ("-tp=2",)}, "--tensor-parallel-size 2 needs 2 GPUs"),
         ({"gpus": ("0",), "vllm_args": ("-tp", "two")}, "--tensor-parallel-size two: expected a number"),
+        (
+            {"gpus": ("0", "1"), "vllm_args": ("-tp=2", "-dp=2")},
+            "--tensor-parallel-size 2 and --data-parallel-size 2 needs 4 GPUs",
+        ),
+        ({"vllm_args": ("-dp", "0")}, "--data-parallel-size 0: expected a number, 1 or more"),
     ],
 )
 def test_gpus_that_do_not_fit_are_refused_with_both_numbers(change, message):

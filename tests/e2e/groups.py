@@ -29,7 +29,7 @@ COMMON = (
 # Long prompts take several steps of 256 tokens, so that blocks are announced while prefill computes. The instance that
 # is called prefill fails requests whose KV does not come; that matters where it decodes.
 ROOMY = ("--max-model-len", "4096", "--max-num-batched-tokens", "256")
-WITH_ROOM = ("roomy", "stages", "multi", "store", "pipe and store", "oldest", "upgrade", *KINDS)
+WITH_ROOM = ("roomy", "stages", "data parallel", "multi", "store", "pipe and store", "oldest", "upgrade", *KINDS)
 
 # Instances of the oldest vLLM that is supported. Beside others, one that is upgraded later than those.
 OLDEST = "0.30.0"
@@ -46,6 +46,9 @@ TIGHT_BY_ROLE = {
     ),
     "undivided": ("--max-model-len", "1024", "--max-num-batched-tokens", "1024"),
 }
+
+# Arguments of the undivided instance alone.
+UNDIVIDED = {"data parallel": ("--data-parallel-size", "1")}
 
 # Prompts that fit one instance do not fit another.
 LENGTHS = {"prefill": 512, "decode": 2048, "undivided": 2048}
@@ -107,9 +110,9 @@ class Groups:
         """The servers of a group.
 
         Args:
-            name: `roomy`, `stages`, `multi`, `tight`, `tight, validate`, `bfloat16`, `lengths`, `store`,
-                `pipe and store`, `oldest`, `upgrade`, or a kind of model; and more arguments of vLLM. Those after
-                ` | ` are for decode and the undivided instance.
+            name: `roomy`, `stages`, `data parallel`, `multi`, `tight`, `tight, validate`, `bfloat16`, `lengths`,
+                `store`, `pipe and store`, `oldest`, `upgrade`, or a kind of model; and more arguments of vLLM. Those
+                after ` | ` are for decode and the undivided instance.
         """
         if self._servers is None or name != self._name:
             self._running.close()
@@ -155,6 +158,7 @@ class Groups:
             of_oldest = [each for each in running.deployment.instances if each.role in OF_OLDEST[group]]
             started.enter_context(forked_from(OLDEST, of_oldest))
         add_arguments((decode, running.deployment.undivided[0]), differing)
+        add_arguments(running.deployment.undivided, UNDIVIDED.get(group, ()))
         with started, running, ExitStack() as proxies:
             yield Servers(
                 running,

@@ -7,3 +7,4 @@ from .harness import LIMIT_S
 def _descriptions_are_there_from_the_start(monkeypatch):
     """The proxy waits a second for them when it starts, which is short on a busy machine."""
     monkeypatch.setattr("kvpipe.proxy.descriptions._START_S", LIMIT_S)
+    monkeypatch.setattr("kvpipe.proxy.ranks._START_S", LIMIT_S)

@@ -35,25 +35,37 @@ def well(_):
 
 
 def test_round_robin_starts_one_further_each_time_and_offers_all():
-    pool = RoundRobin([A, B, C])
-    assert [pool.order(well) for _ in range(4)] == [[A, B, C], [B, C, A], [C, A, B], [A, B, C]]
+    pool = RoundRobin()
+    assert [pool.order([A, B, C], well) for _ in range(4)] == [[A, B, C], [B, C, A], [C, A, B], [A, B, C]]
 
 
 @pytest.mark.parametrize("num_prefill", range(1, 5))
 @pytest.mark.parametrize("num_decode", range(1, 5))
 def test_two_pools_in_turn_use_every_pair_alike(num_prefill, num_decode):
-    prefill = RoundRobin([Instance(f"http://p{index}:1") for index in range(num_prefill)])
-    decode = RoundRobin([Instance(f"http://d{index}:1") for index in range(num_decode)], num_prefill)
+    of_prefill = [Instance(f"http://p{index}:1") for index in range(num_prefill)]
+    of_decode = [Instance(f"http://d{index}:1") for index in range(num_decode)]
+    prefill, decode = RoundRobin(), RoundRobin(of_prefill.__len__)
     num_pairs = num_prefill * num_decode
-    pairs = Counter((prefill.order(well)[0], decode.order(well)[0]) for _ in range(3 * num_pairs))
+    pairs = Counter(
+        (prefill.order(of_prefill, well)[0], decode.order(of_decode, well)[0]) for _ in range(3 * num_pairs)
+    )
     assert len(pairs) == num_pairs
     assert set(pairs.values()) == {3}
 
 
 def test_instances_that_are_avoided_are_asked_last():
-    pool = RoundRobin([A, B, C])
-    assert [pool.order(A.__eq__) for _ in range(3)] == [[B, C, A], [B, C, A], [C, B, A]]
-    assert pool.order(lambda _: True) == [A, B, C]
+    pool = RoundRobin()
+    assert [pool.order([A, B, C], A.__eq__) for _ in range(3)] == [[B, C, A], [B, C, A], [C, B, A]]
+    assert pool.order([A, B, C], lambda _: True) == [A, B, C]
+
+
+def test_other_servers_are_asked_before_the_other_ranks_of_a_server():
+    ranks = [Instance(server.url, f"{server.url}:7", rank) for server in (A, B) for rank in range(2)]
+    pool = RoundRobin()
+    found = [[instance.name[7:] for instance in pool.order(ranks, well)] for _ in range(3)]
+    assert found[:2] == [["a:1#dp0", "b:1#dp0", "b:1#dp1", "a:1#dp1"], ["a:1#dp1", "b:1#dp0", "b:1#dp1", "a:1#dp0"]]
+    assert found[2] == ["b:1#dp0", "a:1#dp0", "a:1#dp1", "b:1#dp1"]
+    assert pool.order(ranks, lambda instance: instance.url == B.url)[0].url == A.url
 
 
 @pytest.mark.parametrize("body", ALONE)

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvpipe.exceptions import ConfigError
+from kvpipe.launch.arguments import data_parallel_size, tensor_parallel_size, value_of
 from kvpipe.launch.cores import counted
 
 # vLLM takes so much of a GPU's memory by default (0.32, config/cache.py:gpu_memory_utilization).
 _DEFAULT_UTILIZATION = 0.9
-_UTILIZATION_FLAG, _PARALLEL_FLAGS = "--gpu-memory-utilization", ("--tensor-parallel-size", "-tp")
+_UTILIZATION_FLAG = "--gpu-memory-utilization"
 _KV_CACHE_FLAG = "--kv-cache-memory-bytes"
 _QUERY = ("--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
 _QUERY_TIMEOUT_S = 20.0
@@ -48,7 +49,7 @@ def assign_gpus(num_instances: int, gpus: Sequence[str], vllm_args: Sequence[str
     """Deals out GPUs to instances in turn. Where there are too few, instances share a GPU and its memory.
 
     Args:
-        num_instances: Each takes as many GPUs as its tensor-parallel size.
+        num_instances: Each takes as many GPUs as its tensor-parallel size times its data-parallel size.
         gpus: As `CUDA_VISIBLE_DEVICES` names them; without any, nothing is assigned.
         vllm_args: vLLM's arguments, the same for every instance.
 
@@ -59,16 +60,18 @@ def assign_gpus(num_instances: int, gpus: Sequence[str], vllm_args: Sequence[str
         return [GpuShare()] * num_instances
     if twice := [gpu for gpu, number in Counter(gpus).items() if number > 1]:
         raise ConfigError(f"gpus={','.join(gpus)}: {twice[0]} is named twice")
-    num_gpus = _tensor_parallel_size(vllm_args)
+    num_ranks, num_groups = tensor_parallel_size(vllm_args), data_parallel_size(vllm_args)
+    num_gpus = num_ranks * num_groups
     if num_gpus > len(gpus):
+        with_groups = f" and --data-parallel-size {num_groups}" if num_groups > 1 else ""
         raise ConfigError(
-            f"gpus={','.join(gpus)}: each instance with --tensor-parallel-size {num_gpus} needs "
+            f"gpus={','.join(gpus)}: each instance with --tensor-parallel-size {num_ranks}{with_groups} needs "
             f"{counted(num_gpus, 'GPU')}"
         )
     dealt = itertools.cycle(gpus)
     assigned = [tuple(itertools.islice(dealt, num_gpus)) for _ in range(num_instances)]
     uses = Counter(itertools.chain(*assigned))
-    if _value_of(vllm_args, (_UTILIZATION_FLAG,)) is not None:
+    if value_of(vllm_args, (_UTILIZATION_FLAG,)) is not None:
         return [GpuShare(each) for each in assigned]
     return [GpuShare(each, _share(max(uses[gpu] for gpu in each))) for each in assigned]
 
@@ -80,7 +83,7 @@ def start_turns(shares: Sequence[GpuShare], vllm_args: Sequence[str]) -> list[in
     allocates or frees memory meanwhile (0.32, v1/worker/gpu_worker.py:determine_available_memory). It does not measure
     if its arguments have the size of the KV cache.
     """
-    if _value_of(vllm_args, (_KV_CACHE_FLAG,)) is not None:
+    if value_of(vllm_args, (_KV_CACHE_FLAG,)) is not None:
         return [0] * len(shares)
     turns: list[int] = []
     latest: dict[str, int] = {}
@@ -93,25 +96,6 @@ def start_turns(shares: Sequence[GpuShare], vllm_args: Sequence[str]) -> list[in
 def _share(num_users: int) -> float | None:
     """The share of each instance, rounded down; None if there is only one, which takes what vLLM takes."""
     return None if num_users == 1 else int(100 * _DEFAULT_UTILIZATION / num_users) / 100
-
-
-def _tensor_parallel_size(vllm_args: Sequence[str]) -> int:
-    value = _value_of(vllm_args, _PARALLEL_FLAGS)
-    if value is None:
-        return 1
-    if not value.isdecimal() or int(value) == 0:
-        raise ConfigError(f"{_PARALLEL_FLAGS[0]} {value}: expected a number of GPUs")
-    return int(value)
-
-
-def _value_of(args: Sequence[str], flags: Sequence[str]) -> str | None:
-    """The value of the last of these flags, in either form."""
-    found = None
-    for at, arg in enumerate(args):
-        flag, equals, value = arg.partition("=")
-        if flag in flags:
-            found = value if equals else next(iter(args[at + 1 : at + 2]), "")
-    return found
 
 
 def query_memory() -> dict[str, GpuMemory]:
@@ -141,7 +125,7 @@ def sharing_text(shares: Sequence[GpuShare], vllm_args: Sequence[str], memory: d
     how = ", started one after the other" if any(start_turns(shares, vllm_args)) else ""
     for gpu, number in users.items():
         share = next(each.utilization for each in shares if gpu in each.gpus)
-        wanted = share or float(_value_of(vllm_args, (_UTILIZATION_FLAG,)) or _DEFAULT_UTILIZATION)
+        wanted = share or float(value_of(vllm_args, (_UTILIZATION_FLAG,)) or _DEFAULT_UTILIZATION)
         if number > 1:
             lines.append(f"{number} instances share GPU {gpu}: {wanted:g} of its memory each{how}")
         if (has := memory.get(gpu)) and number * wanted * has.total > has.free:

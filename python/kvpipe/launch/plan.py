@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from kvpipe._address import join_host_port
 from kvpipe.exceptions import ConfigError
+from kvpipe.launch.arguments import data_parallel_size
 from kvpipe.launch.cores import BIND_VARIABLE, Cores, assign_cores
 from kvpipe.launch.gpus import GpuShare, assign_gpus
 from kvpipe.launch.process import ChildProcess
@@ -75,7 +76,9 @@ class Planner:
         self._echo = echo
         self._watchdog = watchdog
         self._env = _environment(spec)
-        self._ports = iter(free_ports(2 * num_engines + spec.num_undivided + 3))
+        # The control ports of an engine's data-parallel ranks follow each other.
+        ports = free_ports(2 * num_engines + spec.num_undivided + 3, data_parallel_size(spec.vllm_args))
+        self._ports = iter(ports)
         cores = assign_cores(num_engines + spec.num_undivided, spec.omp_threads, {**os.environ, **spec.env})
         self._cores = iter(cores)
         self._gpu_shares = iter(assign_gpus(num_engines + spec.num_undivided, spec.gpus, spec.vllm_args))
@@ -188,13 +191,17 @@ def _store_config(spec: DeploymentSpec, role: Role, url: str) -> dict[str, Any]:
     }
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, num_following: int = 1) -> list[int]:
     """Picks different ports that are free now, and likely a minute later, when an instance binds them.
 
-    They lie below the range of ephemeral ports, which the kernel assigns to any socket meanwhile.
+    Each is the first of `num_following` free ports. They lie below the range of ephemeral ports, which the kernel
+    assigns to any socket meanwhile.
     """
-    candidates = random.sample(range(_LOWEST_PORT, max(_first_ephemeral_port(), _LOWEST_PORT + 10_000)), 10_000)
-    ports = list(itertools.islice(filter(_is_free, candidates), count))
+    end = max(_first_ephemeral_port(), _LOWEST_PORT + 10_000)
+    firsts = range(_LOWEST_PORT, end - num_following + 1, num_following)
+    candidates = random.sample(firsts, min(len(firsts), 10_000))
+    are_free = (first for first in candidates if all(map(_is_free, range(first, first + num_following))))
+    ports = list(itertools.islice(are_free, count))
     if len(ports) < count:
         raise ConfigError(
             f"found {len(ports)} of {count} free ports from {_LOWEST_PORT} on; end programs that listen there"

@@ -90,7 +90,8 @@ class _Proxy:
         async with session, self._queue or nullcontext():
             upstream = Upstream(session, self._config.silence_timeout_s)
             dispatcher = Dispatcher(self._config, upstream, self._control, self._metrics, self._queue)
-            async with Pairs(self._config, self._control) as self._pairs, dispatcher as self._dispatcher:
+            pairs = Pairs(self._config, self._control, dispatcher.ranks.of)
+            async with dispatcher as self._dispatcher, pairs as self._pairs:
                 yield
 
     async def answer(self, request: web.Request) -> web.StreamResponse:

@@ -58,6 +58,8 @@ class Attempt(ABC):
 
     handoff: str = ""
     early_token: EarlyToken | None = None
+    # True if a control port of the instance is asked about the request: that of the rank that has it.
+    _names_rank = True
 
     def __init__(self, services: Services, call: Call, may_leave: Available) -> None:
         self.services = services
@@ -92,6 +94,7 @@ class Attempt(ABC):
             body,
             may_leave=partial(self.may_leave, role, instance),
             awaits_first_byte=awaits_first_byte,
+            names_rank=self._names_rank,
             when_begun=self._decode_begun,
         )
 
@@ -101,6 +104,8 @@ class Attempt(ABC):
 
 class AloneAttempt(Attempt):
     """One instance answers without another one: D, or P where its one token is all that the client wants."""
+
+    _names_rank = False
 
     def __init__(self, services: Services, call: Call, may_leave: Available, role: Role, instance: Instance) -> None:
         super().__init__(services, call, may_leave)
@@ -139,7 +144,7 @@ class ResumedAttempt(Attempt):
         return answer
 
     def _remember(self) -> None:
-        self.call.record.continue_attempt("", "", self.decode.url)
+        self.call.record.continue_attempt("", "", self.decode.name)
 
 
 class SplitAttempt(Attempt):
@@ -284,10 +289,10 @@ class StoreAttempt(SplitAttempt):
     _is_saved = False
 
     def _begin(self) -> None:
-        self.call.record.begin_attempt("", self.prefill.url, self.decode.url)
+        self.call.record.begin_attempt("", self.prefill.name, self.decode.name)
 
     def _continue(self) -> None:
-        self.call.record.continue_attempt("", self.prefill.url, self.decode.url)
+        self.call.record.continue_attempt("", self.prefill.name, self.decode.name)
 
     def _prefill_params(self) -> dict[str, Any]:
         return transfer_params.save(self.handoff)

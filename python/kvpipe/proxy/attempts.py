@@ -115,7 +115,7 @@ class Attempts:
         step = self._after(error)
         if step.kind == "final":
             raise error
-        logger.warning("early_token.retry url=%s: %s", error.instance.url, error.reason)
+        logger.warning("early_token.retry url=%s: %s", error.instance.name, error.reason)
         return await self._until_answered(step)
 
     def _after(self, error: InstanceError) -> Step:

@@ -30,8 +30,8 @@ _FORCING_SAMPLE = re.compile(_FORCING + r'\{(?:.*,)?reasoning_parser="([^"\\]*)"
 _LONGEST_LINE = 200
 
 
-class _PageDescriber:
-    """Describes engines without a control port by a page of theirs.
+class PageDescriber:
+    """Reads pages of engines.
 
     Args:
         upstream: HTTP client of the instances.
@@ -40,14 +40,20 @@ class _PageDescriber:
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
 
-    async def _get(self, url: str, path: str, timeout_s: float) -> Answer:
+    async def get(self, url: str, path: str, timeout_s: float) -> Answer:
+        """Returns a page as a complete answer.
+
+        Raises:
+            InstanceError: the engine is not reached.
+            TimeoutError: it does not answer in time.
+        """
         async with asyncio.timeout(timeout_s):
             answer = await self._upstream.get("decode", Instance(url), path, CIMultiDict())
         answer.close()
         return answer
 
 
-class StoreDescriber(_PageDescriber):
+class StoreDescriber(PageDescriber):
     """Describes engines with KVStoreConnector by its samples among vLLM's metrics."""
 
     async def describe(self, address: str, timeout: float = 5.0) -> dict[str, Any]:  # noqa: ASYNC109 - of `Describes`
@@ -57,13 +63,13 @@ class StoreDescriber(_PageDescriber):
             InstanceError: it is not reached, or answers with an error.
             ProtocolError: its metrics cannot be parsed.
         """
-        answer = await self._get(address, "/metrics", timeout)
+        answer = await self.get(address, "/metrics", timeout)
         if answer.status != HTTPStatus.OK:
             raise failed(answer)
         return described_in(answer.body.decode(errors="replace"))
 
 
-class ModelDescriber(_PageDescriber):
+class ModelDescriber(PageDescriber):
     """Describes engines by vLLM's list of models."""
 
     async def describe(self, address: str, timeout: float = 5.0) -> dict[str, Any]:  # noqa: ASYNC109 - of `Describes`
@@ -72,7 +78,7 @@ class ModelDescriber(_PageDescriber):
         Raises:
             InstanceError: it is not reached, or has failed.
         """
-        answer = await self._get(address, "/v1/models", timeout)
+        answer = await self.get(address, "/v1/models", timeout)
         if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise failed(answer)
         try:
@@ -120,6 +126,7 @@ class Descriptions:
         self._known: dict[str, dict[str, Any]] = {}
         self._errors: dict[str, str] = {}
         self._tasks = OwnedTasks()
+        self._followed: dict[str, asyncio.Task[None]] = {}
 
     def of(self, address: str) -> dict[str, Any] | None:
         """The latest description; None if the last question to this address failed, or none has been answered yet."""
@@ -141,6 +148,22 @@ class Descriptions:
             await asyncio.wait(first, timeout=_START_S)
         for address, asked in zip(self._wanted, first, strict=True):
             self._tasks.spawn(self._keep(address, asked))
+
+    async def follow(self, address: str) -> None:
+        """Ask one more address from now on; returns when it has answered or failed."""
+        if address in self._wanted:
+            return
+        self._wanted[address] = asyncio.Event()
+        first = self._tasks.spawn(self._ask(address))
+        self._followed[address] = self._tasks.spawn(self._keep(address, first))
+        await asyncio.wait({first})
+
+    def forget(self, address: str) -> None:
+        """Stop asking an address that `follow` has added."""
+        if (keeping := self._followed.pop(address, None)) is not None:
+            keeping.cancel()
+            for of_address in (self._wanted, self._known, self._errors):
+                of_address.pop(address, None)
 
     async def close(self) -> None:
         """Stop asking."""

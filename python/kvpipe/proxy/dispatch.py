@@ -26,6 +26,7 @@ from kvpipe.proxy.limits import LengthCheck, is_contradictory, output_limit
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.pools import Asks, BrokerPool, HttpPool, Pool
 from kvpipe.proxy.prompt_length import PromptLengths
+from kvpipe.proxy.ranks import Ranks
 from kvpipe.proxy.results import RecentHandoffs, ResultRecorder, Results
 from kvpipe.proxy.routing import goes_to_decode_alone
 from kvpipe.proxy.steps import RetryBudget, Route, RoutedRequest
@@ -66,7 +67,9 @@ class Dispatcher:
         urls = [instance.url for instance in config.decode] if is_described else []
         self._engines = Descriptions(StoreDescriber(upstream), urls, failures, config.control_timeout_s)
         self._way = config.way
-        asks = Asks(upstream, control, self._described)
+        servers = dict.fromkeys((*config.decode, *config.prefill)) if config.way == "handoff" else ()
+        self.ranks = Ranks(servers, upstream, self.descriptions, failures, config.control_timeout_s)
+        asks = Asks(upstream, control, self._described, self.ranks)
         self._pools: dict[Role, Pool] = {
             "prefill": HttpPool("prefill", config, asks),
             "decode": HttpPool("decode", config, asks) if queue is None else BrokerPool(queue),
@@ -100,6 +103,7 @@ class Dispatcher:
 
     async def __aenter__(self) -> Self:
         await asyncio.gather(self.descriptions.start(), self._engines.start(), self._models.start())
+        await self.ranks.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -111,6 +115,7 @@ class Dispatcher:
         await self._tasks.close(self._control_timeout_s + PREFILL_GRACE_S)
         for pool in self._pools.values():
             await pool.close()
+        await self.ranks.close()
         await self.descriptions.close()
         await self._engines.close()
         await self._models.close()
@@ -134,7 +139,7 @@ class Dispatcher:
             attempts.settle(is_delivered=answer.is_complete)
 
     async def health(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The state of each P and of each D, by URL: `ok`, or why it does not answer."""
+        """The state of each P and of each D, by name: `ok`, or why it does not answer."""
         return await asyncio.gather(self._pools["prefill"].health(), self._pools["decode"].health())
 
     async def ask_decode(self, path: str, headers: CIMultiDict[str]) -> Answer:

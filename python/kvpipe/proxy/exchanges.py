@@ -11,6 +11,7 @@ from multidict import CIMultiDict
 from kvpipe.proxy.bodies import plain_body
 from kvpipe.proxy.control import FailureLog
 from kvpipe.proxy.descriptions import Descriptions
+from kvpipe.proxy.headers import headers_for_rank
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.pools import Pool
 from kvpipe.proxy.request_record import RequestRecord
@@ -72,17 +73,21 @@ class Exchanges:
         *,
         may_leave: Callable[[], bool],
         awaits_first_byte: bool,
+        names_rank: bool,
         when_begun: WhenBegun,
     ) -> Answer:
         """Post a body to the call's path; arguments as those of `Pool.post` and `Pool.unless_frozen`.
+
+        Without `names_rank`, vLLM chooses the data-parallel rank of a server that has several.
 
         Raises:
             InstanceError: the instance was not reached, broke off, sent nothing for too long, is frozen, or answers
                 with a server error.
         """
         pool = self._pools[role]
+        headers = headers_for_rank(call.headers, instance.rank if names_rank else None)
         exchange = pool.post(
-            instance, call.path, call.headers, body, awaits_first_byte=awaits_first_byte, when_begun=when_begun
+            instance, call.path, headers, body, awaits_first_byte=awaits_first_byte, when_begun=when_begun
         )
         return await self._checked(pool.unless_frozen(instance, exchange, may_leave))
 
@@ -110,7 +115,7 @@ class Exchanges:
         try:
             return await exchange
         except InstanceError as error:
-            self._failures.note(error.role, error.instance.url, error.reason, asyncio.get_running_loop().time())
+            self._failures.note(error.role, error.instance.name, error.reason, asyncio.get_running_loop().time())
             self._descriptions.refresh(error.instance.control)
             self._store_descriptions.refresh(error.instance.url)
             self._pools[error.role].failed(error.instance)

@@ -57,7 +57,7 @@ class HandoffAttempt(SplitAttempt):
         self.services.tasks.spawn(self._settle_delivered() if is_delivered else self._settle_failed())
 
     def _begin(self) -> None:
-        prefill, decode = self.prefill.url, self.decode.url
+        prefill, decode = self.prefill.name, self.decode.name
         self.call.record.begin_attempt(self.handoff, prefill, decode)
         if self.services.is_timed:
             self._timing = self.services.timer.begin(prefill, decode, self.call.num_bytes)
@@ -65,7 +65,7 @@ class HandoffAttempt(SplitAttempt):
         logger.debug("handoff.start handoff=%s prefill=%s decode=%s", self.handoff, prefill, decode)
 
     def _continue(self) -> None:
-        self.call.record.continue_attempt(self.handoff, self.prefill.url, self.decode.url)
+        self.call.record.continue_attempt(self.handoff, self.prefill.name, self.decode.name)
         self._remember()
 
     def _remember(self) -> None:
@@ -78,7 +78,7 @@ class HandoffAttempt(SplitAttempt):
     def _prefilled(self, prefilled: PrefillAnswer) -> None:
         self._read_token(prefilled)
         if self._timing is not None:
-            self.services.timer.answered(self._timing, self.prefill.url)
+            self.services.timer.answered(self._timing, self.prefill.name)
             self.services.metrics.prefill_answered(self._timing)
 
     def _decode_body(self, token: EarlyToken | None) -> bytes:  # noqa: ARG002 - D gets the token from P
@@ -187,7 +187,7 @@ class HandoffAttempt(SplitAttempt):
             if not self._is_decode_asked:
                 self.services.metrics.dispatched(self._timing)
             self._stop_measuring()
-            asked = self.services.timer.measure(self._timing, self.decode.url, self.prefill.control, self.handoff)
+            asked = self.services.timer.measure(self._timing, self.decode.name, self.prefill.control, self.handoff)
             self._measuring = self.services.tasks.spawn(asked)
         self._is_decode_asked = True
 
@@ -215,7 +215,7 @@ class ResumedHandoff(ResumedAttempt):
             self.services.tasks.spawn(counted)
 
     def _remember(self) -> None:
-        self.call.record.continue_attempt(self.handoff, "", self.decode.url)
+        self.call.record.continue_attempt(self.handoff, "", self.decode.name)
         recent = self.services.recent
         recent.continued(self._before.handoff, self.handoff)
         recent.remember(self.handoff, self.decode.control, record=self.call.record, timing=None)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from multidict import CIMultiDict
 
 HANDOFF = "x-kvpipe-handoff"
+# vLLM's header for the data-parallel rank that gets a request.
+DATA_PARALLEL_RANK = "x-data-parallel-rank"
 # The longest URL, and the longest header, of a request or an answer: more than a browser or a gateway sends.
 MAX_LINE_BYTES = 64 << 10
 
@@ -25,8 +27,10 @@ _HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-# The proxy writes the body anew and uncompressed, so that it can append an error event after D's last byte.
+# The proxy writes the body anew and uncompressed, so that it can append an error event after D's last byte. A client's
+# rank would go to P and to D alike, and bypass the choice of the instances that work.
 _OURS_IN_REQUEST = _HOP_BY_HOP | {
+    DATA_PARALLEL_RANK,
     "accept-encoding",
     "content-encoding",
     "content-length",
@@ -48,6 +52,11 @@ _OURS_IN_RESPONSE = _HOP_BY_HOP | _CORS | {"content-length", "date", "server", H
 def request_headers(client: Mapping[str, str]) -> CIMultiDict[str]:
     """A client's headers for an instance: credentials, request and trace ids pass through."""
     return _without(client, _OURS_IN_REQUEST)
+
+
+def headers_for_rank(headers: CIMultiDict[str], rank: int | None) -> CIMultiDict[str]:
+    """A request's headers for a data-parallel rank of a server; for the whole server, they are unchanged."""
+    return headers if rank is None else CIMultiDict([*headers.items(), (DATA_PARALLEL_RANK, str(rank))])
 
 
 def response_headers(instance: Mapping[str, str]) -> CIMultiDict[str]:

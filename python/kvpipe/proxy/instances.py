@@ -1,4 +1,4 @@
-"""A vLLM instance, and its form on the command line."""
+"""A vLLM instance: a server, or one data-parallel rank of it. Its form on the command line."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -18,10 +18,17 @@ class Instance:
     Attributes:
         url: base of its OpenAI-compatible API, without a slash at the end.
         control: `host:port` of its kvpipe control port; empty when not known.
+        rank: data-parallel rank behind this URL, as vLLM's header names it; None for the whole server.
     """
 
     url: str
     control: str = ""
+    rank: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Its URL, with `#dp1` for rank 1 of several: for logs, metrics and reports."""
+        return self.url if self.rank is None else f"{self.url}#dp{self.rank}"
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -79,32 +79,32 @@ class Leads:
         self._backlogs_by_byte: dict[str, RollingMedian] = {}
         self._errors: dict[str, RollingMedian] = {}
 
-    def lead_s(self, prefill_url: str, decode_url: str, num_bytes: int) -> float:
+    def lead_s(self, prefill: str, decode: str, num_bytes: int) -> float:
         """Lead for a request of `num_bytes`: up to D's steps and 200 ms, or D's admission if that is longer; or 5 s."""
-        admission = self._admissions.get(decode_url, RollingMedian(_FIRST_ADMISSION_S))
-        steps = self._steps.get(decode_url, RollingMedian())
-        backlog_s = (_BASE_BYTES + num_bytes) * self._backlogs_by_byte.get(decode_url, RollingMedian()).upper_s
-        error = self._errors.get(prefill_url, RollingMedian())
+        admission = self._admissions.get(decode, RollingMedian(_FIRST_ADMISSION_S))
+        steps = self._steps.get(decode, RollingMedian())
+        backlog_s = (_BASE_BYTES + num_bytes) * self._backlogs_by_byte.get(decode, RollingMedian()).upper_s
+        error = self._errors.get(prefill, RollingMedian())
         wanted_s = max(_LEAST_STEPS_S, steps.upper_s) + admission.upper_s + backlog_s + error.upper_s
         bound_s = max(_BOUND_S, admission.median_s) + max(_LEAST_STEPS_S, steps.median_s)
         return max(0.0, min(wanted_s, bound_s, _LONGEST_S))
 
-    def admitted(self, decode_url: str, admission_s: float) -> None:
+    def admitted(self, decode: str, admission_s: float) -> None:
         """Add the time from a D's request to its watch, 0 or more seconds."""
-        self._admissions.setdefault(decode_url, RollingMedian()).add(min(admission_s, _LONGEST_S))
+        self._admissions.setdefault(decode, RollingMedian()).add(min(admission_s, _LONGEST_S))
 
-    def stepped(self, decode_url: str, steps_s: float) -> None:
+    def stepped(self, decode: str, steps_s: float) -> None:
         """Add how long a D's steps took until a load had begun, 0 or more seconds."""
-        self._steps.setdefault(decode_url, RollingMedian()).add(min(steps_s, _MOST_STEPS_S))
+        self._steps.setdefault(decode, RollingMedian()).add(min(steps_s, _MOST_STEPS_S))
 
-    def moved(self, decode_url: str, backlog_s: float, num_bytes: int) -> None:
+    def moved(self, decode: str, backlog_s: float, num_bytes: int) -> None:
         """Add the time in which a D read its backlog, 0 or more seconds; `num_bytes` as in `lead_s`."""
         by_byte_s = min(backlog_s, _LONGEST_S) / (_BASE_BYTES + num_bytes)
-        self._backlogs_by_byte.setdefault(decode_url, RollingMedian()).add(by_byte_s)
+        self._backlogs_by_byte.setdefault(decode, RollingMedian()).add(by_byte_s)
 
-    def answered(self, prefill_url: str, error_s: float) -> None:
+    def answered(self, prefill: str, error_s: float) -> None:
         """Add the error of a P's prediction, in seconds: above 0 when the prefill ended before the predicted time."""
-        self._errors.setdefault(prefill_url, RollingMedian()).add(max(-_LONGEST_S, min(error_s, _LONGEST_S)))
+        self._errors.setdefault(prefill, RollingMedian()).add(max(-_LONGEST_S, min(error_s, _LONGEST_S)))
 
 
 @dataclass(slots=True)
@@ -158,9 +158,9 @@ class JustInTime:
         self._timeout_s = timeout_s
         self.leads = Leads()
 
-    def begin(self, prefill_url: str, decode_url: str, num_bytes: int) -> Timing:
+    def begin(self, prefill: str, decode: str, num_bytes: int) -> Timing:
         """Timing of a handoff from P to D for a request of `num_bytes`."""
-        return Timing(self.leads.lead_s(prefill_url, decode_url, num_bytes), num_bytes)
+        return Timing(self.leads.lead_s(prefill, decode, num_bytes), num_bytes)
 
     async def is_due(self, timing: Timing, address: str, handoff: str) -> bool:
         """Wait until D should be asked; False if D has to wait for P's answer."""
@@ -184,7 +184,7 @@ class JustInTime:
         self._failures.note("control", address, f"subscribe: {reason}; sequential dispatch instead", time.monotonic())
         return False
 
-    async def measure(self, timing: Timing, decode_url: str, address: str, handoff: str) -> None:
+    async def measure(self, timing: Timing, decode: str, address: str, handoff: str) -> None:
         """Measure D's admission: from now until D watches the handoff at P's control port."""
         asked_at_s = time.monotonic()
         try:
@@ -194,10 +194,10 @@ class JustInTime:
             return
         if moment.kind == "watched":
             timing.admission_s = time.monotonic() - asked_at_s
-            self.leads.admitted(decode_url, timing.admission_s)
+            self.leads.admitted(decode, timing.admission_s)
 
-    def answered(self, timing: Timing, prefill_url: str) -> None:
+    def answered(self, timing: Timing, prefill: str) -> None:
         """Note P's answer, and learn the prediction's error."""
         timing.answered_at_s = time.monotonic()
         if timing.error_s is not None:
-            self.leads.answered(prefill_url, timing.error_s)
+            self.leads.answered(prefill, timing.error_s)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Self
@@ -42,13 +42,22 @@ class Pairs:
 
     A pair that has not answered yet counts as usable, and so does a D without a control address. Nothing on the way of
     a request waits for this.
+
+    Args:
+        config: the servers.
+        control: client of control ports.
+        instances_of: returns the instances of some servers, each of which may have several.
     """
 
-    def __init__(self, config: ProxyConfig, control: Control) -> None:
+    def __init__(
+        self,
+        config: ProxyConfig,
+        control: Control,
+        instances_of: Callable[[Sequence[Instance]], Sequence[Instance]] = tuple,
+    ) -> None:
         self._control = control
-        self._serves_without_prefill = config.on_prefill_failure == "decode"
-        asked = product(config.decode, config.prefill)
-        self._all = [(decode, prefill) for decode, prefill in asked if decode.control not in ("", prefill.control)]
+        self._config = config
+        self._instances_of = instances_of
         self._known: dict[tuple[str, str], Pair] = {}
         self._places = asyncio.Semaphore(_NUM_CONCURRENT)
         self._task: asyncio.Task[None] | None = None
@@ -64,12 +73,12 @@ class Pairs:
                 await self._task
 
     def is_usable(self, decode: str, prefill: str) -> bool:
-        """True if handoffs between two instances, by their URLs, may succeed."""
+        """True if handoffs between two instances, by their names, may succeed."""
         pair = self._known.get((decode, prefill))
         return pair is None or pair.is_usable
 
     def failures(self) -> dict[str, dict[str, str]]:
-        """Reasons for which pairs cannot be used, or are not known to be usable: by the URL of D, then of P."""
+        """Reasons for which pairs cannot be used, or are not known to be usable: by the name of D, then of P."""
         found: dict[str, dict[str, str]] = {}
         for (decode, prefill), pair in self._known.items():
             if pair.reason:
@@ -83,7 +92,7 @@ class Pairs:
         some D computes their prompts too.
 
         Args:
-            prefill: state of each P by its URL: `ok`, or why it does not answer.
+            prefill: state of each P by its name: `ok`, or why it does not answer.
             decode: the same of each D.
         """
         failures = self.failures()
@@ -98,7 +107,7 @@ class Pairs:
     def _status(self, prefill: list[str], decode: list[str]) -> str:
         if any(self.is_usable(*pair) for pair in product(decode, prefill)):
             return "ok"
-        return "degraded" if decode and self._serves_without_prefill else "unavailable"
+        return "degraded" if decode and self._config.on_prefill_failure == "decode" else "unavailable"
 
     def _state(self, state: str, pairs: Iterable[tuple[str, str]]) -> str:
         """The state of an instance: one that answers and has no partner is of no use."""
@@ -107,19 +116,28 @@ class Pairs:
         return f"no partner: {reasons[0]}" if state == "ok" and len(reasons) == len(known) and reasons else state
 
     async def _run(self) -> None:
-        while self._all:
-            await asyncio.gather(*(self._check(decode, prefill) for decode, prefill in self._all))
+        while True:
+            pairs = self._pairs()
+            # A rank may be gone, or what was one instance may be found to be several.
+            names = {(decode.name, prefill.name) for decode, prefill in pairs}
+            self._known = {pair: answer for pair, answer in self._known.items() if pair in names}
+            await asyncio.gather(*(self._check(decode, prefill) for decode, prefill in pairs))
             await asyncio.sleep(_RETRY_INTERVAL_S if self.failures() else _CHECK_INTERVAL_S)
+
+    def _pairs(self) -> list[tuple[Instance, Instance]]:
+        config = self._config
+        asked = product(self._instances_of(config.decode), self._instances_of(config.prefill))
+        return [(decode, prefill) for decode, prefill in asked if decode.control not in ("", prefill.control)]
 
     async def _check(self, decode: Instance, prefill: Instance) -> None:
         async with self._places:
             pair = await self._ask(decode, prefill)
-        before = self._known.get((decode.url, prefill.url))
-        self._known[decode.url, prefill.url] = pair
+        before = self._known.get((decode.name, prefill.name))
+        self._known[decode.name, prefill.name] = pair
         if pair.reason and pair != before:
-            logger.warning("pair.unusable decode=%s prefill=%s reason=%r", decode.url, prefill.url, pair.reason)
+            logger.warning("pair.unusable decode=%s prefill=%s reason=%r", decode.name, prefill.name, pair.reason)
         elif before is not None and before.reason and not pair.reason:
-            logger.info("pair.usable decode=%s prefill=%s", decode.url, prefill.url)
+            logger.info("pair.usable decode=%s prefill=%s", decode.name, prefill.name)
 
     async def _ask(self, decode: Instance, prefill: Instance) -> Pair:
         try:

@@ -17,12 +17,13 @@ from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import InstanceError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable
 
     from kvpipe.proxy.config import ProxyConfig
     from kvpipe.proxy.control import Control
     from kvpipe.proxy.descriptions import Describe
     from kvpipe.proxy.instances import Instance
+    from kvpipe.proxy.ranks import Ranks
     from kvpipe.proxy.upstream import Answer, DecodeQueue, Role, Upstream, WhenBegun
 
 T = TypeVar("T")
@@ -33,24 +34,27 @@ class Pool(ABC):
 
     Args:
         role: their role.
-        instances: the instances.
-        num_partners: instances of the other role, as for `RoundRobin`.
+        num_partners: number of the instances of the other role, as for `RoundRobin`.
     """
 
     # True if instances answer other requests than those for tokens, such as one for their models.
     answers_gets = True
 
-    def __init__(self, role: Role, instances: Sequence[Instance], num_partners: int = 0) -> None:
+    def __init__(self, role: Role, num_partners: Callable[[], int] = lambda: 0) -> None:
         self.role: Role = role
-        self.instances = tuple(instances)
-        self._turn = RoundRobin(instances, num_partners)
+        self._turn = RoundRobin(num_partners)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.role} {self._turn}>"
+        return f"<{type(self).__name__} {self.role} of {len(self.instances)}>"
+
+    @property
+    @abstractmethod
+    def instances(self) -> tuple[Instance, ...]:
+        """The instances; a server's data-parallel ranks are found while the proxy runs."""
 
     def order(self) -> list[Instance]:
         """All instances, in the order in which one request asks them."""
-        return self._turn.order(lambda _: False)
+        return self._turn.order(self.instances, lambda _: False)
 
     def failed(self, instance: Instance) -> None:  # noqa: B027 - a broker knows its workers
         """Note that an instance has failed."""
@@ -103,7 +107,7 @@ class Pool(ABC):
 
     @abstractmethod
     async def health(self) -> dict[str, str]:
-        """The state of each instance, by its URL: `ok`, or why it does not answer."""
+        """The state of each instance, by its name: `ok`, or why it does not answer."""
 
     @abstractmethod
     async def post(
@@ -121,11 +125,12 @@ class Pool(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """Clients of HTTP and of control ports, and the descriptions of engines."""
+    """Clients of HTTP and of control ports, the descriptions of engines, and the ranks of servers."""
 
     upstream: Upstream
     control: Control
     described: Describe
+    ranks: Ranks
 
 
 class HttpPool(Pool):
@@ -133,50 +138,48 @@ class HttpPool(Pool):
 
     Args:
         role: their role.
-        config: the instances, and limits.
+        config: the servers, and limits.
         asks: clients with which they are asked.
     """
 
     def __init__(self, role: Role, config: ProxyConfig, asks: Asks) -> None:
-        instances = config.prefill if role == "prefill" else config.decode
-        super().__init__(role, instances, len(config.prefill) if role == "decode" else 0)
+        partners = config.prefill if role == "decode" else ()
+        super().__init__(role, lambda: len(asks.ranks.of(partners)))
+        self._servers = config.prefill if role == "prefill" else config.decode
         self._probe_timeout_s = config.connect_timeout_s
+        self._frozen_after_s = config.frozen_after_s
+        self._control_timeout_s = config.control_timeout_s
         self._asks = asks
         self._tasks = OwnedTasks()
         # Without fallback, and at D's, no other can answer while the only instance has its trial.
         self._is_last_resort = role == "decode" or config.on_prefill_failure == "fail"
-        self._probed = {
-            instance: ProbedInstance(
-                role,
-                instance,
-                asks.upstream,
-                asks.control,
-                frozen_after_s=config.frozen_after_s,
-                control_timeout_s=config.control_timeout_s,
-                tasks=self._tasks,
-            )
-            for instance in instances
-        }
+        self._probed: dict[Instance, ProbedInstance] = {}
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """As `Pool.instances`."""
+        return self._asks.ranks.of(self._servers)
 
     def order(self) -> list[Instance]:
         """As `Pool.order`: those come last that have failed, are slow, or take no requests."""
         now_s = asyncio.get_running_loop().time()
-        return self._turn.order(lambda instance: self._probed[instance].health.is_avoided(now_s))
+        return self._turn.order(self.instances, lambda instance: self._of(instance).health.is_avoided(now_s))
 
     def failed(self, instance: Instance) -> None:
         """As `Pool.failed`."""
-        self._probed[instance].failed()
+        self._of(instance).failed()
 
     def takes(self, instance: Instance) -> bool:
         """As `Pool.takes`."""
-        health = self._probed[instance].health
-        is_only = self._is_last_resort and not any(each.health.takes_requests for each in self._probed.values())
+        health = self._of(instance).health
+        is_only = self._is_last_resort and not any(self._of(each).health.takes_requests for each in self.instances)
         return health.takes_requests or (is_only and not health.is_frozen)
 
     def check(self) -> None:
         """As `Pool.check`: all instances are frozen."""
-        if all(each.health.is_frozen for each in self._probed.values()):
-            raise self._probed[self.instances[0]].frozen("unavailable")
+        instances = self.instances
+        if all(map(self.is_frozen, instances)):
+            raise self._of(instances[0]).frozen("unavailable")
 
     async def unless_frozen(
         self,
@@ -187,11 +190,11 @@ class HttpPool(Pool):
         is_generation: bool = True,
     ) -> T:
         """As `Pool.unless_frozen`."""
-        return await self._probed[instance].unless_frozen(exchange, may_leave, is_generation=is_generation)
+        return await self._of(instance).unless_frozen(exchange, may_leave, is_generation=is_generation)
 
     def is_frozen(self, instance: Instance) -> bool:
         """As `Pool.is_frozen`."""
-        return self._probed[instance].health.is_frozen
+        return self._of(instance).health.is_frozen
 
     async def close(self) -> None:
         """As `Pool.close`."""
@@ -199,7 +202,7 @@ class HttpPool(Pool):
 
     async def until_thawed(self, instance: Instance) -> None:
         """As `Pool.until_thawed`."""
-        await self._probed[instance].until_thawed()
+        await self._of(instance).until_thawed()
 
     def describe(self, instance: Instance) -> dict[str, Any] | None:
         """As `Pool.describe`."""
@@ -207,8 +210,9 @@ class HttpPool(Pool):
 
     async def health(self) -> dict[str, str]:
         """As `Pool.health`, within the timeout of a probe; one that is known to be frozen is not asked."""
-        states = await asyncio.gather(*map(self._probe, self.instances))
-        return {instance.url: state for instance, state in zip(self.instances, states, strict=True)}
+        instances = self.instances
+        states = await asyncio.gather(*map(self._probe, instances))
+        return {instance.name: state for instance, state in zip(instances, states, strict=True)}
 
     async def post(
         self,
@@ -224,8 +228,21 @@ class HttpPool(Pool):
         upstream = self._asks.upstream
         return await upstream.post(self.role, instance, path, headers, body, awaits_first_byte=awaits_first_byte)
 
+    def _of(self, instance: Instance) -> ProbedInstance:
+        if instance not in self._probed:
+            self._probed[instance] = ProbedInstance(
+                self.role,
+                instance,
+                self._asks.upstream,
+                self._asks.control,
+                frozen_after_s=self._frozen_after_s,
+                control_timeout_s=self._control_timeout_s,
+                tasks=self._tasks,
+            )
+        return self._probed[instance]
+
     async def _probe(self, instance: Instance) -> str:
-        probed = self._probed[instance]
+        probed = self._of(instance)
         if probed.health.is_frozen:  # it is probed until it goes on
             return probed.frozen("frozen").reason
         try:
@@ -244,8 +261,13 @@ class BrokerPool(Pool):
     answers_gets = False
 
     def __init__(self, queue: DecodeQueue) -> None:
-        super().__init__("decode", (QUEUE,))
+        super().__init__("decode")
         self._queue = queue
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """As `Pool.instances`: one."""
+        return (QUEUE,)
 
     def check(self) -> None:
         """As `Pool.check`."""

@@ -63,7 +63,7 @@ class ProbedInstance:
         self._upstream = upstream
         self._control = control
         self._control_timeout_s = control_timeout_s
-        name = f"role={role} url={instance.url}"
+        name = f"role={role} url={instance.name}"
         self._probes = Probes(name, self.health, self._answers, self._answers_control, tasks)
 
     def failed(self) -> None:

@@ -22,8 +22,8 @@ class AttemptRecord:
 
     Attributes:
         handoff: id of the handoff; empty where an instance works alone.
-        prefill: URL of P; empty if none was asked.
-        decode: URL of D; empty if none was to be asked.
+        prefill: name of P; empty if none was asked.
+        decode: name of D; empty if none was to be asked.
         reason: reason for giving it up; empty for the last one.
     """
 
@@ -67,7 +67,7 @@ class RequestRecord:
     _sent_at_s: float = 0.0
 
     def begin_attempt(self, handoff: str, prefill: str, decode: str) -> None:
-        """Add an attempt, with the URLs of its instances; what an earlier P has found does not count any more."""
+        """Add an attempt, with the names of its instances; what an earlier P has found does not count any more."""
         self.attempts.append(AttemptRecord(handoff, prefill, decode))
         self.usage.prefilled(None, None)
 

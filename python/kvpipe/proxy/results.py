@@ -133,8 +133,8 @@ class ResultRecorder:
         self._metrics.handoff_ended(result)
         # A failed load measures neither.
         if timing is not None and result is not None and "backlog_ms" in result and result.get("result") == "full":
-            self._leads.moved(decode.url, result["backlog_ms"] / 1000, timing.num_bytes)
-            self._leads.stepped(decode.url, result.get("steps_ms", 0.0) / 1000)
+            self._leads.moved(decode.name, result["backlog_ms"] / 1000, timing.num_bytes)
+            self._leads.stepped(decode.name, result.get("steps_ms", 0.0) / 1000)
         return result
 
     async def _result(self, handoff: str, decode: Instance, *, is_decode_asked: bool) -> dict[str, Any] | None:

@@ -10,30 +10,32 @@ from kvpipe.proxy.instances import Instance
 class RoundRobin:
     """Gives each request the next instance, and the others after it in case that one fails.
 
+    The instances may change from one request to the next.
+
     Args:
-        instances: the instances.
-        num_partners: instances of the other role, which are taken in turn by the same requests. Two turns in step would
-            use two of the four pairs of 2 P and 2 D; with this argument all pairs are used alike.
+        num_partners: number of the instances of the other role, which are taken in turn by the same requests. Two turns
+            in step would use two of the four pairs of 2 P and 2 D; with this argument all pairs are used alike.
     """
 
-    def __init__(self, instances: Sequence[Instance], num_partners: int = 0) -> None:
-        self._instances = tuple(instances)
+    def __init__(self, num_partners: Callable[[], int] = lambda: 0) -> None:
+        self._num_partners = num_partners
         self._num_requests = 0
-        # Requests after which both turns are where they began.
-        self._period = math.lcm(len(self._instances), num_partners) if num_partners else math.inf
 
-    def __repr__(self) -> str:
-        return f"<RoundRobin next={self._instances[self._start()].url} of {len(self._instances)}>"
+    def order(self, instances: Sequence[Instance], is_avoided: Callable[[Instance], bool]) -> list[Instance]:
+        """All instances, the next one first; those that are avoided come last, so that they use up few retries.
 
-    def order(self, is_avoided: Callable[[Instance], bool]) -> list[Instance]:
-        """All instances, the next one first; those that are avoided come last, so that they use up few retries."""
-        start = self._start()
+        Other servers come before the other ranks of the first one's server, which often fail together.
+        """
+        start = self._start(len(instances))
         self._num_requests += 1
-        turn = [*self._instances[start:], *self._instances[:start]]
-        return sorted(turn, key=is_avoided)
+        first, *others = [*instances[start:], *instances[:start]]
+        others.sort(key=lambda instance: instance.url == first.url)
+        return sorted([first, *others], key=is_avoided)
 
-    def _start(self) -> int:
-        return (self._num_requests + int(self._num_requests // self._period)) % len(self._instances)
+    def _start(self, num_instances: int) -> int:
+        # Requests after which both turns are where they began.
+        period = math.lcm(num_instances, self._num_partners()) or math.inf
+        return (self._num_requests + int(self._num_requests // period)) % num_instances
 
 
 def goes_to_decode_alone(body: dict[str, Any]) -> bool:

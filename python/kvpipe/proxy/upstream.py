@@ -63,7 +63,7 @@ class InstanceError(KVPipeError):
         failure: Failure,
         answer: Answer | None = None,
     ) -> None:
-        super().__init__(f"{role} instance {instance.url}: {reason}")
+        super().__init__(f"{role} instance {instance.name}: {reason}")
         self.role: Role = role
         self.instance = instance
         self.reason = reason

@@ -108,16 +108,23 @@ def free_ports(count: int) -> int:
     pytest.fail("no free ports")
 
 
-def test_two_data_parallel_ranks_of_one_configuration_listen_beside_each_other(config: VllmConfig) -> None:
+def test_two_data_parallel_ranks_of_one_configuration_listen_beside_each_other_and_say_which_they_are(
+    config: VllmConfig,
+) -> None:
     first, engines = free_ports(2), []
     for rank in (0, 1):
         of_rank = copy.deepcopy(config)
         of_rank.kv_transfer_config.kv_connector_extra_config = {"listen": f"127.0.0.1:{first}"}
+        # As vLLM sets them in EngineCore.
         of_rank.parallel_config.data_parallel_index = rank
+        of_rank.kv_transfer_config.engine_id = f"engine_dp{rank}"
         engines.append(Engine(of_rank))
     assert [engine.role.address for engine in engines] == [f"127.0.0.1:{first}", f"127.0.0.1:{first + 1}"]
-    for engine in engines:
-        engine.close()
+    client = ControlClient("")
+    descriptions = [client.describe(engine.role.address).wait(5) for engine in engines]
+    assert [description["data_parallel_rank"] for description in descriptions] == [0, 1]
+    for each in (client, *engines):
+        each.close()
 
 
 def test_workers_take_the_free_ports_of_the_range_in_its_order_and_the_last_one_gets_an_error() -> None:

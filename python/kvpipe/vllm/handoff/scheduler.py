@@ -105,6 +105,16 @@ class SchedulerRole:
         }
 
     @property
+    def _data_parallel_rank(self) -> int | None:
+        """The rank of this engine; None if its server has no other.
+
+        vLLM sets `data_parallel_size` to 1 in engines of dense models, and ends the id of each rank with the rank
+        (0.32, v1/engine/core.py:run_engine_core).
+        """
+        index = int(self._data_parallel_index)
+        return index if self._engine_id.endswith(f"_dp{index}") else None
+
+    @property
     def address(self) -> str:
         """The control port, as other instances reach it: `host:port`."""
         return self._out.address
@@ -171,6 +181,7 @@ class SchedulerRole:
             "forces_first_tokens": self._first_token_support.is_supported(),
             "reasoning_parser": self._reasoning_parser,
             "max_model_len": self._max_model_len,
+            "data_parallel_rank": self._data_parallel_rank,
         }
         self._out.control.describe_as(json.dumps(description))
 

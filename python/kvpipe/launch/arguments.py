@@ -1,0 +1,41 @@
+"""Values among vLLM's arguments."""
+
+from collections.abc import Sequence
+
+from kvpipe.exceptions import ConfigError
+
+_TENSOR_FLAGS = ("--tensor-parallel-size", "-tp")
+_DATA_FLAGS = ("--data-parallel-size", "-dp")
+
+
+def value_of(args: Sequence[str], flags: Sequence[str]) -> str | None:
+    """The value of the last of these flags, in either form."""
+    found = None
+    for at, arg in enumerate(args):
+        flag, equals, value = arg.partition("=")
+        if flag in flags:
+            found = value if equals else next(iter(args[at + 1 : at + 2]), "")
+    return found
+
+
+def tensor_parallel_size(args: Sequence[str]) -> int:
+    """Returns vLLM's setting of this name.
+
+    Raises:
+        ConfigError: It is no positive number.
+    """
+    return _size(args, _TENSOR_FLAGS)
+
+
+def data_parallel_size(args: Sequence[str]) -> int:
+    """As `tensor_parallel_size`."""
+    return _size(args, _DATA_FLAGS)
+
+
+def _size(args: Sequence[str], flags: Sequence[str]) -> int:
+    value = value_of(args, flags)
+    if value is None:
+        return 1
+    if not value.isdecimal() or int(value) == 0:
+        raise ConfigError(f"{flags[0]} {value}: expected a number, 1 or more")
+    return int(value)
