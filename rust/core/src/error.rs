@@ -20,7 +20,7 @@ pub enum Error {
     #[error("{0}")]
     Authentication(String),
     /// Versions or fingerprints differ: fix the deployment.
-    #[error("incompatible peer {peer}: {field} is {ours:?} here and {theirs:?} there{}", remedy(.ours, .theirs))]
+    #[error("incompatible peer {peer}: {field} is {ours:?} here and {theirs:?} there{}", remedy(.field, .ours, .theirs))]
     Incompatible {
         /// The peer's address.
         peer: String,
@@ -126,14 +126,36 @@ impl Error {
     }
 }
 
-/// Remedy for values that differ, unless they state one themselves.
-fn remedy(ours: &str, theirs: &str) -> &'static str {
+/// The setting that decides a field alone. Fields of engines are those of the connectors' fingerprint.
+const SETTINGS: [(&str, &str); 10] = [
+    ("protocol version", "kvpipe release"),
+    ("encryption", "KVPIPE_ENCRYPTION"),
+    ("dtype", "--dtype"),
+    ("quantization", "--quantization"),
+    ("kv cache dtype", "--kv-cache-dtype"),
+    ("block size", "--block-size"),
+    ("kv cache layout", "VLLM_KV_CACHE_LAYOUT"),
+    (
+        "kv cache groups",
+        "flags for the KV cache, --disable-hybrid-kv-cache-manager among them",
+    ),
+    (
+        "decode context parallel size",
+        "--decode-context-parallel-size",
+    ),
+    ("tensor parallel size", "--tensor-parallel-size"),
+];
+
+/// Remedy for values that differ; empty where no setting is known.
+fn remedy(field: &str, ours: &str, theirs: &str) -> String {
     // The connector's value of files that it cannot see.
     if ours.starts_with("not compared") || theirs.starts_with("not compared") {
-        "; load both from the same local files"
-    } else {
-        ""
+        return "; load both from the same local files".to_owned();
     }
+    let found = SETTINGS.iter().find(|(name, _)| *name == field);
+    found.map_or_else(String::new, |(_, setting)| {
+        format!("; start both with the same {setting}")
+    })
 }
 
 impl From<kvpipe_ucx::LoadError> for Error {
@@ -152,10 +174,10 @@ impl From<kvpipe_ucx::Status> for Error {
 mod tests {
     use super::*;
 
-    fn incompatible(ours: &str, theirs: &str) -> String {
+    fn incompatible(field: &str, ours: &str, theirs: &str) -> String {
         let error = Error::Incompatible {
             peer: "10.0.0.1:7100".to_owned(),
-            field: "weights".to_owned(),
+            field: field.to_owned(),
             ours: ours.to_owned(),
             theirs: theirs.to_owned(),
         };
@@ -165,8 +187,17 @@ mod tests {
     #[test]
     fn files_that_are_on_one_side_only_have_a_remedy() {
         let remedy = "there; load both from the same local files";
-        assert!(incompatible("0123", "not compared: no weights").ends_with(remedy));
-        assert!(incompatible("not compared: no weights", "0123").ends_with(remedy));
-        assert!(incompatible("0123", "4567").ends_with("there"));
+        let weights = |ours, theirs| incompatible("weights", ours, theirs);
+        assert!(weights("0123", "not compared: no weights").ends_with(remedy));
+        assert!(weights("not compared: no weights", "0123").ends_with(remedy));
+        assert!(weights("0123", "4567").ends_with("there"));
+    }
+
+    #[test]
+    fn a_field_that_one_setting_decides_is_named_with_the_remedy() {
+        let expected = "incompatible peer 10.0.0.1:7100: block size is \"16\" here and \"32\" there; \
+            start both with the same --block-size";
+        assert_eq!(incompatible("block size", "16", "32"), expected);
+        assert!(incompatible("kv cache dtype", "auto", "fp8").ends_with("same --kv-cache-dtype"));
     }
 }

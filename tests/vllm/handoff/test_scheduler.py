@@ -488,17 +488,27 @@ def test_the_description_names_engine_and_fingerprint(engine: Engine) -> None:
     client.close()
     assert description["fingerprint"]["block size"] == str(BLOCK)
     assert description["max_model_len"] > 0
+    assert description["data_parallel_rank"] is None
     json.dumps(description)
 
 
-def test_a_foreign_fingerprint_is_refused_by_name_and_the_request_computed(engine: Engine) -> None:
-    fingerprint = [(name, "bfloat16" if name == "dtype" else value) for name, value in engine.role._fingerprint]
+@pytest.mark.parametrize(
+    ("field", "theirs", "message"),
+    [
+        ("dtype", "bfloat16", 'dtype is "torch.float32" here and "bfloat16" there; start both with the same --dtype'),
+        ("block size", "16", f'block size is "{BLOCK}" here and "16" there; start both with the same --block-size'),
+    ],
+)
+def test_a_foreign_fingerprint_is_refused_by_name_with_the_remedy_and_the_request_computed(
+    engine: Engine, field: str, theirs: str, message: str
+) -> None:
+    fingerprint = [(name, theirs if name == field else value) for name, value in engine.role._fingerprint]
     foreign = _kvpipe.Control("127.0.0.1:0", b"", "foreign", fingerprint)
     handoff = new_id()
     request = engine.add(prompt(100), params=consume(handoff, foreign.address))
     assert scheduled(engine, request) == 100
     reason = reported(engine, handoff)["reason"]
-    assert 'dtype is "torch.float32" here and "bfloat16" there' in reason
+    assert reason.endswith(message)
     foreign.close()
 
 

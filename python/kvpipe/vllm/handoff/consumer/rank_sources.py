@@ -45,7 +45,10 @@ def rank_sources(rank: int, num_ranks: int, num_theirs: int, num_heads: int) -> 
     if num_ranks == num_theirs:
         return [RankSource(rank)]
     if not num_heads or not num_theirs:
-        message = f"tensor parallel size is {num_ranks} here and {num_theirs} there: blocks here have no slices by head"
+        message = (
+            f"tensor parallel size is {num_ranks} here and {num_theirs} there: blocks here have no slices by head; "
+            "start both with the same --tensor-parallel-size"
+        )
         raise ConfigError(message)
     ours, theirs = _heads_of_a_rank(num_ranks, num_heads), _heads_of_a_rank(num_theirs, num_heads)
     if not _is_multiple(ours, theirs) or not _is_multiple(num_ranks, num_theirs):
