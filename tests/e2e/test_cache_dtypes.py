@@ -15,8 +15,9 @@ BLOCK = 32
 LENGTHS = [5, 2 * BLOCK, 2 * BLOCK + 1, 300, 700]
 # Forced, because a request that has to be of some length does not continue after P's token.
 FORCED = {"min_tokens": 2}
+
 # K and V of 4 heads of 32 in 4 layers.
-BLOCK_VALUES = BLOCK * 4 * 4 * 2 * 32
+TOKEN_VALUES = 4 * 4 * 2 * 32
 # One instance takes the ids of all its blocks in turn: after a few prompts the other one has none of these ids.
 MANY, FEW = 200, 40
 needs_avx512 = pytest.mark.skipif(
@@ -55,7 +56,9 @@ def expected(servers: Servers, wanted: dict[str, Any]) -> list[int]:
     return ask(servers.undivided.url, COMPLETIONS, wanted)[0]["choices"][0]["token_ids"]
 
 
-def others(servers: Servers, itemsize: int, *, is_reversed: bool) -> list[tuple[int, dict[str, Any]]]:
+def others(
+    servers: Servers, token_bytes: int, *, is_reversed: bool, block: int = BLOCK
+) -> list[tuple[int, dict[str, Any]]]:
     """Prompts whose answers through P and D are not those of one instance; all are handed over whole."""
     url = servers.through("just-in-time", is_reversed=is_reversed)
     found_others = []
@@ -64,7 +67,7 @@ def others(servers: Servers, itemsize: int, *, is_reversed: bool) -> list[tuple[
             wanted = body(length, seed, **more)
             found, result = said(servers, url, wanted)
             assert (result["result"], result["first_token"], result["local_tokens"]) == ("full", "exact", 0)
-            assert result["bytes"] == -(-length // BLOCK) * BLOCK_VALUES * itemsize
+            assert result["bytes"] == -(-length // block) * block * token_bytes
             if found != expected(servers, wanted):
                 found_others.append((length, more))
     return found_others
@@ -74,7 +77,8 @@ def others(servers: Servers, itemsize: int, *, is_reversed: bool) -> list[tuple[
 def test_answers_in_fp8_and_float16_and_between_unequal_numbers_of_blocks_are_those_of_one_instance(
     alike: tuple[Servers, int], *, is_reversed: bool
 ) -> None:
-    assert not others(*alike, is_reversed=is_reversed)
+    servers, itemsize = alike
+    assert not others(servers, TOKEN_VALUES * itemsize, is_reversed=is_reversed)
 
 
 def test_a_wrong_block_changes_the_answer(alike: tuple[Servers, int], flip: Path) -> None:

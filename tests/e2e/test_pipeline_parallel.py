@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.client import Servers
 from tests.e2e.groups import Groups
-from tests.e2e.test_cache_dtypes import BLOCK, body, expected, others, said
+from tests.e2e.test_cache_dtypes import BLOCK, TOKEN_VALUES, body, expected, others, said
 
 STAGES = "stages --pipeline-parallel-size 2 | --pipeline-parallel-size 1"
 SIZES = [
@@ -24,7 +24,7 @@ def stages(request: pytest.FixtureRequest, groups: Groups) -> Servers:
 def test_answers_after_a_prefill_of_two_stages_are_those_of_one_instance_and_leave_nothing_leased(
     stages: Servers,
 ) -> None:
-    assert not others(stages, 4, is_reversed=False)
+    assert not others(stages, 4 * TOKEN_VALUES, is_reversed=False)
     stages.come_to_rest()
 
 
