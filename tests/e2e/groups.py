@@ -71,8 +71,8 @@ BFLOAT16 = (
 THREADS = {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "passive"}
 
 
-# A stage's input has its memory from a run for the compiler. vLLM on CPUs leaves that out with --enforce-eager, and then
-# dies at the first request.
+# A stage's input has its memory from a run for the compiler. vLLM on CPUs does without it with --enforce-eager, and
+# dies of the first request.
 # Its rotary embedding in C++ takes the distance of heads for that of tokens (0.32), where a query has a dimension of
 # heads, as in latent attention. Answers are wrong, and depend on the heads of a rank. The one in Python is right.
 # It computes gated delta networks on CPUs in bfloat16 only.
