@@ -190,6 +190,18 @@ def test_a_failing_rank_hits_its_own_requests_only():
     run(scene)
 
 
+def test_a_server_that_has_died_with_all_its_ranks_is_one_engine_that_the_request_has_broken():
+    async def dies(request):
+        return await answers(500)(request)
+
+    async def scene():
+        async with stage([ranked(2, dies)], control=RankedControl(p0=2)) as s:
+            assert (await s.post())[0] == 200  # decode has computed the prompt
+            assert ranks_of(s.prefill[0]) == ["0", "1"]
+
+    run(scene)
+
+
 def test_health_names_each_rank_and_each_pair_of_ranks():
     async def scene():
         control = RankedControl(p0=2, d0=2)

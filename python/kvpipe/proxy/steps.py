@@ -186,7 +186,8 @@ class RoutedRequest:
 
     @property
     def _num_broken(self) -> int:
-        return sum(failure.has_broken_off for failure in self._failures)
+        # vLLM ends all data-parallel ranks of a server with one of them.
+        return len({failure.instance.url for failure in self._failures if failure.has_broken_off})
 
     def _note(self, failure: InstanceError | None) -> None:
         """Note a failure, once; the instance is not asked again."""
