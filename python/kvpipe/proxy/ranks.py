@@ -98,9 +98,9 @@ class Ranks:
             return True
         before = self._found[server]
         num_ranks = await self._num_engines(server)
-        wanted = [_rank(server, index) for index in range(num_ranks or len(before))]
-        await self._follow(server, [rank.control for rank in wanted[1:]])
-        found = tuple(rank for rank in wanted if self._is_usable(rank, first, is_known=rank in before))
+        named, *others = [_rank(server, index) for index in range(num_ranks or len(before))]
+        await self._follow(server, [rank.control for rank in others])
+        found = (named, *(rank for rank in others if self._is_usable(rank, first, is_known=rank in before)))
         if found != before:
             logger.info("server.ranks url=%s usable=%s of=%s", server.url, len(found), num_ranks or "unknown")
         self._found[server] = found
@@ -137,6 +137,7 @@ class Ranks:
             remedy = "have each rank listen at the port of `listen` plus its rank, which is not 0"
             other = f"{rank.control} is the control port of engine {description.get('engine_id')}, not of {engine_id}"
             self._note(rank, f"it gets no requests: {other}; {remedy}")
+            self._descriptions.refresh(rank.control)  # the server may have been started again
         return is_usable
 
     def _note(self, instance: Instance, reason: str) -> None:
