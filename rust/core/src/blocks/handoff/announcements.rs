@@ -7,9 +7,9 @@ use kvpipe_ucx::SharedBytes;
 use super::producer::send_all;
 use super::ready::{ReadyBlocks, ReadyRange};
 use super::service::HandoffService;
-use super::{ReadyBlock, checksum as checksum_of};
-use crate::blocks::regions::{Division, grant, revoke};
-use crate::ids::{Epoch, HandoffId, RegionId};
+use super::{Places, ReadyBlock, checksum_at};
+use crate::blocks::regions::{Division, LocalRegion, grant, revoke};
+use crate::ids::{HandoffId, RegionId};
 use crate::integrity::Integrity;
 use crate::trace::Track;
 use crate::transfer::Cx;
@@ -64,14 +64,16 @@ impl HandoffService {
         part: &ReadyRange,
         regions: &[RegionId],
     ) -> Result<Vec<ReadyBlock>, String> {
-        let epoch = self.producer.epoch(&part.handoff);
+        let places = Places::new(&part.handoff, self.producer.epoch(&part.handoff));
         let mut blocks = Vec::with_capacity(part.block_ids.len() * regions.len());
         for id in regions {
             let Some(local) = self.agent.regions.get(id) else {
                 return Err("blocks of a region that was closed cannot be leased".to_owned());
             };
             let has_checksums = has_checksums(self.integrity, &local.memory);
-            let is_divided = local.divisions.iter().any(|it| it.shift.is_some());
+            let divisions = local.divisions.iter().filter(|it| it.shift.is_some());
+            let num_slices: usize = divisions.map(|it| it.slices.len()).sum();
+            let mut by_slice = vec![Vec::with_capacity(part.block_ids.len()); num_slices];
             for (&block_id, position) in part.block_ids.iter().zip(part.first..) {
                 if local.layout.offset(block_id).is_err() {
                     return Err(format!(
@@ -86,58 +88,61 @@ impl HandoffService {
                         local.name
                     ));
                 }
-                let place = (part.handoff, epoch, position);
-                let bytes = bytes.filter(|_| has_checksums);
-                let checksum = if is_divided {
-                    self.slices_ready(place, (*id, block_id), has_checksums, &mut blocks)
-                } else {
-                    bytes.map(|it| checksum_of(&part.handoff, epoch, *id, position, it))
-                };
-                blocks.push(ReadyBlock {
+                let mut whole = ReadyBlock {
                     region: *id,
                     position,
                     block_id,
-                    checksum,
-                });
+                    checksum: None,
+                };
+                let bytes = bytes.filter(|_| has_checksums);
+                whole.checksum = if num_slices > 0 {
+                    self.slices_ready(places, local, whole, has_checksums, &mut by_slice)
+                } else {
+                    bytes.map(|it| checksum_at(places.at(*id, position), it))
+                };
+                blocks.push(whole);
             }
+            // Region by region, as they are selected.
+            blocks.extend(by_slice.into_iter().flatten());
         }
         Ok(blocks)
     }
 
-    /// Adds the slices of a block, and returns the checksum of the whole one, which follows from theirs.
+    /// Adds each slice of a block to those of its region, and returns the checksum of the whole one, which follows from
+    /// theirs.
     fn slices_ready(
         &self,
-        (handoff, epoch, position): (HandoffId, Epoch, u32),
-        (region, block_id): (RegionId, u32),
+        places: Places,
+        local: &LocalRegion,
+        whole: ReadyBlock,
         has_checksums: bool,
-        blocks: &mut Vec<ReadyBlock>,
+        by_slice: &mut [Vec<ReadyBlock>],
     ) -> Option<u64> {
-        let local = self.agent.regions.get(&region)?;
-        let nothing = |region| checksum_of(&handoff, epoch, region, position, [][..].into());
         let mut of_whole = None;
+        let mut by_slice = by_slice.iter_mut();
         for Division { slices, shift } in &local.divisions {
             let Some(shift) = shift else {
                 continue;
             };
-            let mut whole = nothing(region);
-            for &slice in slices {
-                let it = self.agent.regions.get(&slice)?;
-                let bytes = block_bytes(&it.memory, &it.layout, block_id).filter(|_| has_checksums);
-                let checksum =
-                    bytes.map(|bytes| checksum_of(&handoff, epoch, slice, position, bytes));
-                if let Some(checksum) = checksum {
+            let mut checksum = places.at(whole.region, whole.position).get();
+            for (&region, ready) in slices.iter().zip(&mut by_slice) {
+                let it = self.agent.regions.get(&region)?;
+                let bytes = block_bytes(&it.memory, &it.layout, whole.block_id);
+                let place = places.at(region, whole.position);
+                let bytes = bytes.filter(|_| has_checksums);
+                let of_slice = bytes.map(|bytes| checksum_at(place, bytes));
+                if let Some(of_slice) = of_slice {
                     // Of the bytes alone, whatever their place is.
-                    let of_bytes = shift.join(nothing(slice), checksum);
-                    whole = shift.join(whole, of_bytes);
+                    let of_bytes = shift.join(place.get(), of_slice);
+                    checksum = shift.join(checksum, of_bytes);
                 }
-                blocks.push(ReadyBlock {
-                    region: slice,
-                    position,
-                    block_id,
-                    checksum,
+                ready.push(ReadyBlock {
+                    region,
+                    checksum: of_slice,
+                    ..whole
                 });
             }
-            of_whole = Some(whole);
+            of_whole = Some(checksum);
         }
         of_whole.filter(|_| has_checksums)
     }

@@ -6,7 +6,7 @@ use super::announcements::block_bytes;
 use super::load::ReadBatch;
 use super::load_request::LoadId;
 use super::service::HandoffService;
-use super::{ReadyBlock, checksum};
+use super::{Places, ReadyBlock, checksum_at};
 use crate::blocks::Peer;
 use crate::blocks::plan::region_gone;
 use crate::blocks::reads::{BlockTransfer, outcome_of};
@@ -165,12 +165,13 @@ fn verify(
     batch: &ReadBatch,
     (memory, layout): (&Memory, &Layout),
 ) -> Vec<bool> {
+    let places = Places::new(handoff, batch.epoch);
     let is_verified = |(block, &local): (&ReadyBlock, &u32)| {
         let Some(theirs) = block.checksum else {
             return true;
         };
         block_bytes(memory, layout, local).is_some_and(|bytes| {
-            checksum(handoff, batch.epoch, block.region, block.position, bytes) == theirs
+            checksum_at(places.at(block.region, block.position), bytes) == theirs
         })
     };
     let blocks = batch.blocks.iter().zip(&batch.local_ids);

@@ -31,7 +31,7 @@ pub(super) use shared::HandoffShared;
 
 use kvpipe_ucx::SharedBytes;
 
-use crate::checksum::bound;
+use crate::checksum::RunningChecksum;
 use crate::ids::{Epoch, HandoffId, RegionId};
 
 /// A block of one region (layer) that will not change any more.
@@ -57,17 +57,53 @@ pub fn checksum(
     position: u32,
     bytes: SharedBytes<'_>,
 ) -> u64 {
-    let mut place = [0; 32];
-    place[..16].copy_from_slice(handoff);
-    place[16..24].copy_from_slice(&epoch.to_le_bytes());
-    place[24..28].copy_from_slice(&region.to_le_bytes());
-    place[28..].copy_from_slice(&position.to_le_bytes());
-    bound(&place, bytes)
+    let place = Places::new(handoff, epoch).at(region, position);
+    checksum_at(place, bytes)
+}
+
+/// The checksums of the places of blocks of a handoff in an epoch, to which the blocks' bytes are added.
+#[derive(Debug, Clone, Copy)]
+struct Places(RunningChecksum);
+
+impl Places {
+    fn new(handoff: &HandoffId, epoch: Epoch) -> Self {
+        let mut beginning = RunningChecksum::default();
+        beginning.add(handoff[..].into());
+        beginning.add_number(epoch);
+        Self(beginning)
+    }
+
+    fn at(self, region: RegionId, position: u32) -> RunningChecksum {
+        let Self(mut place) = self;
+        place.add_number(u64::from(region) | u64::from(position) << u32::BITS);
+        place
+    }
+}
+
+/// The checksum of a block with these bytes at a place.
+fn checksum_at(mut place: RunningChecksum, bytes: SharedBytes<'_>) -> u64 {
+    place.add(bytes);
+    place.get()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_checksum_is_that_of_place_and_bytes() {
+        let place = [
+            &[1; 16][..],
+            &2_u64.to_le_bytes(),
+            &3_u32.to_le_bytes(),
+            &4_u32.to_le_bytes(),
+        ];
+        let all = [&place.concat()[..], b"block"].concat();
+        assert_eq!(
+            checksum(&[1; 16], 2, 3, 4, b"block"[..].into()),
+            crate::checksum::of(&all)
+        );
+    }
 
     #[test]
     fn a_checksum_depends_on_every_part_of_its_place() {

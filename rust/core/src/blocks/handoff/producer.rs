@@ -69,9 +69,19 @@ impl SelectedPositions {
         Self(ranges.collect())
     }
 
-    fn contains(&self, block: &ReadyBlock) -> bool {
-        let positions = self.0.get(&block.region);
-        positions.is_some_and(|positions| positions.contains(&block.position))
+    /// Those of the blocks that are selected. Blocks of one region follow each other, so that regions of others, as the
+    /// slices of other ranks, are skipped at once.
+    fn of_ready<'b>(
+        &'b self,
+        blocks: &'b [ReadyBlock],
+    ) -> impl Iterator<Item = ReadyBlock> + use<'b> {
+        let by_region = blocks.chunk_by(|a, b| a.region == b.region);
+        let selected =
+            by_region.filter_map(|blocks| Some((blocks, self.0.get(&blocks[0].region)?)));
+        selected.flat_map(|(blocks, positions)| {
+            let blocks = blocks.iter().copied();
+            blocks.filter(|block| positions.contains(&block.position))
+        })
     }
 }
 
@@ -82,9 +92,9 @@ impl BlockSelection {
         epoch: Epoch,
         blocks: &'b [ReadyBlock],
     ) -> impl Iterator<Item = Outgoing> + use<'b> {
-        let mut selected = blocks.iter().filter(|block| self.positions.contains(block));
+        let mut selected = self.positions.of_ready(blocks);
         std::iter::from_fn(move || {
-            let blocks: Vec<ReadyBlock> = selected.by_ref().take(ANNOUNCED_CAP).copied().collect();
+            let blocks: Vec<ReadyBlock> = selected.by_ref().take(ANNOUNCED_CAP).collect();
             if blocks.is_empty() {
                 return None;
             }
