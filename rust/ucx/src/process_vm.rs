@@ -178,7 +178,8 @@ impl ProcessVmReader {
 
 type Vectors = (Vec<libc::iovec>, Vec<libc::iovec>);
 
-/// The pieces as the kernel takes them: ours, and the other process's.
+/// The pieces as the kernel takes them: ours, and the other process's. The kernel finds the pages of each range of the other
+/// process by itself, so that pieces that follow each other there are one.
 fn vectors(pieces: &[(&Buffer, Piece)]) -> Result<Vectors> {
     if pieces.len() > PIECES_CAP {
         return Err(ErrorKind::InvalidInput.into());
@@ -195,12 +196,20 @@ fn vectors(pieces: &[(&Buffer, Piece)]) -> Result<Vectors> {
             iov_len: piece.len,
         });
         let from = usize::try_from(piece.from).map_err(|_| ErrorKind::InvalidInput)?;
-        remote.push(libc::iovec {
-            iov_base: std::ptr::without_provenance_mut(from),
-            iov_len: piece.len,
-        });
+        match remote.last_mut() {
+            Some(last) if follows(last, from) => last.iov_len += piece.len,
+            _ => remote.push(libc::iovec {
+                iov_base: std::ptr::without_provenance_mut(from),
+                iov_len: piece.len,
+            }),
+        }
     }
     Ok((local, remote))
+}
+
+/// True if a range ends where another one begins.
+fn follows(range: &libc::iovec, address: usize) -> bool {
+    range.iov_base.addr().checked_add(range.iov_len) == Some(address)
 }
 
 /// Bytes that the kernel has read. The local vectors are ranges of host memory that the caller may write to.
@@ -457,6 +466,26 @@ mod tests {
         assert_eq!(
             into.bytes(0, 8).unwrap().to_vec(),
             [200, 201, 202, 0, 0, 0, 10, 11]
+        );
+    }
+
+    #[test]
+    fn pieces_that_follow_each_other_are_one_range_of_the_other_process() {
+        let from = Buffer::from_vec((0..=255).collect());
+        let (into, address) = (Buffer::zeroed(8), from.address() as u64);
+        let piece = |to, from, len| Piece {
+            to,
+            from: address + from,
+            len,
+        };
+        let pieces = [piece(4, 10, 2), piece(0, 12, 3), piece(6, 20, 2)];
+        let (local, remote) = vectors(&pieces.map(|piece| (&into, piece))).unwrap();
+        assert_eq!((local.len(), remote.len()), (3, 2));
+        let process_vm = here(&from, &[0, 1]).unwrap();
+        process_vm.read(&into, &pieces).unwrap();
+        assert_eq!(
+            into.bytes(0, 8).unwrap().to_vec(),
+            [12, 13, 14, 0, 10, 11, 20, 21]
         );
     }
 
