@@ -154,13 +154,16 @@ class ProducerScheduler:
         if produced.num_cached_tokens is None:
             produced.num_cached_tokens = num_before
             num_local = self._num_local_tokens.get(produced.request, num_before)
-            local = [[blocks[at] for at in produced.ready(index, num_local)] for index, blocks in enumerate(lists)]
+            ranges = [produced.ready(index, num_local) for index in range(len(lists))]
+            local = [blocks[each.start : each.stop] for blocks, each in zip(lists, ranges, strict=True)]
             # A step that writes a shared block has a request that holds it, too.
             is_shared = any(block.ref_cnt > 1 for blocks in local for block in blocks)
             unsure = (written() if is_shared else set[int]()).union(*self._loaded_in_step.values())
             for index, blocks in enumerate(local):
-                cached = itertools.takewhile(lambda block: block not in unsure, (block.block_id for block in blocks))
-                self._out.step.cached.extend(produced.announce(index, list(cached)))
+                cached = [block.block_id for block in blocks]
+                if not unsure.isdisjoint(cached):
+                    cached = list(itertools.takewhile(lambda block_id: block_id not in unsure, cached))
+                self._out.step.cached.extend(produced.announce(index, cached))
         for index, blocks in enumerate(lists):
             ready = [blocks[at].block_id for at in produced.ready(index, num_before + num_new)]
             if all(loaded.isdisjoint(ready) for loaded in self._loaded_in_step.values()):
@@ -237,13 +240,13 @@ class ProducerScheduler:
         for index, of_group in enumerate(block_ids):
             ready = [of_group[at] for at in produced.ready(index, produced.num_prompt_tokens)]
             self._out.step.cached.extend(produced.announce(index, ready))
-        null_id = None if self.manager is None else self.manager.block_pool.null_block.block_id
+        null_id = -1 if self.manager is None else int(self.manager.block_pool.null_block.block_id)
         if null_id in produced.announced_ids:
             self._produced.pop(request.request_id)
             self._withdraw(produced, "vLLM freed a block of the prompt that the next token needs")
             return False, None
         produced.is_leased = True
-        produced.num_leased_blocks = sum(block_id != null_id for of_group in block_ids for block_id in of_group)
+        produced.num_leased_blocks = sum(len(of_group) - of_group.count(null_id) for of_group in block_ids)
         self._count_leased(produced.num_leased_blocks)
         self._out.trace.instant("sampled", produced.handoff)
         self._out.step.leased.append(HandoffLease(produced.handoff, request.request_id))
