@@ -10,11 +10,10 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvpipe.vllm.model_files import NOT_COMPARED, ModelFiles, find_files, hash_weights
+from kvpipe.vllm.rank_properties import joined
 from kvpipe.vllm.versions import attention_version, version_of_kv
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from vllm.config import ModelConfig, VllmConfig
 
 _TOKENIZER_FILES = (
@@ -29,9 +28,6 @@ _TOKENIZER_FILES = (
 )
 # Above it vLLM tunes Llama 4's attention (`models/llama4.py`).
 _LLAMA4_TUNED_FROM = 32768
-# The tensor parallel size of an engine whose KV ranks of any number can read.
-ANY_SIZE = "any"
-_SEPARATOR = "; "
 # Two names of one type: `vllm/config/cache.py` says "fp8 (=fp8_e4m3)".
 _DTYPE_ALIASES = {"fp8": "fp8_e4m3"}
 # Keys that transformers adds to a configuration when it reads it: the source, and the version of transformers.
@@ -83,32 +79,6 @@ def attention_properties(config: VllmConfig) -> list[tuple[str, str]]:
         ("attention version", joined(map(attention_version, backends))),
         ("kv cache scales", _hash_json(scales) if is_scaled else "1.0"),
     ]
-
-
-def merge_ranks(properties: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:
-    """Merges the properties of an engine's ranks: a value that they share is named once."""
-    values: dict[str, dict[str, None]] = {}
-    for rank in properties:
-        for name, value in rank:
-            values.setdefault(name, {})[value] = None
-    return [(name, "; ".join(found)) for name, found in values.items()]
-
-
-def merge_layers(properties: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:
-    """Merges the properties of ranks with different layers, so that one rank with all of these has the same ones.
-
-    Values are lists, see `joined`. `ANY_SIZE` of some layers is nothing where others have a size.
-    """
-    values: dict[str, set[str]] = {}
-    for rank in properties:
-        for name, value in rank:
-            values.setdefault(name, set()).update(value.split(_SEPARATOR))
-    return [(name, joined(found - {ANY_SIZE} or found)) for name, found in values.items()]
-
-
-def joined(values: Iterable[str]) -> str:
-    """Returns a list as the value of a property: sorted, without repetitions."""
-    return _SEPARATOR.join(sorted(set(values)))
 
 
 def _scales(layer: Any) -> list[float]:

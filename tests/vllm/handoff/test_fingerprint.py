@@ -20,11 +20,12 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvpipe import _kvpipe
 from kvpipe.control import ControlClient
-from kvpipe.vllm.fingerprint import _length_scaling, attention_properties, fingerprint, merge_layers, merge_ranks
+from kvpipe.vllm.fingerprint import _length_scaling, attention_properties, fingerprint
 from kvpipe.vllm.handoff.cache_groups import CacheGroups
 from kvpipe.vllm.handoff.metadata import HandshakeMetadata
 from kvpipe.vllm.handoff.scheduler import SchedulerRole
 from kvpipe.vllm.model_files import find_files, hash_weights
+from kvpipe.vllm.rank_properties import merge_layers, merge_ranks
 from tests.vllm.handoff.engine import cache_config, engine_config
 
 pytestmark = pytest.mark.vllm

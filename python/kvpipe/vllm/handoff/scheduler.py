@@ -16,7 +16,7 @@ from kvpipe import _kvpipe
 from kvpipe.config import resolve_tokens
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import ProduceParams, parse
-from kvpipe.vllm.fingerprint import fingerprint, merge_layers
+from kvpipe.vllm.fingerprint import fingerprint
 from kvpipe.vllm.first_token.continuing_scheduler import Continuations
 from kvpipe.vllm.first_token.logits_processor import hide_handoff_from_workers
 from kvpipe.vllm.first_token.sampling import Sampling
@@ -31,6 +31,7 @@ from kvpipe.vllm.handoff.producer.scheduler import ProducerScheduler
 from kvpipe.vllm.handoff.requests import read_params
 from kvpipe.vllm.lora_adapters import Adapters
 from kvpipe.vllm.model_files import NOT_COMPARED
+from kvpipe.vllm.rank_properties import merge_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

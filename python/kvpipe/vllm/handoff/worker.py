@@ -16,7 +16,6 @@ from kvpipe._transport import transport
 from kvpipe.config import resolve_tokens
 from kvpipe.exceptions import ConfigError, KVPipeError, TransferTimeoutError
 from kvpipe.vllm.amx import permit_tiles
-from kvpipe.vllm.fingerprint import ANY_SIZE, joined
 from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
 from kvpipe.vllm.handoff.consumer.pipeline_stages import PipelineStage, pipeline_stages
 from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
@@ -28,6 +27,7 @@ from kvpipe.vllm.handoff.metadata import HandshakeMetadata, Load, LoadOutcome, R
 from kvpipe.vllm.handoff.producer.progress import Progress
 from kvpipe.vllm.handoff.producer.rank_leases import RankLeases
 from kvpipe.vllm.kept_blocks import KeptBlocks
+from kvpipe.vllm.rank_properties import ANY_SIZE, joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

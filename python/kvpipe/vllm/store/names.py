@@ -11,8 +11,9 @@ from vllm.logger import init_logger
 
 from kvpipe.exceptions import ConfigError
 from kvpipe.store.serde import Serde
-from kvpipe.vllm.fingerprint import fingerprint, merge_ranks
+from kvpipe.vllm.fingerprint import fingerprint
 from kvpipe.vllm.model_files import NOT_COMPARED
+from kvpipe.vllm.rank_properties import merge_ranks
 from kvpipe.vllm.store.keys import Feature, chunk_ids, engine_namespace, entry_id, rank_namespace
 from kvpipe.vllm.store.weights import PROPERTY
 
