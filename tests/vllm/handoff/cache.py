@@ -43,32 +43,45 @@ class Layers:
 
 FULL = (Layers(),)
 
+# What is stored of a token: a number for each KV head; None is garbage.
+Slot = tuple[int | None, ...] | None
+
 
 @dataclass
 class Cache:
-    """Each slot holds a number that stands for all tokens up to its own; None is garbage. A state is in the first."""
+    """The cache of a rank, which has the KV of some heads.
+
+    A number stands for one head and all tokens up to its own. A state is in the first slot of its block.
+    """
 
     groups: tuple[Layers, ...] = FULL
-    slots: list[list[int | None]] = field(init=False)
-    _names: dict[tuple[int | None, int], int] = field(default_factory=dict)
-    _histories: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    heads: tuple[int, ...] = (0,)
+    slots: list[list[Slot]] = field(init=False)
+    _names: dict[tuple[int, int], int] = field(default_factory=dict)
+    _histories: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Slot]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.slots = [[None] * BLOCK for _ in range(num_blocks(self.groups))]
 
-    def history(self, tokens: list[int]) -> list[int]:
-        """The number of each position of a sequence. Not to be changed: who asks again gets the same list."""
-        sequence = tuple(tokens)
-        if (known := self._histories.get(sequence)) is not None:
-            return known
-        names: list[int] = []
-        for token in tokens:
-            key = (names[-1] if names else None, token)
-            names.append(self._names.setdefault(key, len(self._names)))
-        self._histories[sequence] = names
-        return names
+    def history(self, tokens: list[int], heads: tuple[int, ...] = ()) -> list[Slot]:
+        """What is stored of each token of a sequence, of all heads of the rank or of these.
 
-    def write(self, layers: Layers, table: list[int], history: list[int], first: int, end: int) -> None:
+        Not to be changed: who asks again gets the same list.
+        """
+        key = tuple(tokens), heads or self.heads
+        if (known := self._histories.get(key)) is not None:
+            return known
+        history = list(zip(*(self._numbers(tokens, head) for head in key[1]), strict=True))
+        self._histories[key] = history
+        return history
+
+    def _numbers(self, tokens: list[int], head: int) -> list[int]:
+        numbers = [~head]
+        for token in tokens:
+            numbers.append(self._names.setdefault((numbers[-1], token), len(self._names)))
+        return numbers[1:]
+
+    def write(self, layers: Layers, table: list[int], history: list[Slot], first: int, end: int) -> None:
         """Stores tokens, in blocks that are there; of a state the last one."""
         if layers.is_state:
             self.slots[table[layers.block_of(end - 1)]][0] = history[end - 1]
@@ -77,7 +90,19 @@ class Cache:
             if block_id := table[position // BLOCK]:
                 self.slots[block_id][position % BLOCK] = history[position]
 
-    def holds(self, layers: Layers, table: list[int], history: list[int], first: int, end: int) -> bool:
+    def fill(self, block_id: int, content: list[Slot], part: tuple[int, int] | None) -> None:
+        """Stores a block, or a slice of it: of so many parts of its heads one."""
+        if part is None:
+            self.slots[block_id] = content
+            return
+        index, count = part
+        begin, end = index * len(self.heads) // count, (index + 1) * len(self.heads) // count
+        nothing = (None,) * len(self.heads)
+        for at, (slot, heads) in enumerate(zip(self.slots[block_id], content, strict=True)):
+            others = slot or nothing
+            self.slots[block_id][at] = heads and (*others[:begin], *heads, *others[end:])
+
+    def holds(self, layers: Layers, table: list[int], history: list[Slot], first: int, end: int) -> bool:
         """True if tokens are there; of a state the last one."""
         if layers.is_state:
             return end == 0 or self.slots[table[layers.block_of(end - 1)]][0] == history[end - 1]
@@ -87,7 +112,7 @@ class Cache:
                 return False
         return True
 
-    def holds_for(self, tables: list[list[int]], history: list[int], position: int) -> bool:
+    def holds_for(self, tables: list[list[int]], history: list[Slot], position: int) -> bool:
         """True if all is there that the token at a position reads of those before it."""
         groups = zip(self.groups, tables, strict=True)
         return all(

@@ -13,32 +13,71 @@ from typing import TYPE_CHECKING
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
+from kvpipe.vllm.handoff.consumer.rank_sources import RankSource, rank_sources
 from kvpipe.vllm.handoff.producer.rank_leases import RankLeases
 from kvpipe.vllm.scheduler_output import scheduled
-from tests.vllm.handoff.cache import Cache, Layers
+from tests.vllm.handoff.cache import Cache, Layers, Slot
 from tests.vllm.handoff.engine import BLOCK, is_unreported, outcome
+from tests.vllm.handoff.test_rank_sources import heads_of, slice_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvpipe.vllm.handoff.metadata import Load, ReadyRange, StepMetadata
+    from kvpipe.vllm.handoff.metadata import Load, LoadOutcome, ReadyRange, StepMetadata, WorkerOutcomes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tensor parallel sizes, and the KV heads of the model.
+
+    Attributes:
+        ours: Ranks of this engine.
+        theirs: Ranks of each engine that it loads from, or that loads from it.
+        num_heads: KV heads of the model; 1 if all ranks have the same latent KV.
+    """
+
+    ours: int = 1
+    theirs: int = 1
+    num_heads: int = 1
+
+    def consumers(self, rank: int) -> dict[int, bool]:
+        """Ranks of a consumer that load from a rank of this engine, each with whether others do so, too."""
+        return {
+            number: source.is_shared
+            for number in range(self.theirs)
+            for source in rank_sources(number, self.theirs, self.ours, self.num_heads)
+            if source.rank == rank
+        }
 
 
 @dataclass
 class Transfer:
-    """A load of the agent of one rank, until its end has been reported."""
+    """What the agent of one rank loads from a rank of the producer, until the end of the whole load has been reported.
+
+    Attributes:
+        source: That rank, and the slices.
+        number: Its number among those of the load.
+        missing: Positions of the blocks that are not here, once it has ended.
+    """
 
     load: Load
     request: Request
+    source: RankSource
+    number: int
     is_committed: bool
     is_cancelled: bool = False
     is_withdrawn: bool = False
     is_verified: bool = False
-    is_noted: bool = False
-    ending: tuple[bool, list[int]] | None = None
+    missing: list[int] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.missing is not None
+
+    @property
+    def is_writing(self) -> bool:
+        return not (self.is_verified or self.has_ended)
 
 
 @dataclass
@@ -62,7 +101,7 @@ class RemoteRead:
     handoff: bytes
     exposed: Exposed
     num_pauses: int
-    read: list[tuple[int, int, list[int | None]]] = field(default_factory=list)
+    read: list[tuple[int, int, list[Slot]]] = field(default_factory=list)
     pauses_left: int = 0
 
 
@@ -135,6 +174,8 @@ class Rank:
         foreign: Handoffs whose producer computes another prompt.
         seen: Counts what happens.
         groups: What the layers of each KV cache group read.
+        rank: Its number.
+        sizes: Ranks of this engine and of others.
         has_parts: True if vLLM goes on from the blocks before the first missing one.
         uses_v2: True if the model runner is V2; otherwise V1.
         is_async: True if vLLM schedules asynchronously.
@@ -149,11 +190,15 @@ class Rank:
         seen: Counter[str],
         groups: tuple[Layers, ...],
         *,
+        rank: int,
+        sizes: Sizes,
         has_parts: bool,
         uses_v2: bool,
         is_async: bool,
         is_late: bool,
     ) -> None:
+        self._rank = rank
+        self._sizes = sizes
         self._handoffs = handoffs
         self._given = given
         self._foreign = foreign
@@ -161,15 +206,18 @@ class Rank:
         self._uses_v2 = uses_v2
         self._is_async = is_async
         self._is_late = is_late
-        self.cache = Cache(groups)
-        self.transfers: dict[bytes, Transfer] = {}
+        self.cache = Cache(groups, tuple(heads_of(rank, sizes.ours, sizes.num_heads)))
+        self.transfers: dict[bytes, list[Transfer]] = {}
+        self.consumers = sizes.consumers(rank)
         self.exposed: dict[bytes, Exposed] = {}
         self.remote_reads: list[RemoteRead] = []
         self.leased: dict[bytes, list[int]] = {}
         self.passes: deque[Pass] = deque()
         self._loads, self._leases = RankLoads(has_parts=has_parts), RankLeases()
+        self._events: deque[tuple[Transfer, LoadOutcome, list[int] | None]] = deque()
         self._ended: set[bytes] = set()
-        self._read: set[bytes] = set()
+        self._acknowledged: set[bytes] = set()
+        self._read: set[tuple[bytes, int]] = set()
         self._rows: dict[str, Row] = {}
         # Requests of the pass before: V1's persistent batch.
         self._batch: set[str] = set()
@@ -228,11 +276,11 @@ class Rank:
         for handoff in metadata.committed:
             self._commit(handoff)
         for handoff in metadata.states:
-            if handoff in self.transfers:
-                self.transfers[handoff].is_committed = True
+            self._seen["sequence state known with one source verified"] += self.is_partly_verified(handoff)
+            for transfer in self.transfers.get(handoff, ()):
+                transfer.is_committed = True
         for cancel in metadata.cancels:
-            if (transfer := self.transfers.get(cancel.handoff)) is not None:
-                self._cancel(transfer, is_withdrawn=cancel.is_withdrawn)
+            self._cancel(cancel.handoff, is_withdrawn=cancel.is_withdrawn)
         self._loads.begin_step(metadata)
         self._forget_transfers()
         for lease in metadata.leased:
@@ -252,44 +300,58 @@ class Rank:
     def _begin_load(self, load: Load, step: Step) -> None:
         assert load.handoff not in self.transfers, "one load at a time for each handoff"
         self.cache.spoil(load.block_ids)
-        self.transfers[load.handoff] = Transfer(load, step.requests[load.request_id], load.has_state)
-        self._loads.begin(load)
-        if load.refusal or step.is_prompt:
-            self.transfers[load.handoff].ending = (False, list(range(len(load.block_ids))))
-            self._seen["load refused"] += bool(load.refusal)
         self._seen["load"] += 1
         self._seen["load beyond the own cache"] += self.cache.groups[0].kind == "full" and bool(load.parts[0][0])
+        missing = list(range(len(load.block_ids)))
+        if load.refusal:
+            self._loads.refuse(load, _facts(outcome(load, is_loaded=False, num_missing=len(missing))))
+            return
+        sources = rank_sources(self._rank, self._sizes.ours, len(load.ranks), self._sizes.num_heads)
+        self._loads.begin(load, [load.block_ids] * len(sources))
+        transfers = [
+            Transfer(load, step.requests[load.request_id], source, number, load.has_state)
+            for number, source in enumerate(sources)
+        ]
+        self.transfers[load.handoff] = transfers
+        if step.is_prompt:
+            for transfer in transfers:
+                self.end_transfer(transfer, missing, is_loaded=False)
 
     def _commit(self, handoff: bytes) -> None:
         """Ends a load that the scheduler role has committed, which the worker does not report."""
-        transfer = self.transfers[handoff]
-        assert transfer.is_noted, "blocks that are not verified are not committed"
-        assert not transfer.is_committed, "a load is committed once"
-        assert not transfer.is_cancelled, "a load that is cancelled is not committed"
+        for transfer in self.transfers[handoff]:
+            assert transfer.is_verified, "blocks that are not verified are not committed"
+            assert not transfer.is_committed, "a load is committed once"
+        self._seen["load of several sources committed by the scheduler"] += len(self.transfers[handoff]) > 1
 
-    def _cancel(self, transfer: Transfer, *, is_withdrawn: bool) -> None:
-        transfer.is_cancelled = True
-        transfer.is_withdrawn |= is_withdrawn and transfer.ending is None
-        if transfer.is_withdrawn:
-            self.cache.spoil(transfer.load.block_ids)
-            self._seen["load withdrawn by its producer"] += not transfer.request.is_finished()
+    def _cancel(self, handoff: bytes, *, is_withdrawn: bool) -> None:
+        self._seen["load withdrawn with one source verified"] += is_withdrawn and self.is_partly_verified(handoff)
+        for transfer in self.transfers.get(handoff, ()):
+            transfer.is_cancelled = True
+            transfer.is_withdrawn |= is_withdrawn and not transfer.has_ended
+            if transfer.is_withdrawn:
+                self.cache.spoil(transfer.load.block_ids)
+                self._seen["load withdrawn by its producer"] += not transfer.request.is_finished()
+
+    def is_partly_verified(self, handoff: bytes) -> bool:
+        """True if of a load all blocks are here from some ranks of the producer, and not from others."""
+        return {it.is_verified for it in self.transfers.get(handoff, ())} == {False, True}
 
     def _report(self) -> KVConnectorOutput:
         """`get_finished`, after which the events of the agent are known, and what goes with it."""
-        for handoff, transfer in self.transfers.items():
-            facts = outcome(transfer.load).outcomes[transfer.load.request_id]
-            if transfer.is_verified and not transfer.is_noted:
-                transfer.is_noted = True
-                self._loads.blocks_verified(handoff, facts)
-            if transfer.ending is not None and handoff in self._loads:
-                self._end(handoff, transfer, *transfer.ending)
+        while self._events:
+            self._on_event(*self._events.popleft())
         received, sent = self._loads.drain_received(), self._leases.drain_sent()
         self._forget_transfers()
         for request_id in sent:
             handoff = self._handoffs[request_id]
             self.exposed.pop(handoff, None)
             self.leased.pop(handoff)
-        assert self._read.isdisjoint(self.leased), "a lease ends with its consumer's acknowledgement"
+            is_read = not self.unread(handoff)
+            assert handoff in self._ended or is_read, "a lease ends before all ranks of its consumer have its blocks"
+            is_shared = any(self.consumers.values())
+            self._seen["lease of shared blocks ended when all ranks had them"] += is_shared and is_read
+        assert self._acknowledged.isdisjoint(self.leased), "a lease ends with its consumer's acknowledgement"
         return KVConnectorOutput(
             finished_recving=received,
             finished_sending=sent,
@@ -298,11 +360,19 @@ class Rank:
             kv_connector_worker_meta=self._loads.drain_outcomes(),
         )
 
-    def _end(self, handoff: bytes, transfer: Transfer, is_loaded: bool, missing: list[int]) -> None:  # noqa: FBT001
-        if not transfer.is_verified:
-            self._arrive(transfer, missing)
-        facts = outcome(transfer.load, is_loaded=is_loaded, num_missing=len(missing))
-        self._loads.ended(handoff, facts.outcomes[transfer.load.request_id], missing)
+    def _on_event(self, transfer: Transfer, facts: LoadOutcome, missing: list[int] | None) -> None:
+        """`WorkerRole._on_event`: without `missing` all blocks are verified."""
+        handoff = transfer.load.handoff
+        if missing is None:
+            self._loads.blocks_verified(handoff, facts, transfer.number)
+        elif self._loads.ended(handoff, facts, missing, transfer.number):
+            transfers = self.transfers[handoff]
+            is_other_verified = any(it.is_verified for it in transfers if it is not transfer)
+            self._seen["load of which one source failed and another was verified"] += is_other_verified
+            self._cancel(handoff, is_withdrawn=False)
+        if not facts.is_loaded:
+            others = self.transfers.get(handoff, ())
+            assert all(it.has_ended or it.is_cancelled for it in others), "a load goes on of which a source has failed"
 
     def _forget_transfers(self) -> None:
         self.transfers = {handoff: it for handoff, it in self.transfers.items() if handoff in self._loads}
@@ -310,42 +380,71 @@ class Rank:
     # --- what peers do
 
     def blocks_verified(self, transfer: Transfer) -> None:
-        """All blocks of a load have arrived; nothing writes into them any more."""
+        """All blocks have arrived from a rank of the producer; nothing of it is written any more."""
         transfer.is_verified = True
         self._arrive(transfer, [])
+        self._events.append((transfer, _facts(outcome(transfer.load)), None))
         self._seen["load verified before its sequence state"] += not transfer.is_committed
 
-    def _arrive(self, transfer: Transfer, missing: Iterable[int]) -> None:
-        """The other blocks hold the KV that the producer computed."""
-        load = transfer.load
+    def end_transfer(self, transfer: Transfer, missing: list[int], *, is_loaded: bool) -> None:
+        """The agent has ended what comes from a rank of the producer, without the blocks at some positions."""
+        transfer.missing = missing
+        if not transfer.is_verified:
+            self._arrive(transfer, missing)
+        facts = _facts(outcome(transfer.load, is_loaded=is_loaded, num_missing=len(missing)))
+        self._events.append((transfer, facts, missing))
+        self._note_end(transfer, is_loaded=is_loaded)
+
+    def _note_end(self, transfer: Transfer, *, is_loaded: bool) -> None:
+        transfers = self.transfers[transfer.load.handoff]
+        if len(transfers) == 1:
+            return
+        ended = [it.missing for it in transfers if it.missing]
+        self._seen["sources that lack different blocks"] += any(missing != transfer.missing for missing in ended)
+        self._seen["source ended after the load was cancelled"] += transfer.is_cancelled
+        is_late = not is_loaded and all(it.is_verified for it in transfers)
+        self._seen["source failed after all were verified"] += is_late
+
+    def _arrive(self, transfer: Transfer, missing: list[int]) -> None:
+        """The other blocks hold the KV that the producer computed, of the heads that come from there."""
+        load, source = transfer.load, transfer.source
         if load.handoff in self._foreign:
             return
-        history = self.cache.history(transfer.request.prompt_token_ids)
+        theirs = heads_of(source.rank, self._sizes.theirs, self._sizes.num_heads)
+        heads = tuple(slice_of(theirs, source.source_slice))
+        history = self.cache.history(transfer.request.prompt_token_ids, heads)
         number = 0
         for layers, (first, block_ids) in zip(self.cache.groups, load.parts, strict=True):
             for position, block_id in enumerate(block_ids, first):
                 if number not in missing:
-                    self.cache.slots[block_id] = self._content(layers, history, position)
+                    self.cache.fill(block_id, self._content(layers, history, position), source.destination_slice)
                 number += 1
 
-    def _content(self, layers: Layers, history: list[int], position: int) -> list[int | None]:
+    def _content(self, layers: Layers, history: list[Slot], position: int) -> list[Slot]:
         """What a block of a prompt holds."""
         if layers.is_state:
             return [history[-1], *[None] * (BLOCK - 1)]
         known = history[position * BLOCK : (position + 1) * BLOCK]
         return [*known, *[None] * (BLOCK - len(known))]
 
-    def _is_content(self, layers: Layers, history: list[int], position: int, slots: list[int | None]) -> bool:
+    def _is_content(self, layers: Layers, history: list[Slot], position: int, slots: list[Slot]) -> bool:
         """True if a block holds a part of a prompt; what is behind the prompt does not matter."""
         end = 1 if layers.is_state else min(BLOCK, len(history) - position * BLOCK)
         return slots[:end] == self._content(layers, history, position)[:end]
 
-    def acknowledge(self, handoff: bytes) -> None:
-        """The consumer has all blocks of a handoff."""
-        self.exposed.pop(handoff, None)
-        self._ended.add(handoff)
-        self._read.add(handoff)
-        self._leases.acknowledged(handoff)
+    def unread(self, handoff: bytes) -> list[int]:
+        """Ranks of the consumer that load from here, and have not got all blocks."""
+        return [number for number in self.consumers if (handoff, number) not in self._read]
+
+    def consumer_has_blocks(self, handoff: bytes, number: int) -> None:
+        """A rank of the consumer has all blocks of a handoff. It acknowledges them if no other loads from here."""
+        self._read.add((handoff, number))
+        self._seen["shared blocks that one rank has and another reads"] += bool(self.unread(handoff))
+        if not self.consumers[number]:
+            self._seen["acknowledged before the worker knows of the lease"] += handoff not in self.leased
+            self.exposed.pop(handoff, None)
+            self._acknowledged.add(handoff)
+            self._leases.acknowledged(handoff)
 
     def read_exposed(self, handoff: bytes, num_pauses: int) -> None:
         """A consumer without checksums begins to read what is exposed of a handoff."""
@@ -424,7 +523,7 @@ class Rank:
                 row.output = cached.all_token_ids[request_id][-num_output:]
         self._batch = set(output.num_scheduled_tokens)
 
-    def _states(self, step: Step) -> dict[tuple[str, int], int | None]:
+    def _states(self, step: Step) -> dict[tuple[str, int], Slot]:
         """The states from which requests go on, by request and group."""
         return {
             (request_id, index): self.cache.slots[step.tables[request_id][index][layers.block_of(first - 1)]][0]
@@ -433,7 +532,7 @@ class Rank:
             if layers.is_state and first
         }
 
-    def _move_states(self, step: Step, states: dict[tuple[str, int], int | None]) -> None:
+    def _move_states(self, step: Step, states: dict[tuple[str, int], Slot]) -> None:
         """A state goes to the block that it is written into, if that is another one."""
         for request_id, first, end in step.spans():
             for index, layers in enumerate(self.cache.groups):
@@ -441,9 +540,7 @@ class Rank:
                     block_id = step.tables[request_id][index][layers.block_of(end - 1)]
                     self.cache.slots[block_id][0] = states[request_id, index]
 
-    def _compute(
-        self, step: Step, kept: dict[int, list[int | None]], states: dict[tuple[str, int], int | None]
-    ) -> None:
+    def _compute(self, step: Step, kept: dict[int, list[Slot]], states: dict[tuple[str, int], Slot]) -> None:
         """All requests write, then all read. What a request computes from wrong KV is wrong, too."""
         for request_id, first, end in step.spans():
             tokens = self._rows[request_id].tokens[:end]
@@ -460,7 +557,7 @@ class Rank:
         for span in step.spans():
             assert span[0] in wrong or self._reads_its_own(step, span, states), "it has read what another one replaces"
 
-    def _reads_its_own(self, step: Step, span: tuple[str, int, int], states: dict[tuple[str, int], int | None]) -> bool:
+    def _reads_its_own(self, step: Step, span: tuple[str, int, int], states: dict[tuple[str, int], Slot]) -> bool:
         """True if a request goes on from its own states, and reads its own tokens."""
         request_id, first, end = span
         history = self.cache.history(self._rows[request_id].tokens[:end])
@@ -478,7 +575,7 @@ class Rank:
             if block_id := table[layers.block_of(position)]:
                 self.cache.slots[block_id][0 if layers.is_state else position % BLOCK] = None
 
-    def _is_repeated(self, step: Step, request_id: str, kept: dict[int, list[int | None]]) -> bool:
+    def _is_repeated(self, step: Step, request_id: str, kept: dict[int, list[Slot]]) -> bool:
         """True if a step computes the last token of a prompt again, and its blocks are restored."""
         _, first, end = next(span for span in step.spans() if span[0] == request_id)
         return end == first + 1 and any(
@@ -486,12 +583,12 @@ class Rank:
             for layers, table in zip(self.cache.groups, step.tables[request_id], strict=True)
         )
 
-    def _is_replaced(self, step: Step, request_id: str, kept: dict[int, list[int | None]]) -> bool:
+    def _is_replaced(self, step: Step, request_id: str, kept: dict[int, list[Slot]]) -> bool:
         """True if what a step computes is thrown away: its token is forced, and its blocks are restored."""
         handoff = self._handoffs.get(request_id, b"")
         return self._is_repeated(step, request_id, kept) and handoff in step.metadata.first_tokens
 
-    def _check_kept(self, step: Step, kept: dict[int, list[int | None]]) -> None:
+    def _check_kept(self, step: Step, kept: dict[int, list[Slot]]) -> None:
         for request_id, first, _ in step.spans():
             if self._is_repeated(step, request_id, kept):
                 history = self.cache.history(step.requests[request_id].prompt_token_ids)
@@ -500,7 +597,7 @@ class Rank:
                     "what is kept is the KV of the prompt"
                 )
 
-    def _round(self, step: Step, kept: dict[int, list[int | None]]) -> None:
+    def _round(self, step: Step, kept: dict[int, list[Slot]]) -> None:
         """A recomputed slot differs in some bits from the producer's."""
         for request_id, first, _ in step.spans():
             if self._is_repeated(step, request_id, kept):
@@ -528,7 +625,7 @@ class Rank:
     def _expose(self, parts: list[ReadyRange], step: Step) -> None:
         """Exposes ready blocks to consumers, except of handoffs that have ended."""
         for part in parts:
-            if part.handoff in self._ended:
+            if part.handoff in self._ended or part.handoff in self._acknowledged:
                 continue
             num_groups = len(self.cache.groups)
             nothing = Exposed(
@@ -564,3 +661,8 @@ class Rank:
                 assert self._is_content(self.cache.groups[group], history, position, self.cache.slots[block_id]), (
                     "an exposed block has changed"
                 )
+
+
+def _facts(report: WorkerOutcomes) -> LoadOutcome:
+    (facts,) = report.outcomes.values()
+    return facts

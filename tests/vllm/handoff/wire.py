@@ -31,11 +31,12 @@ class Watched:
 
 
 class Wire:
-    """Replaces `_kvpipe.Control`."""
+    """Replaces `_kvpipe.Control`. Other engines have so many ranks."""
 
     address = "127.0.0.1:0"
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = 1) -> None:
+        self._num_ranks = num_ranks
         self.produced: dict[bytes, Produced] = {}
         self.watched: dict[bytes, Watched] = {}
         self.results: dict[bytes, list[str]] = {}
@@ -119,7 +120,7 @@ class Wire:
             prompt_hash=prompt_hash,
             num_tokens=num_tokens,
             adapter="",
-            ranks=[("127.0.0.1:1", bytes(16))],
+            ranks=[(f"127.0.0.1:{rank + 1}", bytes(16)) for rank in range(self._num_ranks)],
             stages=[],
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +25,7 @@ from kvpipe.transfer_params import ConsumeParams, parse
 from kvpipe.vllm.scheduler_output import scheduled
 from tests.vllm.handoff.cache import FULL, Layers, num_blocks
 from tests.vllm.handoff.engine import BLOCK, SHAPE, Engine
-from tests.vllm.handoff.simulated_rank import Rank, Step, Transfer
+from tests.vllm.handoff.simulated_rank import Rank, Sizes, Step, Transfer
 from tests.vllm.handoff.wire import Wire
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Mode:
 
     Attributes:
         is_async: True if a step is scheduled before the one before it is updated; vLLM's default on GPUs.
-        num_ranks: Workers.
+        sizes: Workers of this engine, and of each other one.
         is_uniproc: True if the worker's hooks run in the scheduler's thread, right after a step is scheduled. Otherwise
             a worker begins and reports in its own time.
         uses_v2: True if the model runner is V2.
@@ -54,7 +54,7 @@ class Mode:
     """
 
     is_async: bool = False
-    num_ranks: int = 1
+    sizes: Sizes = field(default_factory=Sizes)
     is_uniproc: bool = True
     uses_v2: bool = False
     is_late: bool = False
@@ -79,7 +79,7 @@ class Mode:
     def apply(self, config: VllmConfig) -> None:
         """Sets what vLLM's CPU platform does not let a user choose."""
         config.scheduler_config.async_scheduling = self.is_async
-        config.parallel_config.world_size = self.num_ranks
+        config.parallel_config.world_size = config.parallel_config.tensor_parallel_size = self.sizes.ours
 
 
 def _spec(layers: Layers) -> KVCacheSpec:
@@ -117,7 +117,8 @@ class World:
             self.engine = Engine(config, num_blocks(self.mode.groups), self.mode.specs())
             self._depth = config.max_concurrent_batches
         self.engine.role._out.control.close()
-        self.wire = self.engine.role._out.control = Wire()
+        self.engine.role._consuming._num_heads = self.mode.sizes.num_heads
+        self.wire = self.engine.role._out.control = Wire(self.mode.sizes.theirs)
         self.requests: list[Request] = []
         self.handoffs: dict[str, bytes] = {}
         self.foreign: set[bytes] = set()
@@ -130,11 +131,11 @@ class World:
         self.steps: deque[Step] = deque()
         self._by_id: dict[str, Request] = {}
         self._incomplete: set[str] = set()
-        self._aggregator = KVOutputAggregator(self.mode.num_ranks)
+        self._aggregator = KVOutputAggregator(self.mode.sizes.ours)
         self.unforced: set[bytes] = set()
         facts = self.handoffs, self.given, self.foreign, self.seen, self.mode.groups
-        modes = {name: getattr(self.mode, name) for name in ("uses_v2", "is_async", "is_late", "has_parts")}
-        self.ranks = [Rank(*facts, **modes) for _ in range(self.mode.num_ranks)]
+        modes = {name: getattr(self.mode, name) for name in ("sizes", "uses_v2", "is_async", "is_late", "has_parts")}
+        self.ranks = [Rank(*facts, rank=rank, **modes) for rank in range(self.mode.sizes.ours)]
         match = self.engine.role.match
         self.engine.role.match = lambda request, num_local: self._claimed(request, num_local, match(request, num_local))
 
@@ -144,8 +145,8 @@ class World:
 
     @property
     def transfers(self) -> list[tuple[Rank, Transfer]]:
-        """The loads of all ranks."""
-        return [(rank, transfer) for rank in self.ranks for transfer in rank.transfers.values()]
+        """The loads of all ranks, each with what comes from each rank of its producer."""
+        return [(rank, transfer) for rank in self.ranks for load in rank.transfers.values() for transfer in load]
 
     @property
     def exposed(self) -> list[bytes]:
@@ -241,7 +242,7 @@ class World:
     def _update(self, step: Step) -> None:
         results = [rank.complete(step) for rank in self.ranks]
         assert len({str(result.sampled_token_ids) for result in results}) == 1, "ranks sample alike"
-        result = results[0] if self.mode.num_ranks == 1 else self._aggregator.aggregate(results)
+        result = results[0] if len(results) == 1 else self._aggregator.aggregate(results)
         report = result.kv_connector_output
         if report is not None:
             self._check_report(report)
@@ -281,6 +282,7 @@ class World:
         for handoff in metadata.committed:
             if handoff in by_handoff:
                 by_handoff[handoff].has_ended = True
+                assert not by_handoff[handoff].is_cancelled, "a load that is cancelled is not committed"
             assert self.wire.watched[handoff].is_finished, "without the sequence state nothing is committed"
             self.seen["load committed by the scheduler"] += 1
 
@@ -368,6 +370,9 @@ class World:
             del self.loads[request_id]
             if request_id not in self._incomplete:
                 self.loaded.add(request_id)
+            else:
+                watched = self.wire.watched[self.handoffs[request_id]]
+                assert not watched.is_acknowledged, "a handoff is acknowledged of which blocks are missing"
             self._incomplete.discard(request_id)
 
     def _check_tokens(self, step: Step) -> None:
@@ -392,12 +397,14 @@ class World:
     def check(self) -> None:
         """Between any two hooks no block that others write or read can be given to another request."""
         for rank in self.ranks:
-            writing = [it for it in rank.transfers.values() if not it.is_verified and it.ending is None]
-            written = [block_id for transfer in writing for block_id in transfer.load.block_ids]
+            writing = [it for load in rank.transfers.values() for it in load if it.is_writing]
+            written = [(block_id, it.source.destination_slice) for it in writing for block_id in it.load.block_ids]
             assert len(written) == len(set(written)), "two loads write into one block"
-            assert all(self.pool.blocks[block_id].ref_cnt == 1 for block_id in written), (
+            assert all(self.pool.blocks[block_id].ref_cnt == 1 for block_id, _ in written), (
                 "a block is free during its load"
             )
+            acknowledged = [it for it in writing if self.wire.watched[it.load.handoff].is_acknowledged]
+            assert not acknowledged, "a handoff is acknowledged of which a rank lacks blocks"
             leased = itertools.chain.from_iterable(rank.leased.values())
             assert all(self.pool.blocks[block_id].ref_cnt > 0 for block_id in leased), "a block is free while leased"
         assert all(count == 1 for count in self.sent.values()), "finished_sending comes once for each request"
