@@ -91,7 +91,7 @@ class Cache:
                 self.slots[block_id][position % BLOCK] = history[position]
 
     def fill(self, block_id: int, content: list[Slot], part: tuple[int, int] | None) -> None:
-        """Stores a block, or a slice of it: of so many parts of its heads one."""
+        """Stores a block, or a slice `(index, count)` of its heads."""
         if part is None:
             self.slots[block_id] = content
             return

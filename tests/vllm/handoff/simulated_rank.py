@@ -217,6 +217,7 @@ class Rank:
         self._events: deque[tuple[Transfer, LoadOutcome, list[int] | None]] = deque()
         self._ended: set[bytes] = set()
         self._acknowledged: set[bytes] = set()
+        # With the ranks of their consumers that have all blocks.
         self._read: set[tuple[bytes, int]] = set()
         self._rows: dict[str, Row] = {}
         # Requests of the pass before: V1's persistent batch.

@@ -569,7 +569,6 @@ def test_vllms_invariants_hold_in_any_order_of_events(
     _meets_all([what for what in wanted if what not in CANNOT_BE_SEEN.get(groups, ())])
 
 
-@pytest.mark.slow
 @in_both_depths
 def test_they_hold_between_engines_of_other_tensor_parallel_sizes(tiny_model: str, *, is_async: bool) -> None:
     Engines.model, Engines.is_async, Engines.variants = tiny_model, is_async, OTHER_SIZES
