@@ -132,12 +132,18 @@ const SETTINGS: [(&str, &str); 10] = [
     ("encryption", "KVPIPE_ENCRYPTION"),
     ("dtype", "--dtype"),
     ("quantization", "--quantization"),
-    ("kv cache dtype", "--kv-cache-dtype"),
-    ("block size", "--block-size"),
+    (
+        "kv cache dtype",
+        "--kv-cache-dtype and --kv-cache-dtype-skip-layers",
+    ),
+    (
+        "block size",
+        "--block-size, large enough for models with recurrent states",
+    ),
     ("kv cache layout", "VLLM_KV_CACHE_LAYOUT"),
     (
         "kv cache groups",
-        "flags for the KV cache, --disable-hybrid-kv-cache-manager among them",
+        "--max-model-len and flags for the KV cache, --disable-hybrid-kv-cache-manager among them",
     ),
     (
         "decode context parallel size",
@@ -196,8 +202,12 @@ mod tests {
     #[test]
     fn a_field_that_one_setting_decides_is_named_with_the_remedy() {
         let expected = "incompatible peer 10.0.0.1:7100: block size is \"16\" here and \"32\" there; \
-            start both with the same --block-size";
+            start both with the same --block-size, large enough for models with recurrent states";
         assert_eq!(incompatible("block size", "16", "32"), expected);
-        assert!(incompatible("kv cache dtype", "auto", "fp8").ends_with("same --kv-cache-dtype"));
+        let remedy = "the same --kv-cache-dtype and --kv-cache-dtype-skip-layers";
+        assert!(incompatible("kv cache dtype", "auto", "fp8").ends_with(remedy));
+        let remedy = "the same --max-model-len and flags for the KV cache, \
+            --disable-hybrid-kv-cache-manager among them";
+        assert!(incompatible("kv cache groups", "a", "b").ends_with(remedy));
     }
 }
