@@ -13,6 +13,7 @@ import pytest
 
 from kvpipe.exceptions import ConfigError, KVPipeError
 from kvpipe.launch import gpus, plan
+from kvpipe.launch.arguments import data_parallel_size
 from kvpipe.launch.cores import sharing_text
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread
 from kvpipe.launch.plan import is_cpu_vllm
@@ -176,6 +177,11 @@ def test_the_control_ports_of_data_parallel_ranks_follow_that_of_the_first_one(m
         first = [int(each.control.rpartition(":")[2]) for each in running.deployment.instances]
         others = [int(each.url.rpartition(":")[2]) for each in running.deployment.instances]
     assert len({port + rank for port in (*first, *others) for rank in range(4)}) == 16
+
+
+@pytest.mark.parametrize("args", [("--data_parallel_size", "4"), ("--data_parallel_size=4",), ("-dp", "4")])
+def test_the_number_of_data_parallel_ranks_is_found_as_vllm_reads_it(args):
+    assert data_parallel_size(args) == 4
 
 
 def test_each_role_gets_its_connector_configuration():

@@ -9,11 +9,11 @@ _DATA_FLAGS = ("--data-parallel-size", "-dp")
 
 
 def value_of(args: Sequence[str], flags: Sequence[str]) -> str | None:
-    """The value of the last of these flags, in either form."""
+    """The value of the last of these flags, in either form; vLLM takes underscores, too."""
     found = None
     for at, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
-        if flag in flags:
+        if flag.replace("_", "-") in flags:
             found = value if equals else next(iter(args[at + 1 : at + 2]), "")
     return found
 
