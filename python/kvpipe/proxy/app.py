@@ -90,7 +90,7 @@ class _Proxy:
         async with session, self._queue or nullcontext():
             upstream = Upstream(session, self._config.silence_timeout_s)
             dispatcher = Dispatcher(self._config, upstream, self._control, self._metrics, self._queue)
-            pairs = Pairs(self._config, self._control, dispatcher.ranks.of)
+            pairs = Pairs(self._config, self._control)
             async with dispatcher as self._dispatcher, pairs as self._pairs:
                 yield
 

@@ -48,6 +48,11 @@ class Instance:
 QUEUE = Instance("queue")
 
 
+def url_of(name: str) -> str:
+    """The URL of the instance with this name; no URL of one has a fragment."""
+    return name.partition("#")[0]
+
+
 def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)

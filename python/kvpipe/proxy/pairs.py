@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Self
@@ -11,7 +11,7 @@ from typing import Any, Self
 from kvpipe.exceptions import AuthenticationError, IncompatiblePeerError, KVPipeError
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control
-from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.instances import Instance, url_of
 
 # Seconds from the end of one round to the next: where all pairs can be used, and where one cannot.
 _CHECK_INTERVAL_S = 60.0
@@ -40,24 +40,17 @@ class Pair:
 class Pairs:
     """Has each D connect to each P, which compares their tokens and fingerprints, from entering to leaving the context.
 
-    A pair that has not answered yet counts as usable, and so does a D without a control address. Nothing on the way of
-    a request waits for this.
+    The ranks of a server are checked by one of them. A pair that has not answered yet counts as usable, and so does a D
+    without a control address. Nothing on the way of a request waits for this.
 
     Args:
         config: the servers.
         control: client of control ports.
-        instances_of: returns the instances of some servers, each of which may have several.
     """
 
-    def __init__(
-        self,
-        config: ProxyConfig,
-        control: Control,
-        instances_of: Callable[[Sequence[Instance]], Sequence[Instance]] = tuple,
-    ) -> None:
+    def __init__(self, config: ProxyConfig, control: Control) -> None:
         self._control = control
         self._config = config
-        self._instances_of = instances_of
         self._known: dict[tuple[str, str], Pair] = {}
         self._places = asyncio.Semaphore(_NUM_CONCURRENT)
         self._task: asyncio.Task[None] | None = None
@@ -74,11 +67,11 @@ class Pairs:
 
     def is_usable(self, decode: str, prefill: str) -> bool:
         """True if handoffs between two instances, by their names, may succeed."""
-        pair = self._known.get((decode, prefill))
+        pair = self._of(decode, prefill)
         return pair is None or pair.is_usable
 
     def failures(self) -> dict[str, dict[str, str]]:
-        """Reasons for which pairs cannot be used, or are not known to be usable: by the name of D, then of P."""
+        """Reasons for which servers cannot be used together, or are not known to be: by the URL of D, then of P."""
         found: dict[str, dict[str, str]] = {}
         for (decode, prefill), pair in self._known.items():
             if pair.reason:
@@ -97,8 +90,8 @@ class Pairs:
         """
         failures = self.failures()
         states = {
-            "prefill": {url: self._state(state, ((d, url) for d in decode)) for url, state in prefill.items()},
-            "decode": {url: self._state(state, ((url, p) for p in prefill)) for url, state in decode.items()},
+            "prefill": {name: self._state(state, ((d, name) for d in decode)) for name, state in prefill.items()},
+            "decode": {name: self._state(state, ((name, p) for p in prefill)) for name, state in decode.items()},
         }
         status = self._status(_healthy(prefill), _healthy(decode))
         report = {"status": status, **states}
@@ -111,33 +104,32 @@ class Pairs:
 
     def _state(self, state: str, pairs: Iterable[tuple[str, str]]) -> str:
         """The state of an instance: one that answers and has no partner is of no use."""
-        known = [self._known.get(pair) for pair in pairs]
+        known = [self._of(*pair) for pair in pairs]
         reasons = [pair.reason for pair in known if pair is not None and not pair.is_usable]
         return f"no partner: {reasons[0]}" if state == "ok" and len(reasons) == len(known) and reasons else state
 
+    def _of(self, decode: str, prefill: str) -> Pair | None:
+        return self._known.get((url_of(decode), url_of(prefill)))
+
     async def _run(self) -> None:
+        pairs = self._pairs()
         while True:
-            pairs = self._pairs()
-            # A rank may be gone, or what was one instance may be found to be several.
-            names = {(decode.name, prefill.name) for decode, prefill in pairs}
-            self._known = {pair: answer for pair, answer in self._known.items() if pair in names}
             await asyncio.gather(*(self._check(decode, prefill) for decode, prefill in pairs))
             await asyncio.sleep(_RETRY_INTERVAL_S if self.failures() else _CHECK_INTERVAL_S)
 
     def _pairs(self) -> list[tuple[Instance, Instance]]:
-        config = self._config
-        asked = product(self._instances_of(config.decode), self._instances_of(config.prefill))
+        asked = product(self._config.decode, self._config.prefill)
         return [(decode, prefill) for decode, prefill in asked if decode.control not in ("", prefill.control)]
 
     async def _check(self, decode: Instance, prefill: Instance) -> None:
         async with self._places:
             pair = await self._ask(decode, prefill)
-        before = self._known.get((decode.name, prefill.name))
-        self._known[decode.name, prefill.name] = pair
+        before = self._known.get((decode.url, prefill.url))
+        self._known[decode.url, prefill.url] = pair
         if pair.reason and pair != before:
-            logger.warning("pair.unusable decode=%s prefill=%s reason=%r", decode.name, prefill.name, pair.reason)
+            logger.warning("pair.unusable decode=%s prefill=%s reason=%r", decode.url, prefill.url, pair.reason)
         elif before is not None and before.reason and not pair.reason:
-            logger.info("pair.usable decode=%s prefill=%s", decode.name, prefill.name)
+            logger.info("pair.usable decode=%s prefill=%s", decode.url, prefill.url)
 
     async def _ask(self, decode: Instance, prefill: Instance) -> Pair:
         try:
@@ -152,4 +144,4 @@ class Pairs:
 
 
 def _healthy(states: Mapping[str, str]) -> list[str]:
-    return [url for url, state in states.items() if state == "ok"]
+    return [name for name, state in states.items() if state == "ok"]
