@@ -235,3 +235,28 @@ def test_an_engine_whose_metrics_fail_has_no_description_until_they_work(monkeyp
             assert (descriptions.of(decode.url), descriptions.error(decode.url)) == (FORCES, "")
 
     run(scene)
+
+
+def test_an_address_that_is_forgotten_is_asked_no_more_not_even_the_question_that_is_on_its_way():
+    class Hanging(RecordingControl):
+        def __init__(self):
+            super().__init__()
+            self.begun, self.ended = asyncio.Event(), asyncio.Event()
+
+        async def describe(self, address, timeout=5.0):  # noqa: ASYNC109 - the real one has it
+            self.begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.ended.set()
+
+    async def scene():
+        control = Hanging()
+        descriptions = await described(control)
+        descriptions.follow("a:1")
+        await control.begun.wait()
+        descriptions.forget("a:1")
+        await control.ended.wait()
+        await descriptions.close()
+
+    run(scene)

@@ -162,3 +162,29 @@ def test_requests_save_no_more_than_ten_retries():
     for _ in range(1000):
         budget.add_request()
     assert [budget.consume() for _ in range(11)].count(True) == 10
+
+
+R1, R2 = (Instance("http://r:1", f"r:{7100 + rank}", rank) for rank in range(2))
+
+
+def test_a_server_that_is_not_reached_is_not_asked_again_by_way_of_another_rank():
+    unreached = InstanceError("prefill", R1, "no", "unreached")
+    request = RoutedRequest("handoff", (R1, R2, P1), (D1,), RetryBudget())
+    assert [request.first(), request.failed(unreached)] == [Step("split", R1, D1), Step("split", P1, D1)]
+
+
+@pytest.mark.parametrize("kind", ["answered", "frozen"])
+def test_a_server_whose_rank_vllm_has_chosen_is_not_asked_again_by_way_of_another_rank(kind):
+    failed = InstanceError("decode", R1, "no", kind)
+    request = RoutedRequest("decode", (), (R1, R2, D1), RetryBudget())
+    assert [request.first(), request.failed(failed)] == [Step("alone", decode=R1), Step("alone", decode=D1)]
+    request = RoutedRequest("decode", (), (R1, R2), RetryBudget())
+    assert not request.may_leave("decode", R1)
+    assert [request.first(), request.failed(failed)] == [Step("alone", decode=R1), FINAL]
+
+
+def test_a_rank_that_has_failed_a_handoff_is_replaced_by_another_one():
+    failed = InstanceError("prefill", R1, "no", "answered")
+    request = RoutedRequest("handoff", (R1, R2), (D1,), RetryBudget())
+    assert request.may_leave("prefill", R1)
+    assert [request.first(), request.failed(failed)] == [Step("split", R1, D1), Step("split", R2, D1)]

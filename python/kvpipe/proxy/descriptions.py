@@ -52,6 +52,13 @@ class PageDescriber:
         answer.close()
         return answer
 
+    async def metrics(self, url: str, timeout_s: float) -> str:
+        """Returns the metrics of the engines behind a URL; raises as `get`, and `InstanceError` for another status."""
+        answer = await self.get(url, "/metrics", timeout_s)
+        if answer.status != HTTPStatus.OK:
+            raise failed(answer)
+        return answer.body.decode(errors="replace")
+
 
 class StoreDescriber(PageDescriber):
     """Describes engines with KVStoreConnector by its samples among vLLM's metrics."""
@@ -63,10 +70,7 @@ class StoreDescriber(PageDescriber):
             InstanceError: it is not reached, or answers with an error.
             ProtocolError: its metrics cannot be parsed.
         """
-        answer = await self.get(address, "/metrics", timeout)
-        if answer.status != HTTPStatus.OK:
-            raise failed(answer)
-        return described_in(answer.body.decode(errors="replace"))
+        return described_in(await self.metrics(address, timeout))
 
 
 class ModelDescriber(PageDescriber):
@@ -116,7 +120,12 @@ class Descriptions:
         addresses: addresses that it knows, of all instances; empty ones are left out.
         failures: log of addresses that do not answer.
         timeout_s: limit for one question.
+
+    Attributes:
+        when_asked: called with each address after each question, whether it was answered or failed.
     """
+
+    when_asked: Callable[[str], None] = staticmethod(lambda _: None)
 
     def __init__(self, source: Describes, addresses: Iterable[str], failures: FailureLog, timeout_s: float) -> None:
         self._source = source
@@ -126,7 +135,8 @@ class Descriptions:
         self._known: dict[str, dict[str, Any]] = {}
         self._errors: dict[str, str] = {}
         self._tasks = OwnedTasks()
-        self._followed: dict[str, asyncio.Task[None]] = {}
+        # The first question, and the task that goes on asking.
+        self._followed: dict[str, tuple[asyncio.Task[None], asyncio.Task[None]]] = {}
 
     def of(self, address: str) -> dict[str, Any] | None:
         """The latest description; None if the last question to this address failed, or none has been answered yet."""
@@ -149,19 +159,23 @@ class Descriptions:
         for address, asked in zip(self._wanted, first, strict=True):
             self._tasks.spawn(self._keep(address, asked))
 
-    async def follow(self, address: str) -> None:
-        """Ask one more address from now on; returns when it has answered or failed."""
-        if address in self._wanted:
-            return
-        self._wanted[address] = asyncio.Event()
-        first = self._tasks.spawn(self._ask(address))
-        self._followed[address] = self._tasks.spawn(self._keep(address, first))
-        await asyncio.wait({first})
+    def follow(self, address: str) -> None:
+        """Ask one more address from now on."""
+        if address not in self._wanted:
+            self._wanted[address] = asyncio.Event()
+            first = self._tasks.spawn(self._ask(address))
+            self._followed[address] = first, self._tasks.spawn(self._keep(address, first))
+
+    async def until_asked(self, addresses: Iterable[str]) -> None:
+        """Return when each address that `follow` has added has answered or failed once."""
+        if firsts := [self._followed[address][0] for address in addresses if address in self._followed]:
+            await asyncio.wait(firsts)
 
     def forget(self, address: str) -> None:
         """Stop asking an address that `follow` has added."""
-        if (keeping := self._followed.pop(address, None)) is not None:
-            keeping.cancel()
+        if (tasks := self._followed.pop(address, None)) is not None:
+            for task in tasks:
+                task.cancel()
             for of_address in (self._wanted, self._known, self._errors):
                 of_address.pop(address, None)
 
@@ -192,3 +206,4 @@ class Descriptions:
             self._failures.note("description", address, reason, asyncio.get_running_loop().time())
         else:
             self._errors.pop(address, None)
+        self.when_asked(address)

@@ -74,7 +74,7 @@ class Dispatcher:
             "prefill": HttpPool("prefill", config, asks),
             "decode": HttpPool("decode", config, asks) if queue is None else BrokerPool(queue),
         }
-        self._exchanges = Exchanges(self._pools, upstream, failures, self.descriptions, self._engines)
+        self._exchanges = Exchanges(self._pools, upstream, failures, self._engines, self.ranks)
         urls = [instance.url for instance in (*config.decode, *config.prefill) if not instance.control]
         self._models = Descriptions(ModelDescriber(upstream), urls, failures, config.control_timeout_s)
         self._length = LengthCheck(upstream, self.descriptions, self._models, config.control_timeout_s)
@@ -149,8 +149,9 @@ class Dispatcher:
         instances = self._pools[role].order()
         while True:
             try:
-                return await self._exchanges.get(role, instances.pop(0), path, headers)
+                return await self._exchanges.get(role, instances[0], path, headers)
             except InstanceError as error:
+                instances = [instance for instance in instances if instance.url != error.instance.url]
                 if not instances or error.failure == "timeout":
                     return final_answer(error)
 

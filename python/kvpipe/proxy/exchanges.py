@@ -14,6 +14,7 @@ from kvpipe.proxy.descriptions import Descriptions
 from kvpipe.proxy.headers import headers_for_rank
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.pools import Pool
+from kvpipe.proxy.ranks import Ranks
 from kvpipe.proxy.request_record import RequestRecord
 from kvpipe.proxy.upstream import Answer, InstanceError, Role, Upstream, WhenBegun, failed
 
@@ -46,8 +47,8 @@ class Exchanges:
         pools: the instances of each role.
         upstream: HTTP client of the instances.
         failures: log of failures.
-        descriptions: descriptions of the instances' engines, by their control ports.
         store_descriptions: descriptions of D's that share a store with P's, by their URLs.
+        ranks: the ranks of servers, and the descriptions of their engines.
     """
 
     def __init__(
@@ -55,14 +56,14 @@ class Exchanges:
         pools: Mapping[Role, Pool],
         upstream: Upstream,
         failures: FailureLog,
-        descriptions: Descriptions,
         store_descriptions: Descriptions,
+        ranks: Ranks,
     ) -> None:
         self._pools = pools
         self._upstream = upstream
         self._failures = failures
-        self._descriptions = descriptions
         self._store_descriptions = store_descriptions
+        self._ranks = ranks
 
     async def post(
         self,
@@ -89,12 +90,13 @@ class Exchanges:
         exchange = pool.post(
             instance, call.path, headers, body, awaits_first_byte=awaits_first_byte, when_begun=when_begun
         )
-        return await self._checked(pool.unless_frozen(instance, exchange, may_leave))
+        return await self._checked(pool.unless_frozen(instance, exchange, may_leave), names_rank=names_rank)
 
     async def first_bytes(self, answer: Answer, may_leave: Callable[[], bool]) -> bytes:
         """The first bytes of a stream; errors as those of `Answer.begin`, or the instance is frozen."""
         pool = self._pools[answer.role]
-        return await self._logged(pool.unless_frozen(answer.instance, answer.begin(), may_leave))
+        bounded = pool.unless_frozen(answer.instance, answer.begin(), may_leave)
+        return await self._logged(bounded, names_rank=True)
 
     def is_frozen(self, role: Role, instance: Instance) -> bool:
         """Returns true if none of an instance's ports answers."""
@@ -108,21 +110,21 @@ class Exchanges:
         """Send a GET; errors as those of `post`."""
         exchange = self._upstream.get(role, instance, path, headers)
         bounded = self._pools[role].unless_frozen(instance, exchange, lambda: True, is_generation=False)
-        return await self._checked(bounded)
+        return await self._checked(bounded, names_rank=False)
 
-    async def _logged(self, exchange: Awaitable[T]) -> T:
+    async def _logged(self, exchange: Awaitable[T], *, names_rank: bool) -> T:
         """Returns the result of an exchange; logs its failure."""
         try:
             return await exchange
         except InstanceError as error:
             self._failures.note(error.role, error.instance.name, error.reason, asyncio.get_running_loop().time())
-            self._descriptions.refresh(error.instance.control)
             self._store_descriptions.refresh(error.instance.url)
-            self._pools[error.role].failed(error.instance)
+            self._ranks.failed(error.instance)
+            self._pools[error.role].failed(error.instance, is_server=error.is_of_server(names_rank=names_rank))
             raise
 
-    async def _checked(self, exchange: Awaitable[Answer]) -> Answer:
-        return await self._logged(_without_server_error(exchange))
+    async def _checked(self, exchange: Awaitable[Answer], *, names_rank: bool) -> Answer:
+        return await self._logged(_without_server_error(exchange), names_rank=names_rank)
 
 
 async def _without_server_error(exchange: Awaitable[Answer]) -> Answer:

@@ -56,8 +56,8 @@ class Pool(ABC):
         """All instances, in the order in which one request asks them."""
         return self._turn.order(self.instances, lambda _: False)
 
-    def failed(self, instance: Instance) -> None:  # noqa: B027 - a broker knows its workers
-        """Note that an instance has failed."""
+    def failed(self, instance: Instance, *, is_server: bool) -> None:  # noqa: B027 - a broker knows its workers
+        """Note that an instance has failed; with `is_server`, that all ranks of its server have."""
 
     def takes(self, instance: Instance) -> bool:  # noqa: ARG002
         """Returns true if an instance may be sent a request now."""
@@ -165,15 +165,19 @@ class HttpPool(Pool):
         now_s = asyncio.get_running_loop().time()
         return self._turn.order(self.instances, lambda instance: self._of(instance).health.is_avoided(now_s))
 
-    def failed(self, instance: Instance) -> None:
+    def failed(self, instance: Instance, *, is_server: bool) -> None:
         """As `Pool.failed`."""
         self._of(instance).failed()
+        for each in self.instances if is_server else ():
+            if each.url == instance.url:
+                self._of(each).failed()
 
     def takes(self, instance: Instance) -> bool:
         """As `Pool.takes`."""
         health = self._of(instance).health
-        is_only = self._is_last_resort and not any(self._of(each).health.takes_requests for each in self.instances)
-        return health.takes_requests or (is_only and not health.is_frozen)
+        if health.takes_requests or health.is_frozen or not self._is_last_resort:
+            return health.takes_requests
+        return not any(self._of(each).health.takes_requests for each in self.instances)
 
     def check(self) -> None:
         """As `Pool.check`: all instances are frozen."""

@@ -8,8 +8,10 @@ because vLLM 0.32 sets `data_parallel_size` to 1 in the engines of dense models:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +27,59 @@ if TYPE_CHECKING:
     from kvpipe.proxy.descriptions import Descriptions
     from kvpipe.proxy.upstream import Upstream
 
-# Between two looks: where all ranks are known, and where one is not.
+# Between two looks: where the number of ranks is known, and where it is not or a request has failed.
 _REFRESH_S = 10.0
 _RETRY_S = 1.0
 # The proxy begins to serve after this time even if servers do not answer.
 _START_S = 1.0
-# There is one sample for each engine behind the URL.
-_ENGINE = re.compile(r'^vllm:num_requests_running\{(?:[^}]*,)?engine="\d+"[,}]', re.MULTILINE)
+# There is one sample for each engine behind the URL, labelled with its rank among all nodes.
+_ENGINE = re.compile(r'^vllm:num_requests_running\{(?:[^}]*,)?engine="(\d+)"[,}]', re.MULTILINE)
+_NODES = "a rank on another host needs a URL of its own, by vLLM's --data-parallel-hybrid-lb on each node"
 
 logger = logging.getLogger(__name__)
+
+
+def rank_of(description: dict[str, Any]) -> int | None:
+    """The rank of a described engine, among those of all nodes; None if its server has no other."""
+    rank = description.get("data_parallel_rank")
+    return rank if type(rank) is int else None
+
+
+def engines_in(metrics: str) -> list[int]:
+    """The ranks of the engines behind a URL, by its metrics; none where these do not tell."""
+    return sorted({int(engine) for engine in _ENGINE.findall(metrics)})
+
+
+def rank_behind_url(rank: int | None, engines: Sequence[int]) -> int:
+    """A rank as vLLM's header names it: counted from the first one behind the URL.
+
+    Under hybrid load balancing that is not 0 (vLLM 0.32, v1/engine/async_llm.py and input_processor.py). A port of
+    which the metrics do not tell is taken for that of the first rank.
+    """
+    return 0 if rank not in engines else engines.index(rank)
+
+
+@dataclass(slots=True)
+class _Server:
+    """A server, as far as it is known.
+
+    Attributes:
+        instances: its ranks that get requests, or the server itself.
+        engine_id: id of the engine whose control port the user has named; None while that port is silent.
+        named: rank of that engine behind the URL.
+        num_ranks: number of ranks, 1 until it is known; 0 for a server of one engine.
+        is_counted: true if that is known, by the latest look.
+        followed: control ports of the other ranks.
+        wanted: set to have it looked at.
+    """
+
+    instances: tuple[Instance, ...]
+    engine_id: str | None
+    named: int
+    num_ranks: int
+    is_counted: bool
+    followed: tuple[str, ...]
+    wanted: asyncio.Event
 
 
 class Ranks:
@@ -62,17 +108,33 @@ class Ranks:
         self._descriptions = descriptions
         self._failures = failures
         self._timeout_s = timeout_s
-        self._found: dict[Instance, tuple[Instance, ...]] = {server: (server,) for server in servers if server.control}
-        self._followed: dict[Instance, tuple[str, ...]] = {}
+        self._servers = {
+            server: _Server((server,), None, 0, 0, is_counted=False, followed=(), wanted=asyncio.Event())
+            for server in servers
+            if server.control
+        }
+        self._of: dict[Sequence[Instance], tuple[Instance, ...]] = {}
         self._tasks = OwnedTasks()
+        descriptions.when_asked = self._asked
 
-    def of(self, servers: Sequence[Instance]) -> tuple[Instance, ...]:
+    def of(self, servers: tuple[Instance, ...]) -> tuple[Instance, ...]:
         """The instances of these servers, as far as they are known."""
-        return tuple(chain.from_iterable(self._found.get(server, (server,)) for server in servers))
+        if servers not in self._of:
+            known = (self._servers[server].instances if server in self._servers else (server,) for server in servers)
+            self._of[servers] = tuple(dict.fromkeys(chain.from_iterable(known)))
+        return self._of[servers]
+
+    def failed(self, instance: Instance) -> None:
+        """Have an instance described, and its server looked at, soon: it may be started again with other ranks."""
+        self._descriptions.refresh(instance.control)
+        for server, known in self._servers.items():
+            if server.url == instance.url:
+                self._descriptions.refresh(server.control)
+                known.wanted.set()
 
     async def start(self) -> None:
-        """Look for ranks from now on; returns when all servers have been looked at once, or after a second."""
-        looks = {server: self._tasks.spawn(self._look(server)) for server in self._found}
+        """Look for ranks from now on; returns when all have been asked once, or after a second."""
+        looks = {server: self._tasks.spawn(self._look_first(server)) for server in self._servers}
         if looks:
             await asyncio.wait(looks.values(), timeout=_START_S)
         for server, look in looks.items():
@@ -83,67 +145,122 @@ class Ranks:
         await self._tasks.close(0.0)
 
     async def _keep(self, server: Instance, look: asyncio.Task[bool]) -> None:
+        wanted = self._servers[server].wanted
         while True:
-            await asyncio.sleep(_REFRESH_S if await look else _RETRY_S)
+            await asyncio.wait({look})  # its error is logged
+            await asyncio.sleep(_RETRY_S)
+            if look.exception() is None and look.result():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_REFRESH_S - _RETRY_S):
+                        await wanted.wait()
             look = self._tasks.spawn(self._look(server))
 
-    async def _look(self, server: Instance) -> bool:
-        """Look once at a server's ranks. Returns true if all are known."""
-        first = self._descriptions.of(server.control)
-        if first is None:  # what was known about it holds on
-            return False
-        if first.get("data_parallel_rank") is None:
-            await self._follow(server, ())
-            self._found[server] = (server,)
-            return True
-        before = self._found[server]
-        num_ranks = await self._num_engines(server)
-        named, *others = [_rank(server, index) for index in range(num_ranks or len(before))]
-        await self._follow(server, [rank.control for rank in others])
-        found = (named, *(rank for rank in others if self._is_usable(rank, first, is_known=rank in before)))
-        if found != before:
-            logger.info("server.ranks url=%s usable=%s of=%s", server.url, len(found), num_ranks or "unknown")
-        self._found[server] = found
-        return bool(num_ranks) and len(found) == num_ranks
+    async def _look_first(self, server: Instance) -> bool:
+        is_counted = await self._look(server)
+        await self._descriptions.until_asked(self._servers[server].followed)
+        return is_counted
 
-    async def _num_engines(self, server: Instance) -> int:
-        """The number of engines behind a server's URL; 0 if it is not known."""
+    async def _look(self, server: Instance) -> bool:
+        """Look once at a server's ranks. Returns true if their number is known."""
+        known = self._servers[server]
+        known.wanted.clear()
+        engine_id = known.engine_id
+        if engine_id is None or not known.num_ranks:
+            return engine_id is not None
+        engines = await self._engines(server)
+        first = self._descriptions.of(server.control)
+        if first is None or known.engine_id != engine_id:
+            return False
+        named = rank_of(first)
+        known.is_counted = named in engines
+        if known.is_counted:
+            known.named, known.num_ranks = rank_behind_url(named, engines), len(engines)
+        elif engines:
+            self._note(server, f"its engines are {engines}, and {server.control} is the control port of engine {named}")
+        self._follow(known, [rank.control for rank in self._ranks(server) if rank.control != server.control])
+        self._publish(server, first)
+        for rank in self._ranks(server):
+            if rank not in known.instances and (error := self._descriptions.error(rank.control)):
+                self._note(rank, f"it gets no requests: its control port {rank.control}: {error}; {_NODES}")
+        return known.is_counted
+
+    async def _engines(self, server: Instance) -> list[int]:
+        """The engines behind a server's URL; none if they are not known."""
         try:
-            page = await self._pages.get(server.url, "/metrics", self._timeout_s)
+            engines = engines_in(await self._pages.metrics(server.url, self._timeout_s))
         except (KVPipeError, OSError) as error:
             self._note(server, f"number of its data-parallel ranks: {error or type(error).__name__}")
-            return 0
-        num_engines = len(_ENGINE.findall(page.body.decode(errors="replace")))
-        if not num_engines:
+            return []
+        if not engines:
             self._note(server, "its metrics have no engine to count; start it without --disable-log-stats")
-        return num_engines
+        return engines
 
-    async def _follow(self, server: Instance, addresses: Sequence[str]) -> None:
+    def _follow(self, known: _Server, addresses: Sequence[str]) -> None:
         """Have these control ports asked, and those of ranks that are gone not any more."""
-        for address in set(self._followed.pop(server, ())).difference(addresses):
+        for address in set(known.followed).difference(addresses):
             self._descriptions.forget(address)
-        self._followed[server] = tuple(addresses)
-        await asyncio.gather(*map(self._descriptions.follow, addresses))
+        known.followed = tuple(addresses)
+        for address in addresses:
+            self._descriptions.follow(address)
 
-    def _is_usable(self, rank: Instance, first: dict[str, Any], *, is_known: bool) -> bool:
+    def _asked(self, address: str) -> None:
+        """Note that a control port has described an engine, or has not answered."""
+        for server, known in self._servers.items():
+            if address == server.control:
+                self._named_asked(server)
+            elif address in known.followed and (first := self._descriptions.of(server.control)) is not None:
+                self._publish(server, first)
+
+    def _named_asked(self, server: Instance) -> None:
+        known, first = self._servers[server], self._descriptions.of(server.control)
+        if first is None:  # its ranks are kept until it answers
+            known.engine_id = None
+            return
+        before, known.engine_id = known.engine_id, str(first.get("engine_id"))
+        if known.engine_id != before:
+            # It may have been started again, with other ranks.
+            known.is_counted = rank_of(first) is None
+            known.named, known.num_ranks = 0, 0 if known.is_counted else 1
+            for address in known.followed:
+                self._descriptions.refresh(address)
+            if known.is_counted:
+                self._follow(known, ())
+            known.wanted.set()
+        self._publish(server, first)
+
+    def _publish(self, server: Instance, first: dict[str, Any]) -> None:
+        """Use the ranks that are known now."""
+        known = self._servers[server]
+        found = tuple(rank for rank in self._ranks(server) if self._is_usable(server, rank, first)) or (server,)
+        if found == known.instances:
+            return
+        known.instances = found
+        self._of.clear()
+        of = max(1, known.num_ranks) if known.is_counted else "unknown"
+        logger.info("server.ranks url=%s usable=%s of=%s", server.url, len(found), of)
+
+    def _ranks(self, server: Instance) -> list[Instance]:
+        known = self._servers[server]
+        host, _, port = server.control.rpartition(":")
+        first = int(port) - known.named
+        return [Instance(server.url, f"{host}:{first + index}", index) for index in range(known.num_ranks)]
+
+    def _is_usable(self, server: Instance, rank: Instance, first: dict[str, Any]) -> bool:
         """True if a control port describes this rank; one that is silent now may have done so before."""
+        known = self._servers[server]
+        if rank.control == server.control:
+            return True
         description = self._descriptions.of(rank.control)
         if description is None:
-            return is_known
-        number = first["data_parallel_rank"] + rank.rank
+            return known.is_counted and rank in known.instances
+        number = (rank_of(first) or 0) + (rank.rank or 0) - known.named
         engine_id = f"{str(first.get('engine_id')).rpartition('_dp')[0]}_dp{number}"
         is_usable: bool = description.get("engine_id") == engine_id
         if not is_usable:
             remedy = "have each rank listen at the port of `listen` plus its rank, which is not 0"
             other = f"{rank.control} is the control port of engine {description.get('engine_id')}, not of {engine_id}"
             self._note(rank, f"it gets no requests: {other}; {remedy}")
-            self._descriptions.refresh(rank.control)  # the server may have been started again
         return is_usable
 
     def _note(self, instance: Instance, reason: str) -> None:
         self._failures.note("rank", instance.name, reason, asyncio.get_running_loop().time())
-
-
-def _rank(server: Instance, index: int) -> Instance:
-    host, _, port = server.control.rpartition(":")
-    return Instance(server.url, f"{host}:{int(port) + index}", index)

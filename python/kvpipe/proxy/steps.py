@@ -3,7 +3,7 @@
 No input or output, no clock: `kvpipe.proxy.attempts` takes the steps, and reports what became of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -162,7 +162,7 @@ class RoutedRequest:
         """Another D; if there is none, the one that failed gets a second chance, if it was reached."""
         has_resumed, self._has_resumed = self._has_resumed, True
         is_again = not has_resumed and error.failure not in ("unreached", "frozen")
-        left = self._usable("decode") or ([error.instance] if is_again else [])
+        left = [*self._usable("decode")] or ([error.instance] if is_again else [])
         denial = self._denial(error) if left else None
         return Step("resume", decode=left[0]) if left and denial is None else Step("final", denial=denial)
 
@@ -175,14 +175,20 @@ class RoutedRequest:
         """True if an instance of a role is left that may be asked, after `without` has failed."""
         num_reached = sum(failure.role == role and failure.failure != "unreached" for failure in self._failures)
         num_reached += without is not None
-        others = [instance for instance in self._usable(role) if instance != without]
-        return bool(others) and (num_reached < _MAX_REACHED or self._client_has != "nothing")
+        is_server = not self._names_rank
+        has_other = any(without is None or not _fails_with(it, without, is_server) for it in self._usable(role))
+        return has_other and (num_reached < _MAX_REACHED or self._client_has != "nothing")
 
-    def _usable(self, role: Role) -> list[Instance]:
-        return [instance for instance in self._left[role] if self._is_available(role, instance)]
+    def _usable(self, role: Role) -> Iterator[Instance]:
+        return (instance for instance in self._left[role] if self._is_available(role, instance))
 
     def _next(self, role: Role) -> Instance | None:
-        return self._usable(role)[0] if self._has(role) else None
+        return next(self._usable(role)) if self._has(role) else None
+
+    @property
+    def _names_rank(self) -> bool:
+        """False if vLLM chooses the rank, because the instance answers alone."""
+        return self._route in ("handoff", "store")
 
     @property
     def _num_broken(self) -> int:
@@ -190,13 +196,13 @@ class RoutedRequest:
         return len({failure.instance.url for failure in self._failures if failure.has_broken_off})
 
     def _note(self, failure: InstanceError | None) -> None:
-        """Note a failure, once; the instance is not asked again."""
+        """Note a failure, once; the instance, or its server, is not asked again."""
         if failure is None or failure in self._failures:
             return
         self._failures.append(failure)
+        is_server = failure.is_of_server(names_rank=self._names_rank)
         left = self._left[failure.role]
-        if failure.instance in left:
-            left.remove(failure.instance)
+        left[:] = [instance for instance in left if not _fails_with(instance, failure.instance, is_server)]
 
     def _denial(self, error: InstanceError) -> Denial | None:
         """Reason against asking another instance after this failure. If one may be asked, uses the budget."""
@@ -207,3 +213,8 @@ class RoutedRequest:
         # One that is frozen has computed nothing that is known, and gets no other request.
         is_free = error.failure in ("unreached", "frozen")
         return None if is_free or self._budget.consume() else "budget"
+
+
+def _fails_with(instance: Instance, failing: Instance, is_server: bool) -> bool:  # noqa: FBT001
+    """True if an instance fails with another one: they are one, or the whole server does."""
+    return instance.url == failing.url if is_server else instance == failing

@@ -76,6 +76,10 @@ class InstanceError(KVPipeError):
         is_500 = self.answer is not None and self.answer.status == HTTPStatus.INTERNAL_SERVER_ERROR
         return self.failure == "broken" or is_500
 
+    def is_of_server(self, *, names_rank: bool) -> bool:
+        """True if it is a failure of all data-parallel ranks of the server: they share a port, or vLLM chose one."""
+        return self.failure == "unreached" or not names_rank
+
     @property
     def status(self) -> HTTPStatus:
         """HTTP status for the client."""
