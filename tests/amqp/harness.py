@@ -28,7 +28,7 @@ from kvpipe.queue.worker import Worker
 from kvpipe.transfer_params import ConsumeParams, LoadParams, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from kvpipe.queue.letters import DeadLetter
     from tests.proxy.stoppable import Stoppable
@@ -58,6 +58,8 @@ class Decode:
 
     Attributes:
         bodies: bodies of its requests.
+        headers: their headers.
+        engines: its data-parallel ranks.
         num_aborted: requests that ended before their answer.
         num_waiting: number of waiting requests in its metrics.
         num_deferred: of those that wait for KV; None is a vLLM that does not tell these apart.
@@ -71,6 +73,8 @@ class Decode:
     def __init__(self, name: int) -> None:
         self.name = name
         self.bodies: list[dict[str, Any]] = []
+        self.headers: list[Mapping[str, str]] = []
+        self.engines: Sequence[int] = (0,)
         self.num_aborted = 0
         self.num_waiting = 0
         self.num_deferred: int | None = None
@@ -119,7 +123,8 @@ class Decode:
         return web.Response(status=200 if self.is_healthy else 503, headers={"Connection": "close"})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        text = f'vllm:num_requests_waiting{{engine="0"}} {float(self.num_waiting + (self.num_deferred or 0))}\n'
+        text = "".join(f'vllm:num_requests_running{{engine="{engine}"}} 0.0\n' for engine in self.engines)
+        text += f'vllm:num_requests_waiting{{engine="0"}} {float(self.num_waiting + (self.num_deferred or 0))}\n'
         if self.num_deferred is not None:
             for reason, count in (("capacity", self.num_waiting), ("deferred", self.num_deferred)):
                 text += f'vllm:num_requests_waiting_by_reason{{engine="0",reason="{reason}"}} {float(count)}\n'
@@ -130,6 +135,7 @@ class Decode:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
         self.bodies.append(asked)
+        self.headers.append(request.headers)
         self.changed.set()
         if self.status != 200:
             return web.json_response({"error": {"message": "no", "code": self.status}}, status=self.status)
@@ -200,10 +206,13 @@ def forced_by(asked: dict[str, Any], prefilled: int = 7) -> tuple[int, ...]:
 
 
 class DecodeControl:
-    """A stand-in for the client of control ports, for those instances that have one."""
+    """A stand-in for the client of control ports, for those instances that have one: of this data-parallel rank."""
+
+    def __init__(self, rank: int | None = None) -> None:
+        self.rank = rank
 
     async def describe(self, address: str, timeout: float = 5.0) -> dict[str, Any]:  # noqa: ASYNC109 - the real one has it
-        return {"forces_first_tokens": True, "reasoning_parser": ""}
+        return {"forces_first_tokens": True, "reasoning_parser": "", "data_parallel_rank": self.rank}
 
 
 @dataclass

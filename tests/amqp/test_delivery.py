@@ -6,10 +6,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from kvpipe.proxy import exact_json
+from kvpipe.proxy.health import Health
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.probed import ProbedInstance
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Upstream, open_session
+from kvpipe.queue.decode_capacity import DecodeCapacity
 from kvpipe.queue.delivery import Delivery
 from kvpipe.queue.messages import DeliveryControl, Request
 from kvpipe.queue.topology import SMALL_MESSAGE_BYTES
@@ -47,7 +49,9 @@ class Front:
 
 
 @asynccontextmanager
-async def delivered(*, is_redelivered=False, is_read=True, silence_s=SILENCE_S, more=b"}", is_half_open=False):
+async def delivered(
+    *, is_redelivered=False, is_read=True, silence_s=SILENCE_S, more=b"}", is_half_open=False, rank=None
+):
     """A delivery that runs, with D and the front end."""
     async with AsyncExitStack() as stack:
         decode = await stack.enter_async_context(Decode(1))
@@ -63,7 +67,7 @@ async def delivered(*, is_redelivered=False, is_read=True, silence_s=SILENCE_S, 
             probed.health.silent(probed.health.left_s)
             assert probed.health.freeze()
             probed.health.answered(is_http=True)
-        delivery = Delivery(request, probed, upstream, front, front.is_read, is_redelivered=is_redelivered)
+        delivery = Delivery(request, probed, upstream, front, front.is_read, rank=rank, is_redelivered=is_redelivered)
         running = asyncio.create_task(delivery.run())
         stack.callback(running.cancel)
         yield decode, front, delivery, running
@@ -79,6 +83,31 @@ def test_numbers_that_json_has_not_reach_decode_as_they_came():
         async with delivered(more=b',"more":[NaN,1e400,18446744073709551616]}') as (decode, front, *_):
             await front.until("end")
             assert repr(decode.bodies[0]["more"]) == "[nan, inf, 18446744073709551616]"
+
+    run(scene)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_decode_is_told_the_rank_whose_control_port_is_reported(rank):
+    async def scene():
+        async with delivered(rank=rank) as (decode, front, *_):
+            await front.until("end")
+            assert decode.headers[0].get("x-data-parallel-rank") == (None if rank is None else "1")
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("engine", "engines", "rank"), [(None, (0,), None), (1, (0, 1), 1), (5, (4, 5), 1), (0, (), 0), (3, (), 0)]
+)
+def test_the_rank_of_a_control_port_is_counted_from_the_first_one_behind_the_url(engine, engines, rank):
+    async def scene():
+        async with Decode(1) as decode, open_session(5.0, SILENCE_S) as session:
+            decode.engines = engines
+            instance, upstream = Instance(decode.url, "d:7100"), Upstream(session, SILENCE_S)
+            capacity = DecodeCapacity(instance, upstream, DecodeControl(engine), Health(SILENCE_S))
+            await capacity.until_looked(is_busy=False)
+            assert (capacity.reason, capacity.rank) == ("", rank)
 
     run(scene)
 

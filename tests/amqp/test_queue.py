@@ -12,6 +12,7 @@ from kvpipe.queue.topology import Topology
 from tests.amqp.harness import (
     NUM_TOKENS,
     Client,
+    DecodeControl,
     ask,
     body,
     has_one_answer,
@@ -38,6 +39,19 @@ def test_a_stream_and_a_whole_answer_come_as_from_the_instance_itself(broker):
             assert (status, text_of(answer)) == (200, written(decode.tokens()))
             status, answer = await ask(front, body(return_token_ids=True))
             assert b"token_ids" in answer
+
+    run(scene)
+
+
+def test_a_request_goes_to_the_data_parallel_rank_whose_control_port_the_worker_has(broker):
+    async def scene():
+        async with stage(broker.url) as s:
+            front, decode = await s.front(), await s.decode()
+            decode.engines = (0, 1)
+            await s.worker(decode, port="d:7101", control=DecodeControl(1))
+            await until_healthy(front)
+            assert (await ask(front, body()))[0] == 200
+            assert decode.headers[0]["x-data-parallel-rank"] == "1"
 
     run(scene)
 

@@ -13,6 +13,7 @@ from multidict import CIMultiDict
 
 from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.descriptions import described_in
+from kvpipe.proxy.ranks import engines_in, rank_behind_url, rank_of
 from kvpipe.proxy.upstream import InstanceError, failed
 from kvpipe.queue.broker import called
 from kvpipe.queue.nodes import REPORT_EVERY_S
@@ -50,6 +51,7 @@ class DecodeCapacity:
     Attributes:
         reason: reason for taking no request; empty if it takes some.
         description: its engine, by itself; empty while it is not known.
+        rank: rank of this engine behind D's URL; None if there is no other.
     """
 
     def __init__(self, decode: Instance, upstream: Upstream, control: Control, health: Health) -> None:
@@ -62,6 +64,7 @@ class DecodeCapacity:
         self._num_unreached = 0
         self.reason = "not asked yet"
         self.description: dict[str, Any] = {}
+        self.rank: int | None = None
 
     def failed(self, reason: str) -> None:
         """Note that D has failed a request: it takes none until it is seen to be healthy."""
@@ -117,6 +120,8 @@ class DecodeCapacity:
         metrics = (await self._upstream.get("decode", self._decode, "/metrics", CIMultiDict())).body
         text = metrics.decode(errors="replace")
         self.description = await self._describe(text)
+        rank = rank_of(self.description)
+        self.rank = None if rank is None else rank_behind_url(rank, engines_in(text))
         return text
 
     async def _describe(self, metrics: str) -> dict[str, Any]:

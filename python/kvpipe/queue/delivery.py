@@ -16,6 +16,7 @@ from kvpipe import transfer_params
 from kvpipe.proxy import exact_json
 from kvpipe.proxy.bodies import PARAMS
 from kvpipe.proxy.events import Events
+from kvpipe.proxy.headers import headers_for_rank
 from kvpipe.proxy.upstream import Answer, InstanceError, failed
 from kvpipe.queue.chunks import (
     chunk_of,
@@ -83,6 +84,7 @@ class Delivery:
         upstream: HTTP client of D.
         replies: destination of its answer.
         is_read: returns true if a front end reads its queue.
+        rank: data-parallel rank of D whose control port is reported; None if it has one engine.
 
     Attributes:
         id: chosen here; the front end tells the deliveries of a request apart by it.
@@ -97,6 +99,7 @@ class Delivery:
         replies: Replies,
         is_read: Callable[[str], Awaitable[bool]],
         *,
+        rank: int | None,
         is_redelivered: bool,
     ) -> None:
         self.id = secrets.token_hex(8)
@@ -104,6 +107,7 @@ class Delivery:
         self.request = request
         self._is_redelivered = is_redelivered
         self._is_read = is_read
+        self._rank = rank
         self._probed = decode
         self._decode = decode.instance
         self._upstream = upstream
@@ -196,7 +200,7 @@ class Delivery:
     async def _answer(self, tokens: tuple[int, ...]) -> InstanceError | None:
         """Sends D's answer. Returns the failure for which another D should be asked."""
         body, hides_tokens = _body(self.request, tokens)
-        headers = CIMultiDict(self.request.headers)
+        headers = headers_for_rank(CIMultiDict(self.request.headers), self._rank)
         try:
             answer = await self._post(headers, body)
             try:

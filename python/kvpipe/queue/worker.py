@@ -289,6 +289,7 @@ class Worker:
             self._upstream,
             link.outbox,
             link.is_read,
+            rank=self._capacity.rank,
             is_redelivered=bool(message.redelivered or count or request.publication),
         )
         task = self._tasks.spawn(self._answer(link, message, delivery))
