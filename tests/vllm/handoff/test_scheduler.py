@@ -496,7 +496,14 @@ def test_the_description_names_engine_and_fingerprint(engine: Engine) -> None:
     ("field", "theirs", "message"),
     [
         ("dtype", "bfloat16", 'dtype is "torch.float32" here and "bfloat16" there; start both with the same --dtype'),
-        ("block size", "16", f'block size is "{BLOCK}" here and "16" there; start both with the same --block-size'),
+        (
+            "block size",
+            "16",
+            (
+                f'block size is "{BLOCK}" here and "16" there; '
+                "start both with the same --block-size, large enough for models with recurrent states"
+            ),
+        ),
     ],
 )
 def test_a_foreign_fingerprint_is_refused_by_name_with_the_remedy_and_the_request_computed(
