@@ -85,7 +85,8 @@ def test_a_flipped_bit_is_missing_on_the_ranks_that_have_its_head(theirs: int, o
         again = bytes.fromhex(new_id())
         producer.announce(again, [4, 2])
         until(lambda: all(worker._agent.num_leased == 2 for worker in producer.workers))
-        producer.caches[holder][1, 2, producer.heads[holder].index(2), 0, 0] += 1
+        # Of the first layer: a handoff counts as leased when that is announced.
+        producer.caches[holder][0, 2, producer.heads[holder].index(2), 0, 0] += 1
         consumer.load(producer, again, [4, 3])
         for worker, heads in zip(consumer.workers, consumer.heads, strict=True):
             assert received(worker) == {"consuming"}

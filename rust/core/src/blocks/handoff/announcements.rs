@@ -9,6 +9,7 @@ use super::ready::{ReadyBlocks, ReadyRange};
 use super::service::HandoffService;
 use super::{Places, ReadyBlock, checksum_at};
 use crate::blocks::regions::{Division, LocalRegion, grant, revoke};
+use crate::checksum::Shift;
 use crate::ids::{HandoffId, RegionId};
 use crate::integrity::Integrity;
 use crate::trace::Track;
@@ -18,6 +19,8 @@ use crate::transport::Memory;
 
 /// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.
 const SLICE: u64 = 8 << 20;
+/// What the announcement of a block takes besides its checksum, as bytes of checksums that take as long.
+const ANNOUNCEMENT: u64 = 1 << 10;
 
 /// True if blocks in such memory are announced with checksums.
 fn has_checksums(integrity: Integrity, memory: &Memory) -> bool {
@@ -30,8 +33,17 @@ impl HandoffService {
         let (known, integrity) = (&self.agent.regions, self.integrity);
         let num_blocks = |regions: &[RegionId]| {
             let known = regions.iter().filter_map(|region| known.get(region));
-            let hashed = known.filter(|region| has_checksums(integrity, &region.memory));
-            slice_of(hashed.map(|region| region.layout.block_bytes).sum())
+            let work = known.map(|region| {
+                let is_hashed = has_checksums(integrity, &region.memory);
+                let hashed = if is_hashed {
+                    region.layout.block_bytes
+                } else {
+                    0
+                };
+                let num_slices: usize = region.divisions.iter().map(|it| it.slices.len()).sum();
+                hashed + (1 + num_slices as u64) * ANNOUNCEMENT
+            });
+            slice_of(work.sum())
         };
         let Some((part, regions)) = self.ready.slice(num_blocks) else {
             return;
@@ -71,9 +83,7 @@ impl HandoffService {
                 return Err("blocks of a region that was closed cannot be leased".to_owned());
             };
             let has_checksums = has_checksums(self.integrity, &local.memory);
-            let divisions = local.divisions.iter().filter(|it| it.shift.is_some());
-            let num_slices: usize = divisions.map(|it| it.slices.len()).sum();
-            let mut by_slice = vec![Vec::with_capacity(part.block_ids.len()); num_slices];
+            let mut divided = self.divided(local, part.block_ids.len());
             for (&block_id, position) in part.block_ids.iter().zip(part.first..) {
                 if local.layout.offset(block_id).is_err() {
                     return Err(format!(
@@ -95,56 +105,40 @@ impl HandoffService {
                     checksum: None,
                 };
                 let bytes = bytes.filter(|_| has_checksums);
-                whole.checksum = if num_slices > 0 {
-                    self.slices_ready(places, local, whole, has_checksums, &mut by_slice)
-                } else {
+                whole.checksum = if divided.is_empty() {
                     bytes.map(|it| checksum_at(places.at(*id, position), it))
+                } else {
+                    slices_ready(places, whole, has_checksums, &mut divided)
                 };
                 blocks.push(whole);
             }
             // Region by region, as they are selected.
-            blocks.extend(by_slice.into_iter().flatten());
+            let slices = divided.into_iter().flat_map(|it| it.slices);
+            blocks.extend(slices.flat_map(|slice| slice.ready));
         }
         Ok(blocks)
     }
 
-    /// Adds each slice of a block to those of its region, and returns the checksum of the whole one, which follows from
-    /// theirs.
-    fn slices_ready(
-        &self,
-        places: Places,
-        local: &LocalRegion,
-        whole: ReadyBlock,
-        has_checksums: bool,
-        by_slice: &mut [Vec<ReadyBlock>],
-    ) -> Option<u64> {
-        let mut of_whole = None;
-        let mut by_slice = by_slice.iter_mut();
-        for Division { slices, shift } in &local.divisions {
-            let Some(shift) = shift else {
-                continue;
-            };
-            let mut checksum = places.at(whole.region, whole.position).get();
-            for (&region, ready) in slices.iter().zip(&mut by_slice) {
-                let it = self.agent.regions.get(&region)?;
-                let bytes = block_bytes(&it.memory, &it.layout, whole.block_id);
-                let place = places.at(region, whole.position);
-                let bytes = bytes.filter(|_| has_checksums);
-                let of_slice = bytes.map(|bytes| checksum_at(place, bytes));
-                if let Some(of_slice) = of_slice {
-                    // Of the bytes alone, whatever their place is.
-                    let of_bytes = shift.join(place.get(), of_slice);
-                    checksum = shift.join(checksum, of_bytes);
-                }
-                ready.push(ReadyBlock {
-                    region,
-                    checksum: of_slice,
-                    ..whole
-                });
-            }
-            of_whole = Some(checksum);
-        }
-        of_whole.filter(|_| has_checksums)
+    /// The divisions of a region that are announced, with room for so many blocks.
+    fn divided<'r>(&'r self, local: &'r LocalRegion, num_blocks: usize) -> Vec<Divided<'r>> {
+        let slice = |id: &RegionId| {
+            let region = self.agent.regions.get(id)?;
+            Some(DividedSlice {
+                id: *id,
+                region,
+                ready: Vec::with_capacity(num_blocks),
+            })
+        };
+        let announced = local
+            .divisions
+            .iter()
+            .filter_map(|Division { slices, shift }| {
+                Some(Divided {
+                    shift: shift.as_deref()?,
+                    slices: slices.iter().map(slice).collect::<Option<_>>()?,
+                })
+            });
+        announced.collect()
     }
 
     /// Announces the slices of blocks that were ready before they were divided.
@@ -177,6 +171,52 @@ impl HandoffService {
         send_all(cx.links, self.producer.end_handoff(handoff, reason));
         revoke(cx, grant(epoch));
     }
+}
+
+/// A division of a region whose blocks are announced.
+struct Divided<'r> {
+    shift: &'r Shift,
+    slices: Vec<DividedSlice<'r>>,
+}
+
+/// A slice of a region, and its blocks that are announced.
+struct DividedSlice<'r> {
+    id: RegionId,
+    region: &'r LocalRegion,
+    ready: Vec<ReadyBlock>,
+}
+
+/// Adds each slice of a block to those of its region, and returns the checksum of the whole one, which follows from
+/// theirs.
+fn slices_ready(
+    places: Places,
+    whole: ReadyBlock,
+    has_checksums: bool,
+    divided: &mut [Divided<'_>],
+) -> Option<u64> {
+    let mut of_whole = None;
+    for Divided { shift, slices } in divided {
+        let mut checksum = places.at(whole.region, whole.position).get();
+        for slice in slices {
+            let local = slice.region;
+            let bytes = block_bytes(&local.memory, &local.layout, whole.block_id);
+            let place = places.at(slice.id, whole.position);
+            let bytes = bytes.filter(|_| has_checksums);
+            let of_slice = bytes.map(|bytes| checksum_at(place, bytes));
+            if let Some(of_slice) = of_slice {
+                // Of the bytes alone, whatever their place is.
+                let of_bytes = shift.join(place.get(), of_slice);
+                checksum = shift.join(checksum, of_bytes);
+            }
+            slice.ready.push(ReadyBlock {
+                region: slice.id,
+                checksum: of_slice,
+                ..whole
+            });
+        }
+        of_whole = Some(checksum);
+    }
+    of_whole.filter(|_| has_checksums)
 }
 
 fn kind(memory: &Memory) -> MemoryKind {

@@ -159,6 +159,40 @@ mod by_messages {
         }
     }
 
+    /// A block without a checksum takes little, and a long prompt of a deep model has a million of them.
+    #[test]
+    fn many_blocks_without_checksums_are_announced_in_several_rounds() {
+        const NUM_BLOCKS: u32 = 8193;
+        let config = AgentConfig {
+            integrity: Integrity::Validate,
+            ..AgentConfig::new("127.0.0.1:0", b"", Transport::Memory(MemoryPath::Stream))
+        };
+        let agent = without_threads(|| Agent::new(config)).expect("agent");
+        let registered = agent.register("kv", Buffer::zeroed(8 * NUM_BLOCKS as usize), 8, 8);
+        let registered = registered.expect("open");
+        while !registered.is_completed() {
+            agent.round();
+        }
+        let region = registered.result().expect("registered").expect("region");
+        let range = ReadyRange {
+            handoff: [7; 16],
+            first: 0,
+            block_ids: (0..NUM_BLOCKS).collect(),
+        };
+        let ready = ReadyBlocks::new(vec![range]).expect("blocks");
+        agent.mark_ready(&ready, &[region]).expect("it runs");
+        let waiting = || {
+            agent
+                .sizes()
+                .iter()
+                .any(|&(name, size)| name == "ready queue" && size > 0)
+        };
+        agent.round();
+        assert!(waiting());
+        while agent.round() == Round::Busy {}
+        assert!(!waiting());
+    }
+
     fn connected(reader: &Side, source: &Side) -> Peer {
         let address = source.agent.address().expect("address").to_string();
         let connected = reader.agent.connect(&address).expect("open");
