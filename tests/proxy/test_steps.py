@@ -173,6 +173,15 @@ def test_a_server_that_is_not_reached_is_not_asked_again_by_way_of_another_rank(
     assert [request.first(), request.failed(unreached)] == [Step("split", R1, D1), Step("split", P1, D1)]
 
 
+def test_a_handoff_leaves_a_frozen_server_only_for_another_server():
+    frozen = InstanceError("decode", R1, "no", "frozen")
+    request = RoutedRequest("handoff", (P1,), (R1, R2), RetryBudget())
+    assert not request.may_leave("decode", R1)
+    request = RoutedRequest("handoff", (P1,), (R1, R2, D1), RetryBudget())
+    assert request.may_leave("decode", R1)
+    assert [request.first(), request.failed(frozen)] == [Step("split", P1, R1), Step("split", P1, D1)]
+
+
 @pytest.mark.parametrize("kind", ["answered", "frozen"])
 def test_a_server_whose_rank_vllm_has_chosen_is_not_asked_again_by_way_of_another_rank(kind):
     failed = InstanceError("decode", R1, "no", kind)

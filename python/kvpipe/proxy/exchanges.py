@@ -99,7 +99,7 @@ class Exchanges:
         return await self._logged(bounded, names_rank=True)
 
     def is_frozen(self, role: Role, instance: Instance) -> bool:
-        """Returns true if none of an instance's ports answers."""
+        """As `Pool.is_frozen`."""
         return self._pools[role].is_frozen(instance)
 
     async def until_thawed(self, role: Role, instance: Instance) -> None:
@@ -117,10 +117,12 @@ class Exchanges:
         try:
             return await exchange
         except InstanceError as error:
-            self._failures.note(error.role, error.instance.name, error.reason, asyncio.get_running_loop().time())
+            is_server = error.is_of_server(names_rank=names_rank)
+            name = error.instance.url if is_server else error.instance.name
+            self._failures.note(error.role, name, error.reason, asyncio.get_running_loop().time())
             self._store_descriptions.refresh(error.instance.url)
             self._ranks.failed(error.instance)
-            self._pools[error.role].failed(error.instance, is_server=error.is_of_server(names_rank=names_rank))
+            self._pools[error.role].failed(error.instance, is_server=is_server)
             raise
 
     async def _checked(self, exchange: Awaitable[Answer], *, names_rank: bool) -> Answer:

@@ -3,6 +3,8 @@
 Pure: no input or output, no clock.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Literal
 
@@ -17,12 +19,16 @@ class Health:
     until it answers one by HTTP. Then it is *half-open*: one request is its *trial*, and the next one follows when that
     has ended. One that is only slow, or has failed, is asked after the others.
 
+    The data-parallel ranks of a server share its HTTP port: while one of them is frozen, none gets a request.
+
     Args:
         frozen_after_s: silence after which it is frozen.
+        frozen_ranks: those of its server's data-parallel ranks that are frozen; all of these ranks share the set.
     """
 
-    def __init__(self, frozen_after_s: float) -> None:
+    def __init__(self, frozen_after_s: float, frozen_ranks: set[Health] | None = None) -> None:
         self._frozen_after_s = frozen_after_s
+        self._frozen_ranks = set() if frozen_ranks is None else frozen_ranks
         self._state: Literal["up", "frozen", "half-open", "trial"] = "up"
         self._failed_at_s = -math.inf
         self._silent_s = 0.0
@@ -34,9 +40,14 @@ class Health:
         return self._state == "frozen"
 
     @property
+    def is_server_frozen(self) -> bool:
+        """True while it or another rank of its server is frozen."""
+        return bool(self._frozen_ranks)
+
+    @property
     def takes_requests(self) -> bool:
         """True while a request may be sent to it."""
-        return self._state in ("up", "half-open")
+        return self._state in ("up", "half-open") and not self._frozen_ranks
 
     @property
     def needs_trial(self) -> bool:
@@ -90,6 +101,7 @@ class Health:
             self._is_slow = False
             if self.is_frozen:
                 self._state = "half-open"
+                self._frozen_ranks.discard(self)
 
     def slow(self) -> None:
         """Note that HTTP has not answered a probe in time."""
@@ -100,6 +112,7 @@ class Health:
         is_new = not self.is_frozen and self.left_s <= 0
         if is_new:
             self._state = "frozen"
+            self._frozen_ranks.add(self)
         return is_new
 
     def _end_trial(self, state: Literal["up", "half-open"]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvpipe.proxy.config import ProxyConfig
     from kvpipe.proxy.control import Control
     from kvpipe.proxy.descriptions import Describe
+    from kvpipe.proxy.health import Health
     from kvpipe.proxy.instances import Instance
     from kvpipe.proxy.ranks import Ranks
     from kvpipe.proxy.upstream import Answer, DecodeQueue, Role, Upstream, WhenBegun
@@ -85,7 +87,7 @@ class Pool(ABC):
         return await exchange
 
     def is_frozen(self, instance: Instance) -> bool:  # noqa: ARG002
-        """Returns true if none of an instance's ports answers."""
+        """Returns true if none of an instance's ports answers, or none of another rank of its server."""
         return False
 
     async def until_thawed(self, instance: Instance) -> None:  # noqa: B027
@@ -154,6 +156,7 @@ class HttpPool(Pool):
         # Without fallback, and at D's, no other can answer while the only instance has its trial.
         self._is_last_resort = role == "decode" or config.on_prefill_failure == "fail"
         self._probed: dict[Instance, ProbedInstance] = {}
+        self._frozen_ranks: defaultdict[str, set[Health]] = defaultdict(set)  # by URL
 
     @property
     def instances(self) -> tuple[Instance, ...]:
@@ -175,7 +178,7 @@ class HttpPool(Pool):
     def takes(self, instance: Instance) -> bool:
         """As `Pool.takes`."""
         health = self._of(instance).health
-        if health.takes_requests or health.is_frozen or not self._is_last_resort:
+        if health.takes_requests or health.is_server_frozen or not self._is_last_resort:
             return health.takes_requests
         return not any(self._of(each).health.takes_requests for each in self.instances)
 
@@ -198,7 +201,7 @@ class HttpPool(Pool):
 
     def is_frozen(self, instance: Instance) -> bool:
         """As `Pool.is_frozen`."""
-        return self._of(instance).health.is_frozen
+        return bool(self._frozen_ranks[instance.url])
 
     async def close(self) -> None:
         """As `Pool.close`."""
@@ -206,7 +209,8 @@ class HttpPool(Pool):
 
     async def until_thawed(self, instance: Instance) -> None:
         """As `Pool.until_thawed`."""
-        await self._of(instance).until_thawed()
+        for each in [probed for rank, probed in self._probed.items() if rank.url == instance.url]:
+            await each.until_thawed()
 
     def describe(self, instance: Instance) -> dict[str, Any] | None:
         """As `Pool.describe`."""
@@ -242,6 +246,7 @@ class HttpPool(Pool):
                 frozen_after_s=self._frozen_after_s,
                 control_timeout_s=self._control_timeout_s,
                 tasks=self._tasks,
+                frozen_ranks=self._frozen_ranks[instance.url],
             )
         return self._probed[instance]
 
@@ -249,6 +254,8 @@ class HttpPool(Pool):
         probed = self._of(instance)
         if probed.health.is_frozen:  # it is probed until it goes on
             return probed.frozen("frozen").reason
+        if probed.health.is_server_frozen:
+            return "is frozen, as another rank of its server is"
         try:
             async with asyncio.timeout(self._probe_timeout_s):
                 answer = await self._asks.upstream.get(self.role, instance, "/health", CIMultiDict())

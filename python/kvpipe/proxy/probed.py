@@ -40,6 +40,7 @@ class ProbedInstance:
         frozen_after_s: silence of all ports after which it is frozen; without a control port six times as long.
         control_timeout_s: limit for one probe of its control port.
         tasks: owner of the task that probes.
+        frozen_ranks: as for `Health`.
 
     Attributes:
         instance: the instance.
@@ -56,9 +57,10 @@ class ProbedInstance:
         frozen_after_s: float,
         control_timeout_s: float,
         tasks: OwnedTasks,
+        frozen_ranks: set[Health] | None = None,
     ) -> None:
         self.instance = instance
-        self.health = Health(frozen_after_s * (1 if instance.control else _HTTP_SILENCE_FACTOR))
+        self.health = Health(frozen_after_s * (1 if instance.control else _HTTP_SILENCE_FACTOR), frozen_ranks)
         self._role: Role = role
         self._upstream = upstream
         self._control = control

@@ -172,11 +172,10 @@ class RoutedRequest:
         return self._falls_back and is_worth_it and self._has("decode")
 
     def _has(self, role: Role, without: Instance | None = None) -> bool:
-        """True if an instance of a role is left that may be asked, after `without` has failed."""
+        """True if an instance of a role is left that may be asked, without the server of one that is frozen."""
         num_reached = sum(failure.role == role and failure.failure != "unreached" for failure in self._failures)
         num_reached += without is not None
-        is_server = not self._names_rank
-        has_other = any(without is None or not _fails_with(it, without, is_server) for it in self._usable(role))
+        has_other = any(without is None or instance.url != without.url for instance in self._usable(role))
         return has_other and (num_reached < _MAX_REACHED or self._client_has != "nothing")
 
     def _usable(self, role: Role) -> Iterator[Instance]:
@@ -200,9 +199,9 @@ class RoutedRequest:
         if failure is None or failure in self._failures:
             return
         self._failures.append(failure)
-        is_server = failure.is_of_server(names_rank=self._names_rank)
+        is_server, failed = failure.is_of_server(names_rank=self._names_rank), failure.instance
         left = self._left[failure.role]
-        left[:] = [instance for instance in left if not _fails_with(instance, failure.instance, is_server)]
+        left[:] = [each for each in left if (each.url != failed.url if is_server else each != failed)]
 
     def _denial(self, error: InstanceError) -> Denial | None:
         """Reason against asking another instance after this failure. If one may be asked, uses the budget."""
@@ -213,8 +212,3 @@ class RoutedRequest:
         # One that is frozen has computed nothing that is known, and gets no other request.
         is_free = error.failure in ("unreached", "frozen")
         return None if is_free or self._budget.consume() else "budget"
-
-
-def _fails_with(instance: Instance, failing: Instance, is_server: bool) -> bool:  # noqa: FBT001
-    """True if an instance fails with another one: they are one, or the whole server does."""
-    return instance.url == failing.url if is_server else instance == failing

@@ -77,8 +77,8 @@ class InstanceError(KVPipeError):
         return self.failure == "broken" or is_500
 
     def is_of_server(self, *, names_rank: bool) -> bool:
-        """True if it is a failure of all data-parallel ranks of the server: they share a port, or vLLM chose one."""
-        return self.failure == "unreached" or not names_rank
+        """True if all data-parallel ranks of the server have failed: they share its HTTP port, or vLLM chose one."""
+        return self.failure in ("unreached", "frozen") or not names_rank
 
     @property
     def status(self) -> HTTPStatus:
