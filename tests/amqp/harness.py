@@ -59,7 +59,8 @@ class Decode:
     Attributes:
         bodies: bodies of its requests.
         headers: their headers.
-        engines: its data-parallel ranks.
+        engines: its data-parallel ranks. Its requests wait in the first one.
+        metrics_status: HTTP status of its metrics.
         num_aborted: requests that ended before their answer.
         num_waiting: number of waiting requests in its metrics.
         num_deferred: of those that wait for KV; None is a vLLM that does not tell these apart.
@@ -75,6 +76,7 @@ class Decode:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
         self.engines: Sequence[int] = (0,)
+        self.metrics_status = 200
         self.num_aborted = 0
         self.num_waiting = 0
         self.num_deferred: int | None = None
@@ -123,14 +125,17 @@ class Decode:
         return web.Response(status=200 if self.is_healthy else 503, headers={"Connection": "close"})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        text = "".join(f'vllm:num_requests_running{{engine="{engine}"}} 0.0\n' for engine in self.engines)
-        text += f'vllm:num_requests_waiting{{engine="0"}} {float(self.num_waiting + (self.num_deferred or 0))}\n'
-        if self.num_deferred is not None:
-            for reason, count in (("capacity", self.num_waiting), ("deferred", self.num_deferred)):
-                text += f'vllm:num_requests_waiting_by_reason{{engine="0",reason="{reason}"}} {float(count)}\n'
+        text = ""
+        for engine in self.engines:
+            is_first = engine == self.engines[0]
+            counts = {"capacity": self.num_waiting * is_first, "deferred": (self.num_deferred or 0) * is_first}
+            text += f'vllm:num_requests_running{{engine="{engine}"}} 0.0\n'
+            text += f'vllm:num_requests_waiting{{engine="{engine}"}} {float(sum(counts.values()))}\n'
+            for reason, count in counts.items() if self.num_deferred is not None else ():
+                text += f'vllm:num_requests_waiting_by_reason{{engine="{engine}",reason="{reason}"}} {float(count)}\n'
         if self.is_described:
             text += 'vllm:kvpipe_store_forces_first_tokens{engine="0",model_name="m",reasoning_parser=""} 1.0\n'
-        return web.Response(text=text, headers={"Connection": "close"})
+        return web.Response(text=text, status=self.metrics_status, headers={"Connection": "close"})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()

@@ -73,6 +73,18 @@ async def delivered(
         yield decode, front, delivery, running
 
 
+@asynccontextmanager
+async def looked(engine, **fields):
+    """The capacity of a D with these fields, looked at once by a worker that has the control port of this engine."""
+    async with Decode(1) as decode, open_session(5.0, SILENCE_S) as session:
+        for name, value in fields.items():
+            setattr(decode, name, value)
+        instance, upstream = Instance(decode.url, "d:7100"), Upstream(session, SILENCE_S)
+        capacity = DecodeCapacity(instance, upstream, DecodeControl(engine), Health(SILENCE_S))
+        await capacity.until_looked(is_busy=False)
+        yield capacity
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr("kvpipe.queue.delivery._ASK_EVERY_S", 0.05)
@@ -98,16 +110,46 @@ def test_decode_is_told_the_rank_whose_control_port_is_reported(rank):
 
 
 @pytest.mark.parametrize(
-    ("engine", "engines", "rank"), [(None, (0,), None), (1, (0, 1), 1), (5, (4, 5), 1), (0, (), 0), (3, (), 0)]
+    ("engine", "engines", "rank"), [(None, (0,), None), (None, (), None), (1, (0, 1), 1), (5, (4, 5), 1)]
 )
 def test_the_rank_of_a_control_port_is_counted_from_the_first_one_behind_the_url(engine, engines, rank):
     async def scene():
-        async with Decode(1) as decode, open_session(5.0, SILENCE_S) as session:
-            decode.engines = engines
-            instance, upstream = Instance(decode.url, "d:7100"), Upstream(session, SILENCE_S)
-            capacity = DecodeCapacity(instance, upstream, DecodeControl(engine), Health(SILENCE_S))
-            await capacity.until_looked(is_busy=False)
+        async with looked(engine, engines=engines) as capacity:
             assert (capacity.reason, capacity.rank) == ("", rank)
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("engines", "reason"),
+    [
+        ((), "its metrics list none; start it without --disable-log-stats"),
+        ((0, 1), "its metrics list [0, 1]; name a control port of this URL"),
+    ],
+)
+def test_an_instance_whose_metrics_do_not_list_the_rank_gets_no_requests_and_the_reason_has_the_remedy(engines, reason):
+    async def scene():
+        async with looked(3, engines=engines) as capacity:
+            assert capacity.reason == f"d:7100 is the control port of engine 3, and {reason}"
+
+    run(scene)
+
+
+@pytest.mark.parametrize(("engine", "reason"), [(1, "answered 503"), (None, "")])
+def test_without_metrics_only_an_instance_of_several_ranks_gets_no_requests(engine, reason):
+    async def scene():
+        async with looked(engine, engines=(0, 1), metrics_status=503) as capacity:
+            assert capacity.reason.partition(":")[0] == reason
+
+    run(scene)
+
+
+@pytest.mark.parametrize("num_deferred", [None, 0])
+@pytest.mark.parametrize(("engine", "num_waiting"), [(4, 2), (5, 0), (None, 2)])
+def test_requests_that_wait_in_another_rank_do_not_count(engine, num_waiting, num_deferred):
+    async def scene():
+        async with looked(engine, engines=(4, 5), num_waiting=2, num_deferred=num_deferred) as capacity:
+            assert capacity.reason == (f"{num_waiting} requests wait in it" if num_waiting else "")
 
     run(scene)
 

@@ -270,6 +270,41 @@ def test_a_silent_rank_gets_no_requests_while_the_number_of_ranks_cannot_be_read
     run(scene)
 
 
+@pytest.mark.usefixtures("_at_once")
+def test_ranks_are_kept_when_the_named_control_port_misses_a_question_even_if_the_metrics_cannot_be_read():
+    async def scene():
+        control, server = RankedControl(p0=2), Changing(ranked(2))
+        async with stage([server], control=control) as s:
+            await until_ranks(s, {"0", "1"})
+            server.now = fails_metrics(500)
+            engine = control.ids.pop("p0.control:7100")
+            await control.until_described("p0.control:7100", 3)
+            control.ids["p0.control:7100"] = engine
+            await control.until_described("p0.control:7100", 3)
+            s.prefill[0].headers.clear()
+            s.prefill[0].paths.clear()
+            for _ in range(4):
+                await s.post()
+            assert sorted(ranks_of(s.prefill[0])) == ["0", "0", "1", "1"]
+
+    run(scene)
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_after_a_restart_requests_name_the_rank_of_the_named_control_port_even_if_it_is_not_the_first():
+    async def scene():
+        control, server = RankedControl(), Changing(ranked(2))
+        control.ids = {"p0.control:7099": "p0-0_dp0", "p0.control:7100": "p0-0_dp1"}
+        async with stage([server], control=control) as s:
+            await until_ranks(s, {"0", "1"})
+            server.now = fails_metrics(500)
+            control.ids = {"p0.control:7099": "p0-1_dp0", "p0.control:7100": "p0-1_dp1"}
+            await until_ranks(s, {"1"})
+            assert {body["kv_transfer_params"]["remote_port"] for body in s.decode[0].bodies[-4:]} == {7100}
+
+    run(scene)
+
+
 def test_a_failure_has_the_ranks_of_its_server_looked_at_again(monkeypatch):
     for name, seconds in (("_RETRY_S", 0.01), ("_REFRESH_S", 1000.0)):
         monkeypatch.setattr(f"kvpipe.proxy.ranks.{name}", seconds)
@@ -337,6 +372,21 @@ def test_metrics_are_not_read_over_and_over_for_a_rank_whose_control_port_is_sil
     run(scene)
 
 
+@pytest.mark.parametrize("page", [ranked(0), ranked(2, first=4)])
+def test_metrics_that_do_not_list_the_named_rank_are_not_read_over_and_over(monkeypatch, page):
+    monkeypatch.setattr("kvpipe.proxy.ranks._RETRY_S", 0.001)
+    for name in ("_MIN_INTERVAL_S", "_REFRESH_S"):
+        monkeypatch.setattr(f"kvpipe.proxy.descriptions.{name}", 0.01)
+
+    async def scene():
+        control = RankedControl(p0=2)
+        async with stage([page], control=control) as s:
+            await control.until_described("p0.control:7100", 20)
+            assert s.prefill[0].paths.count("/metrics") == 1
+
+    run(scene)
+
+
 def test_metrics_that_are_refused_are_logged_as_such(caplog):
     async def scene():
         async with stage([fails_metrics(401)], control=RankedControl(p0=2)) as s:
@@ -375,6 +425,19 @@ def test_a_control_port_that_is_none_of_its_urls_is_named_in_the_log(caplog):
             while not rank_lines(caplog):
                 await s.post()
         assert "its engines are [4, 5], and p0.control:7100 is the control port of engine 0" in rank_lines(caplog)[0]
+
+    run(scene)
+
+
+def test_a_failure_is_logged_under_the_rank_only_if_the_request_has_named_one(caplog):
+    async def scene():
+        async with stage([ranked(2, answers(503))], [ranked(2, answers(503))], control=RankedControl(p0=2, d0=2)) as s:
+            await s.post()
+            await s.post(body=REQUEST | {"n": 2})
+            lines = [record.message for record in caplog.records if "instance.failed role=" in record.message]
+            failed = {line.split()[2].removeprefix("url=") for line in lines}
+            p, d = s.prefill[0].url, s.decode[0].url
+            assert failed == {f"{p}#dp0", f"{p}#dp1", d}
 
     run(scene)
 

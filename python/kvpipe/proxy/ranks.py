@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvpipe.proxy.descriptions import Descriptions
     from kvpipe.proxy.upstream import Upstream
 
-# Between two looks: where the number of ranks is known, and where it is not or a request has failed.
+# Between two looks at a server: after its metrics were read, and while they are not or a request has failed.
 _REFRESH_S = 10.0
 _RETRY_S = 1.0
 # The proxy begins to serve after this time even if servers do not answer.
@@ -46,17 +46,16 @@ def rank_of(description: dict[str, Any]) -> int | None:
 
 
 def engines_in(metrics: str) -> list[int]:
-    """The ranks of the engines behind a URL, by its metrics; none where these do not tell."""
+    """The ranks of the engines behind a URL, by its metrics; empty if the metrics have no engine."""
     return sorted({int(engine) for engine in _ENGINE.findall(metrics)})
 
 
-def rank_behind_url(rank: int | None, engines: Sequence[int]) -> int:
-    """A rank as vLLM's header names it: counted from the first one behind the URL.
+def rank_behind_url(rank: int | None, engines: Sequence[int]) -> int | None:
+    """A rank as vLLM's header names it: counted from the first one behind the URL. None if the metrics do not list it.
 
-    Under hybrid load balancing that is not 0 (vLLM 0.32, v1/engine/async_llm.py and input_processor.py). A port of
-    which the metrics do not tell is taken for that of the first rank.
+    Under hybrid load balancing the first one is not 0 (vLLM 0.32, v1/engine/async_llm.py and input_processor.py).
     """
-    return 0 if rank not in engines else engines.index(rank)
+    return engines.index(rank) if rank in engines else None
 
 
 @dataclass(slots=True)
@@ -65,18 +64,18 @@ class _Server:
 
     Attributes:
         instances: its ranks that get requests, or the server itself.
-        engine_id: id of the engine whose control port the user has named; None while that port is silent.
+        engine_id: id of the engine whose control port the user has named, by its latest answer.
         named: rank of that engine behind the URL.
-        num_ranks: number of ranks, 1 until it is known; 0 for a server of one engine.
-        is_counted: true if that is known, by the latest look.
+        ranks: ranks behind the URL; that one alone until they are counted, none for a server of one engine.
+        is_counted: true if they are known, by the latest look.
         followed: control ports of the other ranks.
-        wanted: set to have it looked at.
+        wanted: set to look at it soon.
     """
 
     instances: tuple[Instance, ...]
     engine_id: str | None
     named: int
-    num_ranks: int
+    ranks: range
     is_counted: bool
     followed: tuple[str, ...]
     wanted: asyncio.Event
@@ -109,7 +108,7 @@ class Ranks:
         self._failures = failures
         self._timeout_s = timeout_s
         self._servers = {
-            server: _Server((server,), None, 0, 0, is_counted=False, followed=(), wanted=asyncio.Event())
+            server: _Server((server,), None, 0, range(0), is_counted=False, followed=(), wanted=asyncio.Event())
             for server in servers
             if server.control
         }
@@ -125,7 +124,7 @@ class Ranks:
         return self._of[servers]
 
     def failed(self, instance: Instance) -> None:
-        """Have an instance described, and its server looked at, soon: it may be started again with other ranks."""
+        """Ask an instance's control port, and look at its server, soon: it may be started again with other ranks."""
         self._descriptions.refresh(instance.control)
         for server, known in self._servers.items():
             if server.url == instance.url:
@@ -133,7 +132,7 @@ class Ranks:
                 known.wanted.set()
 
     async def start(self) -> None:
-        """Look for ranks from now on; returns when all have been asked once, or after a second."""
+        """Look at the servers from now on; returns when it has looked at all of them once, or after a second."""
         looks = {server: self._tasks.spawn(self._look_first(server)) for server in self._servers}
         if looks:
             await asyncio.wait(looks.values(), timeout=_START_S)
@@ -156,47 +155,51 @@ class Ranks:
             look = self._tasks.spawn(self._look(server))
 
     async def _look_first(self, server: Instance) -> bool:
-        is_counted = await self._look(server)
+        is_read = await self._look(server)
         await self._descriptions.until_asked(self._servers[server].followed)
-        return is_counted
+        return is_read
 
     async def _look(self, server: Instance) -> bool:
-        """Look once at a server's ranks. Returns true if their number is known."""
+        """Look once at a server. Returns true if its metrics were read, or it has one engine."""
         known = self._servers[server]
         known.wanted.clear()
         engine_id = known.engine_id
-        if engine_id is None or not known.num_ranks:
-            return engine_id is not None
+        if self._descriptions.of(server.control) is None:
+            return False
+        if not known.ranks:
+            return True
         engines = await self._engines(server)
         first = self._descriptions.of(server.control)
         if first is None or known.engine_id != engine_id:
             return False
-        named = rank_of(first)
-        known.is_counted = named in engines
-        if known.is_counted:
-            known.named, known.num_ranks = rank_behind_url(named, engines), len(engines)
+        engine = rank_of(first)
+        named = rank_behind_url(engine, engines or ())
+        known.is_counted = named is not None
+        if engines and named is not None:
+            known.named, known.ranks = named, range(len(engines))
         elif engines:
-            self._note(server, f"its engines are {engines}, and {server.control} is the control port of engine {named}")
+            reason = f"its engines are {engines}, and {server.control} is the control port of engine {engine}"
+            self._note(server, reason)
         self._follow(known, [rank.control for rank in self._ranks(server) if rank.control != server.control])
         self._publish(server, first)
         for rank in self._ranks(server):
             if rank not in known.instances and (error := self._descriptions.error(rank.control)):
                 self._note(rank, f"it gets no requests: its control port {rank.control}: {error}; {_NODES}")
-        return known.is_counted
+        return engines is not None
 
-    async def _engines(self, server: Instance) -> list[int]:
-        """The engines behind a server's URL; none if they are not known."""
+    async def _engines(self, server: Instance) -> list[int] | None:
+        """The engines behind a server's URL, as its metrics list them; None if these are not read."""
         try:
             engines = engines_in(await self._pages.metrics(server.url, self._timeout_s))
         except (KVPipeError, OSError) as error:
             self._note(server, f"number of its data-parallel ranks: {error or type(error).__name__}")
-            return []
+            return None
         if not engines:
             self._note(server, "its metrics have no engine to count; start it without --disable-log-stats")
         return engines
 
     def _follow(self, known: _Server, addresses: Sequence[str]) -> None:
-        """Have these control ports asked, and those of ranks that are gone not any more."""
+        """Follow these control ports, and stop following all others."""
         for address in set(known.followed).difference(addresses):
             self._descriptions.forget(address)
         known.followed = tuple(addresses)
@@ -204,7 +207,7 @@ class Ranks:
             self._descriptions.follow(address)
 
     def _asked(self, address: str) -> None:
-        """Note that a control port has described an engine, or has not answered."""
+        """Note that a control port was asked, and has answered or not."""
         for server, known in self._servers.items():
             if address == server.control:
                 self._named_asked(server)
@@ -214,13 +217,14 @@ class Ranks:
     def _named_asked(self, server: Instance) -> None:
         known, first = self._servers[server], self._descriptions.of(server.control)
         if first is None:  # its ranks are kept until it answers
-            known.engine_id = None
+            known.wanted.set()
             return
-        before, known.engine_id = known.engine_id, str(first.get("engine_id"))
-        if known.engine_id != before:
-            # It may have been started again, with other ranks.
+        engine_id = str(first.get("engine_id"))
+        if engine_id != known.engine_id:
+            # It may have been started again, with other ranks. The named port most likely has the rank that it had.
+            known.engine_id = engine_id
             known.is_counted = rank_of(first) is None
-            known.named, known.num_ranks = 0, 0 if known.is_counted else 1
+            known.ranks = range(0) if known.is_counted else range(known.named, known.named + 1)
             for address in known.followed:
                 self._descriptions.refresh(address)
             if known.is_counted:
@@ -236,14 +240,14 @@ class Ranks:
             return
         known.instances = found
         self._of.clear()
-        of = max(1, known.num_ranks) if known.is_counted else "unknown"
+        of = max(1, len(known.ranks)) if known.is_counted else "unknown"
         logger.info("server.ranks url=%s usable=%s of=%s", server.url, len(found), of)
 
     def _ranks(self, server: Instance) -> list[Instance]:
         known = self._servers[server]
         host, _, port = server.control.rpartition(":")
         first = int(port) - known.named
-        return [Instance(server.url, f"{host}:{first + index}", index) for index in range(known.num_ranks)]
+        return [Instance(server.url, f"{host}:{first + index}", index) for index in known.ranks]
 
     def _is_usable(self, server: Instance, rank: Instance, first: dict[str, Any]) -> bool:
         """True if a control port describes this rank; one that is silent now may have done so before."""

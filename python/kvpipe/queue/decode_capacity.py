@@ -32,9 +32,9 @@ _UNREACHABLE_AFTER = 2
 _FROZEN = "is frozen"
 # Requests that wait for a place. Those that wait for KV, "deferred", need no other D. Older vLLMs count both as one.
 _WAITING_FOR_PLACE = re.compile(
-    r'^vllm:num_requests_waiting_by_reason\{(?:.*,)?reason="capacity"(?:,.*)?\} (\S+)$', re.MULTILINE
+    r'^vllm:num_requests_waiting_by_reason(\{(?:.*,)?reason="capacity"(?:,.*)?\}) (\S+)$', re.MULTILINE
 )
-_WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{.*\})? (\S+)$", re.MULTILINE)
+_WAITING = re.compile(r"^vllm:num_requests_waiting(\{.*\})? (\S+)$", re.MULTILINE)
 
 logger = logging.getLogger(__name__)
 
@@ -102,29 +102,43 @@ class DecodeCapacity:
         if self._health.is_frozen:
             return _FROZEN
         try:
-            text = await called(self._ask(), _TIMEOUT_S)
+            num_waiting = await called(self._ask(), _TIMEOUT_S)
         except (InstanceError, KVPipeError, OSError, TimeoutError) as error:
             self.description = {}
             is_unreached = isinstance(error, InstanceError) and error.failure == "unreached"
             self._num_unreached = self._num_unreached + 1 if is_unreached else 0
             return getattr(error, "reason", "") or str(error) or "no answer in time"
         self._num_unreached = 0
-        num_waiting = sum(map(float, _WAITING_FOR_PLACE.findall(text) or _WAITING.findall(text)))
         return f"{num_waiting:.0f} requests wait in it" if num_waiting else ""
 
-    async def _ask(self) -> str:
-        """D's metrics, once it is healthy and described."""
+    async def _ask(self) -> float:
+        """Number of requests that wait in D, once it is healthy and described."""
         answer = await self._upstream.get("decode", self._decode, "/health", CIMultiDict())
         if answer.status != HTTPStatus.OK:
             raise failed(answer)
-        metrics = (await self._upstream.get("decode", self._decode, "/metrics", CIMultiDict())).body
-        text = metrics.decode(errors="replace")
-        self.description = await self._describe(text)
-        rank = rank_of(self.description)
-        self.rank = None if rank is None else rank_behind_url(rank, engines_in(text))
-        return text
+        answer = await self._upstream.get("decode", self._decode, "/metrics", CIMultiDict())
+        is_read = answer.status == HTTPStatus.OK
+        metrics = answer.body.decode(errors="replace") if is_read else ""
+        self.description = await self._describe(metrics)
+        engine, engines = rank_of(self.description), engines_in(metrics)
+        rank = rank_behind_url(engine, engines)
+        if engine is not None and not is_read:
+            raise failed(answer)
+        if engine is not None and rank is None:
+            remedy = "name a control port of this URL" if engines else "start it without --disable-log-stats"
+            reason = f"{self._decode.control} is the control port of engine {engine}, and its metrics list"
+            reason += f" {engines or 'none'}; {remedy}"
+            raise InstanceError("decode", self._decode, reason, "unavailable")
+        self.rank = rank
+        return _num_waiting(metrics, engine)
 
     async def _describe(self, metrics: str) -> dict[str, Any]:
         if not self._decode.control:
             return described_in(metrics)
         return self.description or await self._control.describe(self._decode.control, _TIMEOUT_S)
+
+
+def _num_waiting(metrics: str, engine: int | None) -> float:
+    """Number of requests that wait for a place in an engine, or in all engines behind the URL."""
+    samples = _WAITING_FOR_PLACE.findall(metrics) or _WAITING.findall(metrics)
+    return sum(float(value) for labels, value in samples if engine is None or f'engine="{engine}"' in labels)
