@@ -144,6 +144,14 @@ def test_without_metrics_only_an_instance_of_several_ranks_gets_no_requests(engi
     run(scene)
 
 
+def test_metrics_that_cannot_be_read_are_a_reason_to_take_no_request():
+    async def scene():
+        async with looked(4, engines=("9" * 5000,)) as capacity:
+            assert "digits" in capacity.reason
+
+    run(scene)
+
+
 @pytest.mark.parametrize("num_deferred", [None, 0])
 @pytest.mark.parametrize(("engine", "num_waiting"), [(4, 2), (5, 0), (None, 2)])
 def test_requests_that_wait_in_another_rank_do_not_count(engine, num_waiting, num_deferred):

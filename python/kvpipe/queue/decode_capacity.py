@@ -103,7 +103,7 @@ class DecodeCapacity:
             return _FROZEN
         try:
             num_waiting = await called(self._ask(), _TIMEOUT_S)
-        except (InstanceError, KVPipeError, OSError, TimeoutError) as error:
+        except (InstanceError, KVPipeError, OSError, TimeoutError, ValueError) as error:
             self.description = {}
             is_unreached = isinstance(error, InstanceError) and error.failure == "unreached"
             self._num_unreached = self._num_unreached + 1 if is_unreached else 0
