@@ -87,7 +87,7 @@ DIVIDED = {
     "4 slices": Subject("4 slices", 1, 4),
     "8 slices": Subject("8 slices", 1, 8),
 }
-AUDIENCES = ("nobody", "consumers")
+AUDIENCES = ("no consumer", "consumers")
 # Each has been asked for slices of one number, or for none: what an agent divides stays divided.
 PRODUCERS = {subject.producer: subject.num_theirs for subject in (*SUBJECTS.values(), *DIVIDED.values())}
 
@@ -337,7 +337,7 @@ def ratio(values: Sequence[float], bases: Sequence[float]) -> str:
 
 
 def measure_checksums(transfers: Transfers, num_rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Returns the producer's seconds of CPU for announcing all blocks: to nobody, and to consumers that load them."""
+    """Returns the producer's seconds of CPU for announcing all blocks: to no consumer, and to some that load them."""
     cases = list(itertools.product(AUDIENCES, DIVIDED))
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for number in range(num_rounds + 1):
@@ -447,7 +447,7 @@ def measure_steps(num_tokens: int, num_rounds: int) -> dict[str, list[tuple[floa
 
 
 def hand_over(producer: Steps, consumer: Steps, prompt: list[int]) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Hands over a prompt that decode asks for first; then prefill has it in its prefix cache, for nobody."""
+    """Hands over a prompt that decode asks for first; then prefill has it in its prefix cache, and no consumer asks."""
     from tests.vllm.handoff.engine import outcome  # noqa: PLC0415 - as above
 
     handoff = secrets.token_hex(16)

@@ -19,7 +19,7 @@ use crate::transport::Memory;
 
 /// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.
 const SLICE: u64 = 8 << 20;
-/// What the announcement of a block takes besides its checksum, as bytes of checksums that take as long.
+/// Cost of announcing a block, in bytes of checksums that take as long.
 const ANNOUNCEMENT: u64 = 1 << 10;
 
 /// True if blocks in such memory are announced with checksums.
