@@ -113,7 +113,7 @@ class Pairs:
 
     async def _run(self) -> None:
         pairs = self._pairs()
-        while True:
+        while pairs:
             await asyncio.gather(*(self._check(decode, prefill) for decode, prefill in pairs))
             await asyncio.sleep(_RETRY_INTERVAL_S if self.failures() else _CHECK_INTERVAL_S)
 

@@ -191,6 +191,17 @@ def test_the_layers_of_all_stages_are_compared(config: object, engine: Engine) -
     assert found[0] == dict(engine.role._fingerprint)["kv cache groups"] != found[1]
 
 
+def test_a_load_of_which_no_stage_has_a_block_ends_at_once() -> None:
+    worker = role(groups=[["layer.0"]])
+    worker.register({"layer.0": torch.randn(16, 4, 32, 64)})
+    load = Load("consuming", bytes.fromhex(new_id()), [(0, [])], [("127.0.0.1:1", bytes(16))], has_state=True)
+    worker.begin_step(StepMetadata(loads=[load]))
+    assert worker.finished() == (set(), {"consuming"})
+    outcome = worker.drain_outcomes().outcomes["consuming"]
+    assert (outcome.is_loaded, outcome.reason) == (False, "no block of it is wanted")
+    worker.close()
+
+
 def test_the_first_rank_of_the_last_stage_predicts_the_end_of_a_prefill() -> None:
     workers = [role(groups=[["layer.0"]], rank=rank, num_ranks=2, num_stages=2) for rank in range(4)]
     assert [worker._progress._is_silent for worker in workers] == [True, True, False, True]
