@@ -23,7 +23,7 @@ from bench.instances.vllm import BLOCK_SIZE, TOKEN, kvpipe_transfer, start_insta
 from bench.processes import SubjectError
 from bench.report import markdown
 from kvpipe.control import ControlClient
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 from kvpipe.launch.spec import LOOPBACK
 from kvpipe.transfer_params import consume, produce
 from tests.e2e.model_kinds import gemma3, qwen3_next

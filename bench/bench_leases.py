@@ -41,7 +41,7 @@ from bench.instances.vllm import (
 )
 from bench.report import markdown
 from kvpipe.control import ControlClient
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 from kvpipe.launch.spec import LOOPBACK
 from kvpipe.transfer_params import consume, produce
 

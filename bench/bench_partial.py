@@ -23,7 +23,7 @@ from bench.instances.vllm import BLOCK_SIZE, TOKEN, kvpipe_transfer
 from bench.report import markdown
 from bench.serving.subjects import Setting
 from kvpipe.control import ControlClient
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 from kvpipe.launch.spec import LOOPBACK
 from kvpipe.transfer_params import consume, produce
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvpipe.exceptions import ConfigError, KVPipeError
-from kvpipe.launch import gpus, plan
+from kvpipe.launch import gpus, ports
 from kvpipe.launch.arguments import data_parallel_size
 from kvpipe.launch.cores import sharing_text
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread
@@ -159,24 +159,35 @@ def test_no_port_is_one_that_the_system_may_hand_to_others_meanwhile():
         deployment = running.deployment
         instances = [*deployment.prefill, *deployment.decode]
         addresses = [each.url for each in (*instances, deployment.proxy)] + [each.control for each in instances]
-    ports = {int(address.rpartition(":")[2]) for address in addresses}
-    assert len(ports) == len(addresses)
-    assert all(port < first for port in ports)
+    numbers = {int(address.rpartition(":")[2]) for address in addresses}
+    assert len(numbers) == len(addresses)
+    assert all(number < first for number in numbers)
 
 
 def test_the_control_ports_of_data_parallel_ranks_follow_that_of_the_first_one(monkeypatch):
-    busy, first = {}, iter(range(20_000, 30_000, 4))
-    monkeypatch.setattr(plan, "_is_free", lambda port: busy.setdefault(port, True))
-    monkeypatch.setattr(plan.random, "sample", lambda *_: [next(first) for _ in range(4)])
-    busy[20_002] = False
-    assert plan.free_ports(3, 3) == [20_004, 20_008, 20_012]
-    monkeypatch.undo()
-    ports = plan.free_ports(50, 4)
-    assert len({port + rank for port in ports for rank in range(4)}) == 200
+    [*firsts] = ports.free_ports(4, 4)
+    ports.release_ports(port + rank for port in firsts for rank in range(4))
+    with socket.create_server(("127.0.0.1", firsts[0] + 2)), monkeypatch.context() as patch:
+        patch.setattr(ports.random, "sample", lambda *_: firsts)
+        assert ports.free_ports(3, 4) == firsts[1:]
+    ports.release_ports(port + rank for port in firsts[1:] for rank in range(4))
     with DeploymentThread(stand_ins(proxy_command=None, vllm_args=("--data-parallel-size=4",))) as running:
         first = [int(each.control.rpartition(":")[2]) for each in running.deployment.instances]
         others = [int(each.url.rpartition(":")[2]) for each in running.deployment.instances]
     assert len({port + rank for port in (*first, *others) for rank in range(4)}) == 16
+
+
+def test_a_port_is_picked_once_until_the_deployment_that_listens_there_has_ended(monkeypatch):
+    with DeploymentThread(stand_ins()) as running:
+        # A stand-in does not listen there.
+        port = int(running.deployment.prefill[0].control.rpartition(":")[2])
+        monkeypatch.setattr(ports.random, "sample", lambda *_: [port])
+        with pytest.raises(ConfigError, match="found 0 of 1 free ports"):
+            ports.free_ports(1)
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+    assert ports.free_ports(1) == [port]
+    ports.release_ports([port])
 
 
 @pytest.mark.parametrize("args", [("--data_parallel_size", "4"), ("--data_parallel_size=4",), ("-dp", "4")])

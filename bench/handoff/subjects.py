@@ -20,7 +20,7 @@ from bench.instances.vllm import (
     start_proxy,
 )
 from kvpipe.control import ControlClient
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 from kvpipe.launch.spec import LOOPBACK
 from kvpipe.transfer_params import produce
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench.checkout import python_path
 from bench.instances.model import dtype
-from kvpipe.launch.plan import DECODE_ARGS, free_ports
+from kvpipe.launch.plan import DECODE_ARGS
+from kvpipe.launch.ports import free_ports
 from kvpipe.launch.spec import LOOPBACK, VLLM_COMMAND
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from bench.instances.servers import ServerPool
 from bench.processes import Process, SubjectError, clock_s, requests_to, until
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 from kvpipe.queue.topology import Topology
 
 if TYPE_CHECKING:

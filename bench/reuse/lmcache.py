@@ -19,7 +19,7 @@ from bench.instances.vllm import start_instance
 from bench.processes import SubjectError
 from bench.reuse.subjects import CHUNK_TOKENS, REDIS, Subject, SubjectSpec, redis_url, request, wait
 from bench.subjects import program_missing
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 from kvpipe.launch.spec import LOOPBACK
 
 if TYPE_CHECKING:

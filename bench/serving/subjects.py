@@ -23,7 +23,7 @@ from bench.instances.vllm import (
 from bench.processes import clock_s
 from bench.serving.generator import NixlPull, RoundRobin
 from kvpipe.exceptions import ConfigError
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 from kvpipe.launch.spec import LOOPBACK
 
 if TYPE_CHECKING:

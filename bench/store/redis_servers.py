@@ -12,7 +12,7 @@ from bench.processes import SubjectError, until
 from bench.programs.redis_values import server_command
 from bench.store.servers import HOST, RESERVATION_S, SETTLES_WITHIN_S, Store
 from bench.store.values import NUM_KEYS, key_of
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,7 +11,7 @@ from bench.instances.servers import Server
 from bench.processes import until
 from bench.store.values import TTL_S, content_of
 from kvpipe.exceptions import KVPipeError
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 from kvpipe.store.urls import open_store
 
 if TYPE_CHECKING:

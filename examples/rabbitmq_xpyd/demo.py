@@ -33,7 +33,7 @@ from tiny_model import make_tiny_model  # noqa: E402 - it is beside another demo
 from bench.instances.broker_process import BrokerProcess  # noqa: E402 - of the checkout
 from kvpipe.exceptions import KVPipeError  # noqa: E402 - as above
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, Instance  # noqa: E402 - as above
-from kvpipe.launch.plan import free_ports  # noqa: E402 - as above
+from kvpipe.launch.ports import free_ports  # noqa: E402 - as above
 from kvpipe.launch.process import ChildProcess  # noqa: E402 - as above
 from kvpipe.launch.spec import OWN_STORE  # noqa: E402 - as above
 from kvpipe.launch.watchdog import Watchdog  # noqa: E402 - as above

@@ -25,7 +25,7 @@ from bench.results import summarize
 from gpu_vllm.groups import SHAPES, TOKEN
 from gpu_vllm.instances import Asker, chosen_lines, fail, get, prompt, say, spec, until, write
 from kvpipe.launch.deployment import DeploymentThread
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 
 _NUM_TOKENS, _LOAD_OUTPUT, _LOAD_AT_ONCE, _WARM_ROUNDS = 32, 64, 8, 3
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from bench.instances.servers import Server, ServerPool
 from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread, Instance
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 from kvpipe.launch.spec import OWN_STORE
 from tests.e2e.client import TOKEN, get, until
 from tests.e2e.groups import COMMON, LOGS, LOOKUP_TIMEOUT_S, STORE_CHUNK, tiny_model

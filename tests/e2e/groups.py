@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread, Instance
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 from kvpipe.store.server import StoreServer
 from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
 from tests.e2e.model_kinds import KINDS, make_model

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 from tests.e2e.client import CHAT, COMPLETIONS, Servers, chat, completion, kinds, post, prompt, sent, until
 from tests.e2e.groups import LOGS, REPOSITORY
 from tests.e2e.test_identity import TOOL, called, hot_chat

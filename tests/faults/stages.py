@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvpipe import Agent, KVPipeError, LookupBuffer, PeerLostError, Pipe
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 from tests.faults.forked import Forked
 from tests.peers import LARGE, LOOPBACK, MIB, Child
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import redis
 
-from kvpipe.launch.plan import free_ports
+from kvpipe.launch.ports import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

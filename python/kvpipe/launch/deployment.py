@@ -20,6 +20,7 @@ import aiohttp
 from kvpipe.exceptions import ConfigError, KVPipeError
 from kvpipe.launch.gpus import start_turns
 from kvpipe.launch.plan import Echo, Instance, Planner
+from kvpipe.launch.ports import release_ports
 from kvpipe.launch.process import ChildProcess
 from kvpipe.launch.spec import DeploymentSpec
 from kvpipe.launch.states import States
@@ -55,6 +56,7 @@ class Deployment:
         plan = Planner(spec, self._watchdog, echo).plan()
         self.prefill, self.decode = plan.prefill, plan.decode
         self.undivided, self.proxy, self.store = plan.undivided, plan.proxy, plan.store
+        self._held_ports = plan.held_ports
         self._states = States(self.processes, self._report)
 
     @property
@@ -129,6 +131,8 @@ class Deployment:
         if self.store is not None:
             await self._stop(self.store, self.spec.grace_s)
         await self._watchdog.close()
+        release_ports(self._held_ports)
+        self._held_ports = []
 
     def kill(self) -> None:
         """Kills the processes that a pending `stop` waits for."""

@@ -2,21 +2,18 @@
 
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import os
-import random
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from kvpipe._address import join_host_port
-from kvpipe.exceptions import ConfigError
 from kvpipe.launch.arguments import data_parallel_size
 from kvpipe.launch.cores import BIND_VARIABLE, Cores, assign_cores
 from kvpipe.launch.gpus import GpuShare, assign_gpus
+from kvpipe.launch.ports import free_ports
 from kvpipe.launch.process import ChildProcess
 from kvpipe.launch.spec import LOOPBACK, OWN_STORE, DeploymentSpec
 from kvpipe.launch.watchdog import Watchdog
@@ -24,7 +21,6 @@ from kvpipe.launch.watchdog import Watchdog
 Role = Literal["store", "prefill", "decode", "undivided", "proxy"]
 Echo = Callable[[str], None]
 
-_LOWEST_PORT = 10_000
 _KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 # The class is the synchronous or the asynchronous scheduler, as vLLM is configured.
@@ -59,6 +55,8 @@ class Instance:
 class DeploymentPlan:
     """The processes of a deployment, with their addresses, before their start."""
 
+    held_ports: list[int]
+    """Ports that this process holds until `release_ports`."""
     prefill: list[Instance]
     decode: list[Instance]
     undivided: list[Instance]
@@ -76,12 +74,14 @@ class Planner:
         self._echo = echo
         self._watchdog = watchdog
         self._env = _environment(spec)
-        # The control ports of an engine's data-parallel ranks follow each other.
-        ports = free_ports(2 * num_engines + spec.num_undivided + 3, data_parallel_size(spec.vllm_args))
-        self._ports = iter(ports)
         cores = assign_cores(num_engines + spec.num_undivided, spec.omp_threads, {**os.environ, **spec.env})
         self._cores = iter(cores)
         self._gpu_shares = iter(assign_gpus(num_engines + spec.num_undivided, spec.gpus, spec.vllm_args))
+        # The control ports of an engine's data-parallel ranks follow each other.
+        num_ranks = data_parallel_size(spec.vllm_args)
+        ports = free_ports(2 * num_engines + spec.num_undivided + 3, num_ranks)
+        self._ports = iter(ports)
+        self._held_ports = [first + rank for first in ports for rank in range(num_ranks)]
         self._store_url = f"kvpipe://{LOOPBACK}:{next(self._ports)}" if spec.store == OWN_STORE else spec.store
 
     def plan(self) -> DeploymentPlan:
@@ -94,7 +94,7 @@ class Planner:
         proxy = None
         if spec.proxy_command is not None:
             proxy = self._proxy(spec.proxy_command, [*prefill, *decode])
-        return DeploymentPlan(prefill, decode, undivided, proxy, store)
+        return DeploymentPlan(self._held_ports, prefill, decode, undivided, proxy, store)
 
     def _store(self) -> Instance:
         """The store, whose state is known by its metrics."""
@@ -189,37 +189,3 @@ def _store_config(spec: DeploymentSpec, role: Role, url: str) -> dict[str, Any]:
         "kv_role": _KV_ROLE[role],
         "kv_connector_extra_config": {"store": url, **spec.connector_config},
     }
-
-
-def free_ports(count: int, num_following: int = 1) -> list[int]:
-    """Picks different ports that are free now, and likely a minute later, when an instance binds them.
-
-    Each is the first of `num_following` free ports. They lie below the range of ephemeral ports, which the kernel
-    assigns to any socket meanwhile.
-    """
-    end = max(_first_ephemeral_port(), _LOWEST_PORT + 10_000)
-    firsts = range(_LOWEST_PORT, end - num_following + 1, num_following)
-    candidates = random.sample(firsts, min(len(firsts), 10_000))
-    are_free = (first for first in candidates if all(map(_is_free, range(first, first + num_following))))
-    ports = list(itertools.islice(are_free, count))
-    if len(ports) < count:
-        raise ConfigError(
-            f"found {len(ports)} of {count} free ports from {_LOWEST_PORT} on; end programs that listen there"
-        )
-    return ports
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as attempt:
-        try:
-            attempt.bind((LOOPBACK, port))
-        except OSError:
-            return False
-    return True
-
-
-def _first_ephemeral_port() -> int:
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError):
-        return 32768  # Linux's default
