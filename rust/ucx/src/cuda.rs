@@ -15,12 +15,15 @@ use crate::shared_bytes::SharedBytes;
 use crate::sys::entry_points;
 
 mod copies;
+mod digests;
 mod event;
+mod kernel;
 mod staging;
 
 pub(crate) use copies::{
     CHUNKS_CAP, DevicePiece, copy_pieces, num_pieces_of_launch, prepare_copies,
 };
+pub use digests::{DeviceBlock, Digests, OnDigested};
 pub use event::CudaEvent;
 pub(crate) use staging::{StagedWrites, read_staged};
 
@@ -133,6 +136,7 @@ struct Device {
     stream: CUstream,
     /// Opened on first use.
     copier: OnceLock<Result<copies::Copier, CudaError>>,
+    digester: OnceLock<Result<digests::Digester, CudaError>>,
     slots: staging::HostSlots,
 }
 
@@ -209,6 +213,7 @@ impl Driver {
             context,
             stream,
             copier: OnceLock::new(),
+            digester: OnceLock::new(),
             slots: staging::HostSlots::default(),
         })
     }

@@ -56,7 +56,8 @@ pub use buffer::{Buffer, DeviceWrites, MemoryKind};
 pub use config::Config;
 pub use context::Context;
 pub use cuda::{
-    CudaError, CudaEvent, device_of, flush_remote_writes, has_cuda_devices, is_exportable,
+    CudaError, CudaEvent, DeviceBlock, Digests, OnDigested, device_of, flush_remote_writes,
+    has_cuda_devices, is_exportable,
 };
 pub use device_copy::DeviceCopy;
 pub use endpoint::{EndpointId, EndpointProgress};

@@ -11,7 +11,9 @@ use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Mutex};
 
 use super::copies::{Chunk, Copier};
+use super::digests::{DigestedBlock, Digester};
 use super::*;
+use crate::{Buffer, MemoryKind};
 
 thread_local! {
     static CALLED: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
@@ -131,18 +133,30 @@ thread_local! {
     static LAUNCHED: Cell<CUresult> = const { Cell::new(CUDA_SUCCESS) };
     static CALLED_BACK: Cell<CUresult> = const { Cell::new(CUDA_SUCCESS) };
     static ENDED: Cell<CUresult> = const { Cell::new(CUDA_SUCCESS) };
-    /// A callback that the driver has refused, and calls nevertheless.
-    static REFUSED_CALLBACK: Cell<Option<(CUstreamCallback, usize)>> = const { Cell::new(None) };
+    /// A callback that the driver has refused, and calls nevertheless, or one that it has yet to call.
+    static UNCALLED: Cell<Option<(CUstreamCallback, usize)>> = const { Cell::new(None) };
+    /// True if kernels do not end.
+    static IS_HELD: Cell<bool> = const { Cell::new(false) };
 }
+
+const COPYING: usize = 1;
+const DIGESTING: usize = 2;
 
 unsafe extern "C" fn load(_: *mut CUmodule, _: *const c_void) -> CUresult {
     note("load")
 }
 
-unsafe extern "C" fn find(_: *mut CUfunction, _: CUmodule, name: *const c_char) -> CUresult {
+unsafe extern "C" fn find(function: *mut CUfunction, _: CUmodule, name: *const c_char) -> CUresult {
     // SAFETY: the caller's string.
-    let name = unsafe { CStr::from_ptr(name) };
-    note(format!("find {}", name.to_str().unwrap()))
+    let name = unsafe { CStr::from_ptr(name) }.to_str().unwrap();
+    let known = [
+        ("kvpipe_copy_chunks", COPYING),
+        ("kvpipe_digest_blocks", DIGESTING),
+    ];
+    let (_, found) = known.into_iter().find(|(known, _)| *known == name).unwrap();
+    // SAFETY: the caller's place.
+    unsafe { *function = std::ptr::without_provenance_mut(found) };
+    note(format!("find {name}"))
 }
 
 unsafe extern "C" fn host_alloc(memory: *mut *mut c_void, len: usize, _: c_uint) -> CUresult {
@@ -152,9 +166,9 @@ unsafe extern "C" fn host_alloc(memory: *mut *mut c_void, len: usize, _: c_uint)
     note("host alloc")
 }
 
-/// Copies as the kernel does, in the host's memory.
+/// Does as the kernels do, in the host's memory.
 unsafe extern "C" fn launch_kernel(
-    _: CUfunction,
+    function: CUfunction,
     blocks: c_uint,
     _: c_uint,
     _: c_uint,
@@ -169,17 +183,29 @@ unsafe extern "C" fn launch_kernel(
     if LAUNCHED.get() != CUDA_SUCCESS {
         return LAUNCHED.get();
     }
-    // SAFETY: the kernel's two parameters, and as many chunks as the second says; all addresses are the test's buffers.
-    let num = unsafe {
-        let chunks = *(*parameters).cast::<*const Chunk>();
-        let num = **parameters.add(1).cast::<*const u32>();
-        for chunk in std::slice::from_raw_parts(chunks, num as usize) {
-            let (from, to) = (chunk.from as *const u8, chunk.to as *mut u8);
-            std::ptr::copy_nonoverlapping(from, to, chunk.num_bytes as usize);
-        }
-        num
+    // SAFETY: the kernel's two parameters; a list has as many items as the second says.
+    let (list, num) = unsafe {
+        let list = *(*parameters).cast::<*mut c_void>();
+        (list, **parameters.add(1).cast::<*const u32>())
     };
-    note(format!("launch {num} chunks by {blocks} blocks"))
+    if function.addr() == COPYING {
+        // SAFETY: chunks, whose addresses are the test's buffers.
+        unsafe {
+            for chunk in std::slice::from_raw_parts(list.cast::<Chunk>(), num as usize) {
+                let (from, to) = (chunk.from as *const u8, chunk.to as *mut u8);
+                std::ptr::copy_nonoverlapping(from, to, chunk.num_bytes as usize);
+            }
+        }
+        return note(format!("launch {num} chunks by {blocks} blocks"));
+    }
+    // SAFETY: blocks, whose addresses are the test's buffers.
+    unsafe {
+        for block in std::slice::from_raw_parts_mut(list.cast::<DigestedBlock>(), num as usize) {
+            let (from, len) = (block.from as *mut u8, block.num_bytes as usize);
+            block.digest = SharedBytes::new(from, len).update_crc64(0);
+        }
+    }
+    note(format!("launch {num} digests by {blocks} blocks"))
 }
 
 unsafe extern "C" fn add_callback(
@@ -188,13 +214,21 @@ unsafe extern "C" fn add_callback(
     data: *mut c_void,
     _: c_uint,
 ) -> CUresult {
-    if CALLED_BACK.get() == CUDA_SUCCESS {
+    if CALLED_BACK.get() == CUDA_SUCCESS && !IS_HELD.get() {
         // SAFETY: the driver calls back with the caller's data.
         unsafe { callback(stream, ENDED.get(), data) };
     } else {
-        REFUSED_CALLBACK.set(Some((callback, data.expose_provenance())));
+        UNCALLED.set(Some((callback, data.expose_provenance())));
     }
     CALLED_BACK.get()
+}
+
+/// Calls back what was not called.
+fn call_back() {
+    let (callback, data) = UNCALLED.take().unwrap();
+    let data = std::ptr::with_exposed_provenance_mut(data);
+    // SAFETY: as the driver would.
+    unsafe { callback(null_mut(), CUDA_SUCCESS, data) };
 }
 
 pub(super) fn stand_in() -> Driver {
@@ -388,15 +422,7 @@ fn a_copy_ends_once_even_if_the_driver_calls_back_what_it_has_refused() {
     CALLED_BACK.set(REFUSED);
     copies.copy(&[]).unwrap();
     CALLED_BACK.set(CUDA_SUCCESS);
-    let (callback, data) = REFUSED_CALLBACK.take().unwrap();
-    // SAFETY: as the driver would.
-    unsafe {
-        callback(
-            null_mut(),
-            CUDA_SUCCESS,
-            std::ptr::with_exposed_provenance_mut(data),
-        );
-    }
+    call_back();
     assert_eq!(copies.ended(), [true]);
 }
 
@@ -428,6 +454,103 @@ fn a_launch_takes_no_more_pieces_than_its_list_has_room_for() {
     let large = std::iter::repeat_n(1 << 20, 10_000);
     assert_eq!(num_pieces_of_launch(large), 256);
     assert_eq!(num_pieces_of_launch([5, 7].into_iter()), 2);
+}
+
+/// Host memory that passes for a GPU's, and its bytes.
+fn pretended(len: usize, device: u32) -> (Buffer, Vec<u8>) {
+    let bytes: Vec<u8> = (0..len).map(|at| (at * 7 % 251) as u8).collect();
+    let owner = bytes.clone();
+    let (address, kind) = (owner.as_ptr() as usize, MemoryKind::Cuda { device });
+    // SAFETY: the owner is valid for reads, and nothing writes it.
+    let buffer = unsafe { Buffer::read_only(address, len, kind, Box::new(owner)) };
+    (buffer, bytes)
+}
+
+fn block(buffer: &Buffer, offset: usize, len: usize) -> DeviceBlock {
+    DeviceBlock {
+        buffer: buffer.clone(),
+        offset,
+        len,
+    }
+}
+
+/// Has digests computed by stand-ins of a driver, and counts the calls of the callback.
+fn digest(blocks: Vec<DeviceBlock>) -> (Result<Digests, CudaError>, Arc<Mutex<usize>>) {
+    let driver = stand_in();
+    let current = driver.push(null_mut()).unwrap();
+    let digester = Box::leak(Box::new(Digester::new(&driver.calls, &current).unwrap()));
+    let num_ended = Arc::new(Mutex::new(0));
+    let shared = Arc::clone(&num_ended);
+    let on_digested = Box::new(move || *shared.lock().unwrap() += 1);
+    let begun = digester.begin((&driver.calls, &current), 1, blocks, on_digested);
+    (begun, num_ended)
+}
+
+#[test]
+fn digests_of_blocks_of_several_buffers_come_in_the_order_of_the_blocks() {
+    let ((first, bytes), (second, others)) = (pretended(5000, 1), pretended(300, 1));
+    let blocks = vec![
+        block(&second, 7, 256),
+        block(&first, 0, 4096),
+        block(&first, 5000, 0),
+    ];
+    called();
+    let (digests, num_ended) = digest(blocks);
+    let raw = |bytes: &[u8]| SharedBytes::from(bytes).update_crc64(0);
+    let expected = vec![raw(&others[7..263]), raw(&bytes[..4096]), 0];
+    assert_eq!(digests.unwrap().get(), Some(Ok(expected)));
+    assert_eq!(*num_ended.lock().unwrap(), 1);
+    assert!(called().contains(&"launch 3 digests by 1 blocks".to_owned()));
+}
+
+#[test]
+fn blocks_beyond_their_memory_or_of_another_gpu_or_too_many_have_no_digests() {
+    let (here, _) = pretended(100, 1);
+    for blocks in [
+        vec![block(&here, 50, 51)],
+        vec![block(&here, 0, 1), block(&pretended(100, 0).0, 0, 1)],
+        vec![block(&here, 0, 1), block(&Buffer::zeroed(100), 0, 1)],
+        vec![block(&here, 0, 1); Digests::BLOCKS_CAP + 1],
+    ] {
+        let (refused, num_ended) = digest(blocks);
+        refused.unwrap_err();
+        assert_eq!(*num_ended.lock().unwrap(), 0);
+    }
+    assert!(Digests::begin(Vec::new(), Box::new(|| ())).is_err());
+}
+
+#[test]
+fn digests_that_the_device_fails_are_none() {
+    ENDED.set(REFUSED);
+    let (digests, num_ended) = digest(vec![block(&pretended(100, 1).0, 0, 100)]);
+    ENDED.set(CUDA_SUCCESS);
+    assert!(matches!(digests.unwrap().get(), Some(Err(_))));
+    assert_eq!(*num_ended.lock().unwrap(), 1);
+}
+
+#[test]
+fn digests_keep_the_memory_until_they_are_computed() {
+    struct Owner(Arc<Mutex<usize>>, Vec<u8>);
+    impl Drop for Owner {
+        fn drop(&mut self) {
+            *self.0.lock().unwrap() += 1;
+        }
+    }
+    let num_dropped = Arc::new(Mutex::new(0));
+    let owner = Box::new(Owner(Arc::clone(&num_dropped), vec![7; 64]));
+    let (address, kind) = (owner.1.as_ptr() as usize, MemoryKind::Cuda { device: 1 });
+    // SAFETY: the owner is valid for reads, and nothing writes it.
+    let buffer = unsafe { Buffer::read_only(address, 64, kind, owner) };
+    IS_HELD.set(true);
+    let (digests, _) = digest(vec![block(&buffer, 0, 64)]);
+    IS_HELD.set(false);
+    drop(buffer);
+    let digests = digests.unwrap();
+    assert_eq!((digests.get(), *num_dropped.lock().unwrap()), (None, 0));
+    call_back();
+    assert!(digests.get().is_some());
+    drop(digests);
+    assert_eq!(*num_dropped.lock().unwrap(), 1);
 }
 
 /// Memory on a GPU, for as long as the process lives.
@@ -504,6 +627,30 @@ fn on_a_gpu_pieces_of_any_size_and_alignment_are_copied() {
     // SAFETY: allocated above with this length.
     let back = unsafe { read(0, to, LEN) }.unwrap();
     assert!(back == expected);
+}
+
+#[test]
+fn on_a_gpu_digests_of_blocks_of_any_size_and_alignment_are_those_of_the_cpu() {
+    const LEN: usize = 1 << 20;
+    let (_library, address) = match on_gpu(LEN) {
+        Ok(allocated) => allocated,
+        Err(error) => return eprintln!("skipped: {error}"),
+    };
+    let bytes: Vec<u8> = (0..LEN).map(|at| (at * 7 % 251) as u8).collect();
+    // SAFETY: allocated above with this length, and never freed.
+    unsafe { copy(0, address, bytes[..].into()) }.unwrap();
+    let kind = MemoryKind::Cuda { device: 0 };
+    // SAFETY: the same.
+    let buffer = unsafe { Buffer::from_raw_parts(address as usize, LEN, kind, Box::new(())) };
+    let mut places = vec![(0, LEN), (3, 5), (8, 65_536), (16, 257), (1, 4097), (0, 0)];
+    places.extend((0..1000).map(|index| (index * 1024, 1024)));
+    let blocks = places.iter().map(|&(at, len)| block(&buffer, at, len));
+    let (ended, is_ended) = std::sync::mpsc::channel();
+    let on_digested = Box::new(move || ended.send(()).unwrap());
+    let digests = Digests::begin(blocks.collect(), on_digested).unwrap();
+    is_ended.recv().unwrap();
+    let raw = |&(at, len): &(usize, usize)| SharedBytes::from(&bytes[at..at + len]).update_crc64(0);
+    assert_eq!(digests.get(), Some(Ok(places.iter().map(raw).collect())));
 }
 
 #[test]

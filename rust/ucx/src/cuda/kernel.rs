@@ -1,0 +1,216 @@
+//! A kernel of ours on a device, which works off lists of items.
+
+use std::ffi::{CStr, c_void};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::{
+    CU_STREAM_NON_BLOCKING, CUDA_SUCCESS, CUdeviceptr, CUfunction, CUresult, CUstream, Calls,
+    CudaError, Current,
+};
+
+/// Most items of one launch.
+pub(crate) const ITEMS_CAP: usize = 8192;
+/// Threads of a thread block, and most thread blocks of a launch: enough for the bandwidth of the memory, and few enough
+/// that kernels of a model run beside it.
+pub(super) const NUM_THREADS: u32 = 512;
+const THREAD_BLOCKS_CAP: u32 = 128;
+/// Work of several transfers overlaps: a stream waits for the report of each.
+const NUM_STREAMS: usize = 4;
+const CU_MEMHOSTALLOC_PORTABLE_DEVICEMAP: u32 = 1 | 2;
+
+/// A kernel in PTX, which ends in NUL. Its parameters are the address of a list of items, and their number.
+#[derive(Clone, Copy)]
+pub(super) struct Code {
+    pub(super) ptx: &'static str,
+    pub(super) entry: &'static CStr,
+    /// Number of items that a thread block works off at a time.
+    pub(super) items_at_a_time: u32,
+}
+
+/// Called when a launch has ended, with its items as the kernel has left them, or none after an error of the device's. It
+/// runs on a thread of the CUDA driver's, and must not call CUDA.
+pub(super) type OnEnded<T> = Box<dyn FnOnce(Option<&[T]>) + Send>;
+
+/// A device's kernel, with streams of its own. All of it lives as long as the process.
+pub(super) struct Kernel<T> {
+    code: Code,
+    function: CUfunction,
+    streams: [CUstream; NUM_STREAMS],
+    num_launches: AtomicUsize,
+    /// Lists of items that no launch uses.
+    free_lists: Mutex<Vec<ItemList<T>>>,
+}
+
+// SAFETY: handles of the driver, which any thread may use; none is ever destroyed.
+unsafe impl<T: Send> Send for Kernel<T> {}
+// SAFETY: as for Send.
+unsafe impl<T: Send> Sync for Kernel<T> {}
+
+/// Page-locked memory for [`ITEMS_CAP`] items, which the kernel reads and writes. It is never freed.
+struct ItemList<T>(*mut T);
+
+// SAFETY: one owner at a time uses the memory.
+unsafe impl<T: Send> Send for ItemList<T> {}
+
+/// A launch under way. Its callback and the thread that launches it share it.
+struct Launch<T: 'static> {
+    kernel: &'static Kernel<T>,
+    /// None once it has ended.
+    parts: Mutex<Option<Launched<T>>>,
+}
+
+/// A list and the number of its items, and what is called at the end.
+type Launched<T> = (ItemList<T>, usize, OnEnded<T>);
+
+impl<T: Copy> Launch<T> {
+    /// Ends it; a second call does nothing.
+    fn end(&self, has_succeeded: bool) {
+        let parts = self.parts.lock();
+        let parts = parts.unwrap_or_else(PoisonError::into_inner).take();
+        if let Some((list, num_items, on_ended)) = parts {
+            // SAFETY: the list has so many items, and the GPU uses it no more.
+            let items = unsafe { std::slice::from_raw_parts(list.0, num_items) };
+            on_ended(has_succeeded.then_some(items));
+            self.kernel.give_back(list);
+        }
+    }
+}
+
+impl<T: Copy + Send> Kernel<T> {
+    /// Loads the kernel into the current context.
+    pub(super) fn new(
+        calls: &Calls,
+        _current: &Current<'_>,
+        code: Code,
+    ) -> Result<Self, CudaError> {
+        let (mut module, mut function) = (null_mut(), null_mut());
+        // SAFETY: a context is current, and the text ends in NUL.
+        let loaded = unsafe { (calls.cuModuleLoadData)(&raw mut module, code.ptx.as_ptr().cast()) };
+        calls.check(loaded, "cuModuleLoadData")?;
+        let entry = code.entry.as_ptr();
+        // SAFETY: the module was just loaded.
+        let found = unsafe { (calls.cuModuleGetFunction)(&raw mut function, module, entry) };
+        calls.check(found, "cuModuleGetFunction")?;
+        let mut streams = [null_mut(); NUM_STREAMS];
+        for stream in &mut streams {
+            // SAFETY: `stream` is a valid place.
+            let made = unsafe { (calls.cuStreamCreate)(stream, CU_STREAM_NON_BLOCKING) };
+            calls.check(made, "cuStreamCreate")?;
+        }
+        let kernel = Self {
+            code,
+            function,
+            streams,
+            num_launches: AtomicUsize::new(0),
+            free_lists: Mutex::default(),
+        };
+        // Later allocations would wait for kernels that run.
+        for _ in 0..NUM_STREAMS {
+            kernel.give_back(Self::new_list(calls)?);
+        }
+        Ok(kernel)
+    }
+
+    fn new_list(calls: &Calls) -> Result<ItemList<T>, CudaError> {
+        let mut list = null_mut();
+        let num_bytes = ITEMS_CAP * size_of::<T>();
+        let flags = CU_MEMHOSTALLOC_PORTABLE_DEVICEMAP;
+        // SAFETY: a context is current, and `list` is a valid place.
+        let code = unsafe { (calls.cuMemHostAlloc)(&raw mut list, num_bytes, flags) };
+        calls.check(code, "cuMemHostAlloc")?;
+        Ok(ItemList(list.cast()))
+    }
+
+    fn acquire_list(&self, calls: &Calls) -> Result<ItemList<T>, CudaError> {
+        let free = self.free_lists.lock();
+        if let Some(list) = free.unwrap_or_else(PoisonError::into_inner).pop() {
+            return Ok(list);
+        }
+        Self::new_list(calls)
+    }
+
+    /// Launches the kernel on a stream of its own, which waits for no other, and has `on_ended` called when it has ended.
+    /// Returns the stream.
+    ///
+    /// # Errors
+    /// The driver's error, or there are more than [`ITEMS_CAP`] items: nothing is launched, and `on_ended` is not called.
+    ///
+    /// # Safety
+    /// The kernel may work off these items until `on_ended` is called.
+    pub(super) unsafe fn launch(
+        &'static self,
+        calls: &Calls,
+        _current: &Current<'_>,
+        items: &[T],
+        on_ended: OnEnded<T>,
+    ) -> Result<CUstream, CudaError> {
+        let num_items = u32::try_from(items.len()).unwrap_or(u32::MAX);
+        if items.len() > ITEMS_CAP {
+            let text = format!("{num_items} items: a launch has at most {ITEMS_CAP}");
+            return Err(CudaError(text));
+        }
+        let list = self.acquire_list(calls)?;
+        // SAFETY: the list has room for so many, and no other thread uses it.
+        unsafe { list.0.copy_from_nonoverlapping(items.as_ptr(), items.len()) };
+        let number = self.num_launches.fetch_add(1, Ordering::Relaxed);
+        let stream = self.streams[number % NUM_STREAMS];
+        let (mut address, mut num) = (list.0 as CUdeviceptr, num_items);
+        let mut parameters = [(&raw mut address).cast(), (&raw mut num).cast::<c_void>()];
+        let num_blocks = num_items.div_ceil(self.code.items_at_a_time);
+        let num_blocks = num_blocks.clamp(1, THREAD_BLOCKS_CAP);
+        // SAFETY: a context is current, the kernel has these two parameters, and the list lives until the callback.
+        let code = unsafe {
+            (calls.cuLaunchKernel)(
+                self.function,
+                num_blocks,
+                1,
+                1,
+                NUM_THREADS,
+                1,
+                1,
+                0,
+                stream,
+                parameters.as_mut_ptr(),
+                null_mut(),
+            )
+        };
+        if let Err(error) = calls.check(code, "cuLaunchKernel") {
+            self.give_back(list);
+            return Err(error);
+        }
+        let launch = Arc::new(Launch {
+            kernel: self,
+            parts: Mutex::new(Some((list, items.len(), on_ended))),
+        });
+        let shared = Arc::into_raw(Arc::clone(&launch)).cast_mut().cast();
+        // Unlike a function of cuLaunchHostFunc, a callback is called after an error too.
+        // SAFETY: our stream; the callback owns `shared`.
+        let code = unsafe { (calls.cuStreamAddCallback)(stream, call_back::<T>, shared, 0) };
+        if calls.check(code, "cuStreamAddCallback").is_err() {
+            // The callback's share is leaked, lest it is called nevertheless.
+            // SAFETY: our stream.
+            launch.end(unsafe { calls.synchronize(stream) }.is_ok());
+        }
+        Ok(stream)
+    }
+}
+
+impl<T> Kernel<T> {
+    fn give_back(&self, list: ItemList<T>) {
+        let free = self.free_lists.lock();
+        free.unwrap_or_else(PoisonError::into_inner).push(list);
+    }
+}
+
+/// The CUDA driver's callback after a launch.
+unsafe extern "C" fn call_back<T: Copy + 'static>(
+    _stream: CUstream,
+    code: CUresult,
+    launch: *mut c_void,
+) {
+    // SAFETY: the share that `Kernel::launch` gave with this callback, which is called once.
+    let launch = unsafe { Arc::from_raw(launch.cast_const().cast::<Launch<T>>()) };
+    launch.end(code == CUDA_SUCCESS);
+}
