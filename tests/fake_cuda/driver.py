@@ -67,6 +67,14 @@ class FakeDriver:
         """Has the next calls of a function fail."""
         self._calls.fake_cuda_fail(call.encode(), FAILURE, times)
 
+    def lose_copies(self, times: int) -> None:
+        """Has the next copies do nothing, and succeed."""
+        self._calls.fake_cuda_lose_copies(times)
+
+    def flip_copies(self, times: int) -> None:
+        """Has the next copies flip a bit, and succeed."""
+        self._calls.fake_cuda_flip_copies(times)
+
     def num_calls(self, call: str) -> int:
         return int(self._calls.fake_cuda_num_calls(call.encode()))
 
@@ -87,6 +95,10 @@ class FakeMemory:
             "version": 3,
             "stream": stream,
         }
+
+    def put(self, content: bytes, at: int = 0) -> None:
+        """Has other bytes at once, whatever its stream does."""
+        ctypes.memmove(self.address + at, content, len(content))
 
     def content(self) -> bytes:
         return ctypes.string_at(self.address, self.__cuda_array_interface__["shape"][0])

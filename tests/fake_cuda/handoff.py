@@ -1,6 +1,6 @@
 """Handoffs between two workers' agents on GPUs of the stand-in; in the second, one call of the driver fails once.
 
-    python -m tests.fake_cuda.handoff LIBRARY LAST [CALL]
+    python -m tests.fake_cuda.handoff LIBRARY INTEGRITY LAST [CALL]
 
 The producer's stream writes the blocks late, and an earlier step of the consumer clears its blocks late. `source` or
 `target` is done last; of `host-source` or `host-target` that side has no GPU. It prints `right` or `error: …` for each
@@ -25,9 +25,9 @@ PAUSE_S = 0.03
 class Worker:
     """An agent with one region, on a GPU or without one in host memory."""
 
-    def __init__(self, driver: FakeDriver, device: int | None) -> None:
+    def __init__(self, driver: FakeDriver, device: int | None, integrity: str) -> None:
         self.driver, self.device = driver, device
-        self.agent = _kvpipe.Agent("127.0.0.1:0", b"", transport(), integrity="validate")
+        self.agent = _kvpipe.Agent("127.0.0.1:0", b"", transport(), integrity=integrity)
         self.memory: FakeMemory | np.ndarray
         if device is None:
             described = self.memory = np.zeros(BLOCK * NUM_BLOCKS, np.uint8)
@@ -91,12 +91,12 @@ def outcome(producer: Worker, consumer: Worker, last: str, seed: int) -> str:
 
 
 def main() -> None:
-    library, last, *calls = sys.argv[1:]
+    library, integrity, last, *calls = sys.argv[1:]
     driver = FakeDriver(library)
     with memory_transport():
         workers = (
-            Worker(driver, None if last == "host-source" else 0),
-            Worker(driver, None if last == "host-target" else 1),
+            Worker(driver, None if last == "host-source" else 0, integrity),
+            Worker(driver, None if last == "host-target" else 1, integrity),
         )
         print(outcome(*workers, last, 1))
         before = [driver.num_calls(call) for call in calls]

@@ -179,6 +179,29 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static long num_holds, released_to;
 static int status_of_work = SUCCESS;
 
+/* Faults of the next copies: so many do nothing, and in so many that follow a bit is flipped. */
+static int num_lost, num_flipped;
+
+void fake_cuda_lose_copies(int times) { __atomic_store_n(&num_lost, times, __ATOMIC_SEQ_CST); }
+void fake_cuda_flip_copies(int times) { __atomic_store_n(&num_flipped, times, __ATOMIC_SEQ_CST); }
+
+static int takes_one(int *left) {
+    int num = __atomic_load_n(left, __ATOMIC_SEQ_CST);
+    while (num > 0 && !__atomic_compare_exchange_n(left, &num, num - 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
+    return num > 0;
+}
+
+static void copy(uint8_t *to, const uint8_t *from, size_t len) {
+    if (takes_one(&num_lost)) {
+        return;
+    }
+    memcpy(to, from, len);
+    if (len > 0 && takes_one(&num_flipped)) {
+        to[len / 2] ^= 16;
+    }
+}
+
 /* The digest that the kernel computes: CRC-64/NVME from the state 0, not inverted. */
 static uint64_t digest(const uint8_t *bytes, size_t len) {
     uint64_t state = 0;
@@ -194,7 +217,7 @@ static uint64_t digest(const uint8_t *bytes, size_t len) {
 static void run(CUstream stream, Job *job) {
     switch (job->kind) {
     case DIGEST: *(uint64_t *)job->to = digest(job->from, job->len); break;
-    case COPY:
+    case COPY: copy(job->to, job->from, job->len); break;
     case FILL: memcpy(job->to, job->from, job->len); break;
     case CALLBACK: job->callback(stream, status_of_work, job->data); break;
     default: break;

@@ -10,24 +10,31 @@ pytestmark = pytest.mark.fake_cuda
 CALLS = ["cuEventCreate", "cuEventRecord", "cuEventSynchronize"]
 CALLS += ["cuStreamSynchronize", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuEventDestroy_v2"]
 CALLS += ["cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuDeviceGetAttribute", "cuFlushGPUDirectRDMAWrites"]
+# They compute digests.
+OF_KERNELS = ["cuLaunchKernel", "cuStreamAddCallback"]
 TIMEOUT_S = 60
 
 
-def run(library, last, *calls):
+def run(library, integrity, last, *calls):
     """Outcomes of the handoffs before, during and after the failure, and the proof that the calls were made."""
-    command = [sys.executable, "-m", "tests.fake_cuda.handoff", library, last, *calls]
+    command = [sys.executable, "-m", "tests.fake_cuda.handoff", library, integrity, last, *calls]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     return ended.stdout.splitlines()
 
 
+@pytest.fixture(params=["validate", "checksum"])
+def integrity(request):
+    return request.param
+
+
 @pytest.mark.parametrize("last", ["source", "target"])
-def test_a_handoff_between_gpus_that_are_late_on_both_sides_is_right(library, last):
-    assert run(library, last)[:3] == ["right", "right", "right"]
+def test_a_handoff_between_gpus_that_are_late_on_both_sides_is_right(library, integrity, last):
+    assert run(library, integrity, last)[:3] == ["right", "right", "right"]
 
 
 @pytest.mark.parametrize("without_gpu", ["host-source", "host-target"])
-def test_a_handoff_between_a_gpu_and_the_host_is_right(library, without_gpu):
-    assert run(library, without_gpu)[:3] == ["right", "right", "right"]
+def test_a_handoff_between_a_gpu_and_the_host_is_right(library, integrity, without_gpu):
+    assert run(library, integrity, without_gpu)[:3] == ["right", "right", "right"]
 
 
 @pytest.mark.parametrize(
@@ -37,16 +44,19 @@ def test_a_handoff_between_a_gpu_and_the_host_is_right(library, without_gpu):
         *(("host-target", call) for call in ("cuMemHostAlloc", "cuMemcpyDtoHAsync_v2", "cuEventSynchronize")),
     ],
 )
-def test_a_call_that_fails_once_between_a_gpu_and_the_host_gives_no_wrong_kv(library, without_gpu, call):
-    before, during, after, _ = run(library, without_gpu, call)
+def test_a_call_that_fails_once_between_a_gpu_and_the_host_gives_no_wrong_kv(library, integrity, without_gpu, call):
+    before, during, after, _ = run(library, integrity, without_gpu, call)
     assert during == "right" or (during.startswith("error: ") and "Timeout" not in during)
     assert (before, after) == ("right", "right")
 
 
 @pytest.mark.parametrize("last", ["source", "target"])
-@pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_fails_once_costs_one_handoff_at_most_and_gives_no_wrong_kv(library, call, last):
-    before, during, after, is_made = run(library, last, call)
+@pytest.mark.parametrize(
+    ("integrity", "call"),
+    [*(("validate", call) for call in CALLS), *(("checksum", call) for call in [*CALLS, *OF_KERNELS])],
+)
+def test_a_call_that_fails_once_costs_one_handoff_at_most_and_gives_no_wrong_kv(library, integrity, call, last):
+    before, during, after, is_made = run(library, integrity, last, call)
     assert is_made == "True"
     assert during == "right" or (during.startswith("error: ") and "Timeout" not in during)
     assert (before, after) == ("right", "right")

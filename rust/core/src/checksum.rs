@@ -89,6 +89,11 @@ impl RunningChecksum {
         self.state = OVER_A_NUMBER.join(self.state ^ number, 0);
     }
 
+    /// Adds bytes of which the digest is known: their CRC from the state 0, not inverted. `over` is over their number.
+    pub(crate) fn add_digest(&mut self, over: &Shift, digest: u64) {
+        self.state = over.join(self.state, digest);
+    }
+
     pub(crate) fn get(self) -> u64 {
         !self.state
     }
@@ -118,6 +123,18 @@ mod tests {
             for (beginning, rest) in [(0, 0), (of(b"1234"), of(b"56789")), (u64::MAX, 1 << 63)] {
                 assert_eq!(shift.join(beginning, rest), joined(beginning, rest, len));
             }
+        }
+    }
+
+    #[test]
+    fn a_digest_is_added_as_its_bytes() {
+        for bytes in [&b"56789abc"[..], &[7; 4096], b""] {
+            let mut running = RunningChecksum::default();
+            running.add(b"1234"[..].into());
+            let digest = SharedBytes::from(bytes).update_crc64(0);
+            running.add_digest(&Shift::over(bytes.len() as u64), digest);
+            running.add(b"de"[..].into());
+            assert_eq!(running.get(), of(&[b"1234", bytes, b"de"].concat()));
         }
     }
 

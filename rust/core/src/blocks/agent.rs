@@ -97,6 +97,8 @@ impl Agent {
             let (core, handoffs) = (AgentCore::new(in_thread.0), in_thread.1);
             HandoffService::new(core, handoffs, integrity, first_block_timeout)
         })?;
+        // This is the first time.
+        let _ = handoffs.commands.set(reactor.command_handle());
         Ok(Self {
             events: EventWaiter::new(),
             next_gate: AtomicU64::new(0),

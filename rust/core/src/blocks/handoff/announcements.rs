@@ -1,15 +1,16 @@
 //! Handoffs at their producer: ready blocks get their checksums in slices, if they have any, and are announced.
 
-use kvpipe_ucx::MemoryKind;
+use std::time::Duration;
 
-use kvpipe_ucx::SharedBytes;
+use kvpipe_ucx::{DeviceBlock, SharedBytes};
 
+use super::digests::{Digested, device_block, is_on_device};
 use super::producer::send_all;
 use super::ready::{ReadyBlocks, ReadyRange};
 use super::service::HandoffService;
 use super::{Places, ReadyBlock, checksum_at};
 use crate::blocks::regions::{Division, LocalRegion, grant, revoke};
-use crate::checksum::Shift;
+use crate::checksum::{RunningChecksum, Shift};
 use crate::ids::{HandoffId, RegionId};
 use crate::integrity::Integrity;
 use crate::trace::Track;
@@ -24,18 +25,56 @@ const ANNOUNCEMENT: u64 = 1 << 10;
 
 /// True if blocks in such memory are announced with checksums.
 fn has_checksums(integrity: Integrity, memory: &Memory) -> bool {
-    integrity.resolved(kind(memory)) == Integrity::Checksum
+    integrity.resolved(memory.buffer().kind()) == Integrity::Checksum
+}
+
+/// Blocks of a handoff that are ready in some regions, on their way to their announcement.
+pub(super) struct ReadyAnnouncement {
+    part: ReadyRange,
+    regions: Vec<RegionId>,
+    /// Where the blocks lie of which a GPU computes the digests.
+    digested: Vec<(usize, usize)>,
+    /// By the trace's clock.
+    began: Duration,
+}
+
+impl ReadyAnnouncement {
+    pub(super) fn is_of(&self, handoff: &HandoffId) -> bool {
+        self.part.handoff == *handoff
+    }
+}
+
+/// What is known for the checksums of blocks that are announced.
+enum Checksums<'d> {
+    /// The blocks, of which a GPU has to compute the digests, are to be gathered. No checksum is computed.
+    Unknown(Vec<DeviceBlock>),
+    /// The digests of those blocks, in the same order.
+    Known(std::slice::Iter<'d, u64>),
+}
+
+/// Address and length of a block.
+fn place_of(block: &DeviceBlock) -> (usize, usize) {
+    (block.buffer.address() + block.offset, block.len)
 }
 
 impl HandoffService {
+    /// True if blocks wait that could be announced, or digested first.
+    pub(super) fn may_announce(&self) -> bool {
+        !self.ready.is_empty() && !self.digests.is_full()
+    }
+
     /// Announces the next slice of ready blocks, in their regions, to the sessions that have selected them.
     pub(super) fn announce_ready(&mut self, cx: &mut Cx<'_>) {
+        if !self.may_announce() {
+            return;
+        }
         let (known, integrity) = (&self.agent.regions, self.integrity);
         let num_blocks = |regions: &[RegionId]| {
             let known = regions.iter().filter_map(|region| known.get(region));
             let work = known.map(|region| {
                 let is_hashed = has_checksums(integrity, &region.memory);
-                let hashed = if is_hashed {
+                let is_hashed_here = is_hashed && !is_on_device(&region.memory);
+                let hashed = if is_hashed_here {
                     region.layout.block_bytes
                 } else {
                     0
@@ -49,7 +88,61 @@ impl HandoffService {
             return;
         };
         let began = self.trace.now();
-        match self.ready_blocks(&part, &regions) {
+        let ready = ReadyAnnouncement {
+            part,
+            regions,
+            digested: Vec::new(),
+            began,
+        };
+        self.announce(cx, ready);
+    }
+
+    /// Announces blocks, once a GPU that has some of them has computed their digests.
+    fn announce(&mut self, cx: &mut Cx<'_>, ready: ReadyAnnouncement) {
+        match self.to_digest(&ready) {
+            Ok(blocks) if blocks.is_empty() => {
+                let blocks = self.ready_blocks(&ready, &mut Checksums::Known([].iter()));
+                self.announce_blocks(cx, &ready, blocks);
+            }
+            Ok(blocks) => {
+                let digested = blocks.iter().map(place_of).collect();
+                let ready = ReadyAnnouncement { digested, ..ready };
+                self.digest(cx, blocks, Digested::Announcement(ready));
+            }
+            Err(reason) => self.end(cx, ready.part.handoff, &reason),
+        }
+    }
+
+    /// The digests of ready blocks are known, or will not be.
+    pub(super) fn announcement_digested(
+        &mut self,
+        cx: &mut Cx<'_>,
+        ready: ReadyAnnouncement,
+        digests: Result<Vec<u64>, String>,
+    ) {
+        // Peers may load other slices by now, and a region may have been closed.
+        let is_same = self.to_digest(&ready).map(|blocks| {
+            let blocks = blocks.iter().map(place_of);
+            blocks.eq(ready.digested.iter().copied())
+        });
+        if is_same == Ok(false) && digests.is_ok() {
+            return self.announce(cx, ready);
+        }
+        let blocks = is_same.and(digests).and_then(|digests| {
+            let mut checksums = Checksums::Known(digests.iter());
+            self.ready_blocks(&ready, &mut checksums)
+        });
+        self.announce_blocks(cx, &ready, blocks);
+    }
+
+    fn announce_blocks(
+        &mut self,
+        cx: &mut Cx<'_>,
+        ready: &ReadyAnnouncement,
+        blocks: Result<Vec<ReadyBlock>, String>,
+    ) {
+        let (part, regions) = (&ready.part, &ready.regions);
+        match blocks {
             // Marked before the blocks could change: unmarked now, they did not change while they were read.
             Ok(_) if self.shared.has_ended(&part.handoff) => {}
             Ok(blocks) => {
@@ -64,37 +157,54 @@ impl HandoffService {
                     ("blocks", part.block_ids.len() as u64),
                     ("layers", regions.len() as u64),
                 ];
-                self.trace
-                    .span(Track::Reactor, "announced", &part.handoff, began, &facts);
+                self.trace.span(
+                    Track::Reactor,
+                    "announced",
+                    &part.handoff,
+                    ready.began,
+                    &facts,
+                );
             }
             Err(reason) => self.end(cx, part.handoff, &reason),
         }
     }
 
+    /// The blocks of which a GPU has to compute the digests, in the order of their announcement.
+    fn to_digest(&self, ready: &ReadyAnnouncement) -> Result<Vec<DeviceBlock>, String> {
+        let has_digests = |id: &RegionId| {
+            let region = self.agent.regions.get(id);
+            region.is_some_and(|it| {
+                is_on_device(&it.memory) && has_checksums(self.integrity, &it.memory)
+            })
+        };
+        if !ready.regions.iter().any(has_digests) {
+            return Ok(Vec::new());
+        }
+        let mut checksums = Checksums::Unknown(Vec::new());
+        self.ready_blocks(ready, &mut checksums)?;
+        match checksums {
+            Checksums::Unknown(blocks) => Ok(blocks),
+            Checksums::Known(_) => Ok(Vec::new()),
+        }
+    }
+
     fn ready_blocks(
         &self,
-        part: &ReadyRange,
-        regions: &[RegionId],
+        ready: &ReadyAnnouncement,
+        checksums: &mut Checksums<'_>,
     ) -> Result<Vec<ReadyBlock>, String> {
+        let ReadyAnnouncement { part, regions, .. } = ready;
         let places = Places::new(&part.handoff, self.producer.epoch(&part.handoff));
         let mut blocks = Vec::with_capacity(part.block_ids.len() * regions.len());
         for id in regions {
             let Some(local) = self.agent.regions.get(id) else {
                 return Err("blocks of a region that was closed cannot be leased".to_owned());
             };
-            let has_checksums = has_checksums(self.integrity, &local.memory);
             let mut divided = self.divided(local, part.block_ids.len());
             for (&block_id, position) in part.block_ids.iter().zip(part.first..) {
                 if local.layout.offset(block_id).is_err() {
                     return Err(format!(
                         "block {block_id} cannot be leased: it is not in region {:?}",
-                        local.name
-                    ));
-                }
-                let bytes = block_bytes(&local.memory, &local.layout, block_id);
-                if has_checksums && bytes.is_none() {
-                    return Err(format!(
-                        "region {:?} is not in host memory, and has no checksums: set integrity to auto or validate",
                         local.name
                     ));
                 }
@@ -104,11 +214,10 @@ impl HandoffService {
                     block_id,
                     checksum: None,
                 };
-                let bytes = bytes.filter(|_| has_checksums);
                 whole.checksum = if divided.is_empty() {
-                    bytes.map(|it| checksum_at(places.at(*id, position), it))
+                    self.checksum(checksums, local, block_id, places.at(*id, position))?
                 } else {
-                    slices_ready(places, whole, has_checksums, &mut divided)
+                    self.slices_ready(checksums, places, whole, &mut divided)?
                 };
                 blocks.push(whole);
             }
@@ -117,6 +226,73 @@ impl HandoffService {
             blocks.extend(slices.flat_map(|slice| slice.ready));
         }
         Ok(blocks)
+    }
+
+    /// The checksum of a block of a region at a place; none where blocks have none, or while it cannot be known.
+    fn checksum(
+        &self,
+        checksums: &mut Checksums<'_>,
+        region: &LocalRegion,
+        block_id: u32,
+        place: RunningChecksum,
+    ) -> Result<Option<u64>, String> {
+        let (memory, layout) = (&*region.memory, &region.layout);
+        if !has_checksums(self.integrity, memory) {
+            return Ok(None);
+        }
+        let checksum = match checksums {
+            Checksums::Unknown(blocks) => {
+                if is_on_device(memory) {
+                    blocks.extend(device_block(memory, layout, block_id));
+                }
+                return Ok(None);
+            }
+            Checksums::Known(digests) if is_on_device(memory) => {
+                let digest = digests.next();
+                digest.and_then(|it| self.digests.checksum(place, layout.block_bytes, *it))
+            }
+            Checksums::Known(_) => {
+                block_bytes(memory, layout, block_id).map(|bytes| checksum_at(place, bytes))
+            }
+        };
+        let unknown = || {
+            format!(
+                "block {block_id} of region {:?} has no checksum",
+                region.name
+            )
+        };
+        checksum.ok_or_else(unknown).map(Some)
+    }
+
+    /// Adds each slice of a block to those of its region, and returns the checksum of the whole one, which follows from
+    /// theirs.
+    fn slices_ready(
+        &self,
+        checksums: &mut Checksums<'_>,
+        places: Places,
+        whole: ReadyBlock,
+        divided: &mut [Divided<'_>],
+    ) -> Result<Option<u64>, String> {
+        let mut of_whole = None;
+        for Divided { shift, slices } in divided {
+            let mut checksum = Some(places.at(whole.region, whole.position).get());
+            for slice in slices {
+                let place = places.at(slice.id, whole.position);
+                let of_slice = self.checksum(checksums, slice.region, whole.block_id, place)?;
+                checksum = checksum.zip(of_slice).map(|(before, of_slice)| {
+                    // Of the bytes alone, whatever their place is.
+                    let of_bytes = shift.join(place.get(), of_slice);
+                    shift.join(before, of_bytes)
+                });
+                slice.ready.push(ReadyBlock {
+                    region: slice.id,
+                    checksum: of_slice,
+                    ..whole
+                });
+            }
+            of_whole = checksum;
+        }
+        Ok(of_whole)
     }
 
     /// The divisions of a region that are announced, with room for so many blocks.
@@ -167,6 +343,7 @@ impl HandoffService {
     pub(super) fn end(&mut self, cx: &mut Cx<'_>, handoff: HandoffId, reason: &str) {
         self.trace.instant(Track::Reactor, "ended", &handoff, &[]);
         self.ready.forget(&handoff);
+        self.digests.forget(&handoff);
         let epoch = self.producer.epoch(&handoff);
         send_all(cx.links, self.producer.end_handoff(handoff, reason));
         revoke(cx, grant(epoch));
@@ -184,43 +361,6 @@ struct DividedSlice<'r> {
     id: RegionId,
     region: &'r LocalRegion,
     ready: Vec<ReadyBlock>,
-}
-
-/// Adds each slice of a block to those of its region, and returns the checksum of the whole one, which follows from
-/// theirs.
-fn slices_ready(
-    places: Places,
-    whole: ReadyBlock,
-    has_checksums: bool,
-    divided: &mut [Divided<'_>],
-) -> Option<u64> {
-    let mut of_whole = None;
-    for Divided { shift, slices } in divided {
-        let mut checksum = places.at(whole.region, whole.position).get();
-        for slice in slices {
-            let local = slice.region;
-            let bytes = block_bytes(&local.memory, &local.layout, whole.block_id);
-            let place = places.at(slice.id, whole.position);
-            let bytes = bytes.filter(|_| has_checksums);
-            let of_slice = bytes.map(|bytes| checksum_at(place, bytes));
-            if let Some(of_slice) = of_slice {
-                // Of the bytes alone, whatever their place is.
-                let of_bytes = shift.join(place.get(), of_slice);
-                checksum = shift.join(checksum, of_bytes);
-            }
-            slice.ready.push(ReadyBlock {
-                region: slice.id,
-                checksum: of_slice,
-                ..whole
-            });
-        }
-        of_whole = Some(checksum);
-    }
-    of_whole.filter(|_| has_checksums)
-}
-
-fn kind(memory: &Memory) -> MemoryKind {
-    memory.buffer().kind()
 }
 
 /// Number of blocks of this size in one slice of work.

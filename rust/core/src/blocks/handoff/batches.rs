@@ -1,8 +1,10 @@
 //! Batches of a load: reads of blocks of one region, and the comparison of what has come with the producer's checksums.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::announcements::block_bytes;
+use super::digests::{Digested, device_block, is_on_device};
 use super::load::ReadBatch;
 use super::load_request::LoadId;
 use super::service::HandoffService;
@@ -11,8 +13,9 @@ use crate::blocks::Peer;
 use crate::blocks::plan::region_gone;
 use crate::blocks::reads::{BlockTransfer, outcome_of};
 use crate::blocks::regions::grant;
-use crate::error::Result;
-use crate::ids::{HandoffId, SessionKey};
+use crate::checksum::RunningChecksum;
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::transfer::Cx;
 use crate::transfer::region::{Layout, coalesce};
 use crate::transfer::{Checksums, Completion, TransferRequest};
@@ -26,6 +29,31 @@ pub(super) struct ActiveBatch {
     pub(super) transfer: u64,
     peer: Peer,
     layout: Layout,
+}
+
+/// A batch whose bytes are here.
+pub(super) struct ArrivedBatch {
+    reading: ActiveBatch,
+    memory: Arc<Memory>,
+    num_bytes: u64,
+    /// When its read began, by the trace's clock.
+    began: Duration,
+}
+
+impl ArrivedBatch {
+    /// For each block, whether it is here with the checksum that the producer computed, if it has one. `checksum` is that
+    /// of the block with this index at a place.
+    fn verified(&self, checksum: impl Fn(usize, RunningChecksum) -> Option<u64>) -> Vec<bool> {
+        let ActiveBatch { load, batch, .. } = &self.reading;
+        let places = Places::new(&load.handoff, batch.epoch);
+        let is_verified = |(index, block): (usize, &ReadyBlock)| {
+            let place = places.at(block.region, block.position);
+            let theirs = block.checksum;
+            theirs.is_none_or(|theirs| checksum(index, place) == Some(theirs))
+        };
+        let blocks = batch.blocks.iter().enumerate();
+        blocks.map(is_verified).collect()
+    }
 }
 
 impl HandoffService {
@@ -108,33 +136,85 @@ impl HandoffService {
         reading: ActiveBatch,
         completion: Completion,
     ) {
-        let (id, batch) = (reading.load, reading.batch);
+        if let Some(active) = self.loads.get_mut(&reading.load) {
+            active.batches.remove(&completion.owner);
+        }
         let num_bytes = completion.pieces.num_bytes;
-        let outcome = outcome_of(completion.outcome, &completion.pieces).map(|()| num_bytes);
+        if let Err(error) = outcome_of(completion.outcome, &completion.pieces) {
+            return self.batch_failed(cx, &reading, error);
+        }
+        let arrived = ArrivedBatch {
+            memory: completion.memory,
+            num_bytes,
+            began: self.trace.now().saturating_sub(completion.elapsed),
+            reading,
+        };
+        let (batch, layout) = (&arrived.reading.batch, &arrived.reading.layout);
+        if is_on_device(&arrived.memory) && batch.blocks.iter().any(|it| it.checksum.is_some()) {
+            let blocks = batch.local_ids.iter();
+            let blocks = blocks.filter_map(|id| device_block(&arrived.memory, layout, *id));
+            let blocks = blocks.collect();
+            return self.digest(cx, blocks, Digested::Batch(arrived));
+        }
+        let verified = arrived.verified(|index, place| {
+            let bytes = block_bytes(&arrived.memory, layout, batch.local_ids[index])?;
+            Some(checksum_at(place, bytes))
+        });
+        self.batch_verified(cx, &arrived, &verified);
+    }
+
+    /// The digests of the blocks of a batch are known, or will not be.
+    pub(super) fn batch_digested(
+        &mut self,
+        cx: &mut Cx<'_>,
+        arrived: &ArrivedBatch,
+        digests: std::result::Result<Vec<u64>, String>,
+    ) {
+        let digests = match digests {
+            Ok(digests) => digests,
+            Err(reason) => {
+                return self.batch_failed(cx, &arrived.reading, Error::Unavailable(reason));
+            }
+        };
+        let block_bytes = arrived.reading.layout.block_bytes;
+        let verified = arrived.verified(|index, place| {
+            let digest = digests.get(index)?;
+            self.digests.checksum(place, block_bytes, *digest)
+        });
+        self.batch_verified(cx, arrived, &verified);
+    }
+
+    fn batch_verified(&mut self, cx: &mut Cx<'_>, arrived: &ArrivedBatch, verified: &[bool]) {
+        let (reading, num_bytes) = (&arrived.reading, arrived.num_bytes);
+        let (id, batch) = (reading.load, &reading.batch);
         self.agent
-            .service_read_ends(&reading.peer, batch.region, &outcome);
+            .service_read_ends(&reading.peer, batch.region, &Ok(num_bytes));
         let Some(active) = self.loads.get_mut(&id) else {
             return;
         };
-        active.batches.remove(&completion.owner);
-        match outcome {
-            Ok(num_bytes) => {
-                let arrived = (&*completion.memory, &reading.layout);
-                let verified = verify(&id.handoff, &batch, arrived);
-                let num_verified = verified.iter().filter(|is_verified| **is_verified).count();
-                let facts = [
-                    ("layer", batch.place as u64),
-                    ("blocks", verified.len() as u64),
-                    ("verified", num_verified as u64),
-                    ("bytes", num_bytes),
-                ];
-                let began = self.trace.now().saturating_sub(completion.elapsed);
-                self.trace
-                    .overlapping("arrived", &id.handoff, began, &facts);
-                active.load.read_completed(&batch, &verified, num_bytes);
-            }
-            Err(error) => active.load.read_failed(&batch, &error.to_string()),
-        }
+        let num_verified = verified.iter().filter(|is_verified| **is_verified).count();
+        let facts = [
+            ("layer", batch.place as u64),
+            ("blocks", verified.len() as u64),
+            ("verified", num_verified as u64),
+            ("bytes", num_bytes),
+        ];
+        self.trace
+            .overlapping("arrived", &id.handoff, arrived.began, &facts);
+        active.load.read_completed(batch, verified, num_bytes);
+        active.catch_up();
+        self.continue_load(cx, id);
+    }
+
+    fn batch_failed(&mut self, cx: &mut Cx<'_>, reading: &ActiveBatch, error: Error) {
+        let (id, batch) = (reading.load, &reading.batch);
+        let reason = error.to_string();
+        self.agent
+            .service_read_ends(&reading.peer, batch.region, &Err(error));
+        let Some(active) = self.loads.get_mut(&id) else {
+            return;
+        };
+        active.load.read_failed(batch, &reason);
         active.catch_up();
         self.continue_load(cx, id);
     }
@@ -157,23 +237,4 @@ impl HandoffService {
             deadline: None,
         })
     }
-}
-
-/// For each block of a batch, whether it is here with the checksum that the producer computed, if it has one.
-fn verify(
-    handoff: &HandoffId,
-    batch: &ReadBatch,
-    (memory, layout): (&Memory, &Layout),
-) -> Vec<bool> {
-    let places = Places::new(handoff, batch.epoch);
-    let is_verified = |(block, &local): (&ReadyBlock, &u32)| {
-        let Some(theirs) = block.checksum else {
-            return true;
-        };
-        block_bytes(memory, layout, local).is_some_and(|bytes| {
-            checksum_at(places.at(block.region, block.position), bytes) == theirs
-        })
-    };
-    let blocks = batch.blocks.iter().zip(&batch.local_ids);
-    blocks.map(is_verified).collect()
 }

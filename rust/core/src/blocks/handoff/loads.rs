@@ -9,6 +9,8 @@ pub(super) mod tests;
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
+use kvpipe_ucx::Digests;
+
 use super::ReadyBlock;
 use super::active_loads::ActiveLoad;
 use super::announcements::slice_of;
@@ -48,6 +50,7 @@ impl HandoffService {
         let known = self.agent.regions.values();
         let block_bytes = known.map(|region| region.layout.block_bytes);
         let max_batch = slice_of(block_bytes.max().unwrap_or_default());
+        let max_batch = max_batch.min(Digests::BLOCKS_CAP);
         let session = self.agent.session_to(cx.links, &request.producer);
         let load = Load::new(request, ours, max_batch);
         let mut active = ActiveLoad::new(load, session, cx.links.now());

@@ -7,6 +7,7 @@ mod active_loads;
 mod announcements;
 mod api;
 mod batches;
+mod digests;
 mod event_waiter;
 mod grant_check;
 mod load;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::active_loads::ActiveLoads;
 use super::batches::ActiveBatch;
+use super::digests::DigestQueue;
 use super::grant_check::grant_holds;
 use super::load_request::{LoadId, LoadRequest};
 use super::messages::HandoffMessage;
@@ -55,6 +56,8 @@ pub(crate) enum HandoffCommand {
         is_withdrawn: bool,
     },
     Trace(Trace),
+    /// The digests of this launch are known.
+    Digested(u64),
 }
 
 pub(in crate::blocks) struct HandoffService {
@@ -66,6 +69,7 @@ pub(in crate::blocks) struct HandoffService {
     pub(super) trace: Trace,
     /// Ready blocks that are not announced yet.
     pub(super) ready: ReadyQueue,
+    pub(super) digests: DigestQueue,
     pub(super) producer: Producer,
     pub(super) loads: ActiveLoads,
     /// Batches of loads that are being read, by the owners of their transfers.
@@ -88,6 +92,7 @@ impl HandoffService {
             first_block_timeout,
             trace: Trace::default(),
             ready: ReadyQueue::default(),
+            digests: DigestQueue::default(),
             producer: Producer::default(),
             loads: ActiveLoads::default(),
             batches: HashMap::new(),
@@ -153,6 +158,7 @@ impl HandoffService {
                 }
             }
             HandoffCommand::Trace(trace) => self.trace = trace,
+            HandoffCommand::Digested(number) => self.digested(cx, number),
         }
     }
 
@@ -295,7 +301,7 @@ impl TransferService for HandoffService {
     }
 
     fn has_work(&self) -> bool {
-        !self.ready.is_empty()
+        self.may_announce()
     }
 
     fn expire(&mut self, cx: &mut Cx<'_>) {
@@ -328,6 +334,7 @@ impl TransferService for HandoffService {
         while let Some(completion) = cx.transfers.next_completion() {
             self.transferred(cx, completion);
         }
+        self.end_digests(cx, reason);
         self.advance(cx);
         self.agent.stop(cx.links, reason);
         for id in self.loads.ids() {
@@ -343,6 +350,7 @@ impl TransferService for HandoffService {
         let mut sizes = vec![
             ("batches", self.batches.len()),
             ("ready queue", self.ready.len()),
+            ("digests", self.digests.len()),
             ("handoffs ended by callers", self.shared.num_ended()),
             ("handoff events", self.shared.events.len()),
         ];

@@ -2,13 +2,16 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use super::load_request::{LoadCounts, LoadFailure};
+use super::service::HandoffCommand;
+use crate::blocks::AgentCommand;
 use crate::events::Events;
 use crate::ids::HandoffId;
+use crate::reactor::CommandHandle;
 use crate::sync::lock;
 
 /// An event on the reactor's thread, for the caller that drains it.
@@ -53,6 +56,8 @@ pub(in crate::blocks) struct HandoffShared {
     pub(super) num_leased: AtomicUsize,
     /// Sessions in which this side reads its peer's memory, and sessions in which it gets streams.
     pub(super) num_sessions: Mutex<(usize, usize)>,
+    /// To the reactor, once it runs.
+    pub(in crate::blocks) commands: OnceLock<CommandHandle<AgentCommand>>,
 }
 
 impl HandoffShared {
@@ -68,6 +73,13 @@ impl HandoffShared {
             if *ends.get() == 0 {
                 ends.remove();
             }
+        }
+    }
+
+    /// The digests of a launch are known. A thread of the CUDA driver's calls.
+    pub(super) fn digested(&self, number: u64) {
+        if let Some(commands) = self.commands.get() {
+            drop(commands.send(AgentCommand::Handoff(HandoffCommand::Digested(number))));
         }
     }
 

@@ -1,0 +1,164 @@
+//! Digests that GPUs compute for handoffs: of blocks that are ready, before they are announced, and of blocks that have come,
+//! before they count. A few launches are under way at a time. The bytes do not change meanwhile, or nobody relies on them.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use kvpipe_ucx::{DeviceBlock, Digests, MemoryKind};
+
+use super::announcements::ReadyAnnouncement;
+use super::batches::ArrivedBatch;
+use super::service::HandoffService;
+use crate::checksum::{RunningChecksum, Shift};
+use crate::ids::HandoffId;
+use crate::transfer::Cx;
+use crate::transfer::region::Layout;
+use crate::transport::Memory;
+
+/// Launches under way at once. Each has page-locked memory.
+const IN_FLIGHT: usize = 4;
+
+/// What goes on once its digests are known.
+pub(super) enum Digested {
+    Announcement(ReadyAnnouncement),
+    Batch(ArrivedBatch),
+}
+
+/// Digests that are being computed or wait for their turn.
+#[derive(Default)]
+pub(super) struct DigestQueue {
+    next_number: u64,
+    /// By the numbers of the launches. Nothing goes on with those of which the handoff has ended.
+    running: HashMap<u64, (Digests, Option<Digested>)>,
+    waiting: VecDeque<(Vec<DeviceBlock>, Digested)>,
+    /// Over the bytes of a block, by their number.
+    shifts: HashMap<u64, Shift>,
+}
+
+impl DigestQueue {
+    /// True if more would only wait.
+    pub(super) fn is_full(&self) -> bool {
+        self.running.len() >= IN_FLIGHT
+    }
+
+    /// Announces no block of a handoff that waits for its digest.
+    pub(super) fn forget(&mut self, handoff: &HandoffId) {
+        let is_of = |digested: &Digested| match digested {
+            Digested::Announcement(ready) => ready.is_of(handoff),
+            Digested::Batch(_) => false,
+        };
+        self.waiting.retain(|(_, digested)| !is_of(digested));
+        for (_, digested) in self.running.values_mut() {
+            digested.take_if(|digested| is_of(digested));
+        }
+    }
+
+    /// Number of launches that run or wait.
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.running.len() + self.waiting.len()
+    }
+
+    /// The checksum of a block at a place, from the digest of its bytes. Their number is one for which
+    /// [`HandoffService::digest`] was called.
+    pub(super) fn checksum(
+        &self,
+        mut place: RunningChecksum,
+        block_bytes: u64,
+        digest: u64,
+    ) -> Option<u64> {
+        place.add_digest(self.shifts.get(&block_bytes)?, digest);
+        Some(place.get())
+    }
+}
+
+impl HandoffService {
+    /// Has the digests of blocks of one GPU computed, whose lengths are `lens`; `digested` goes on then.
+    pub(super) fn digest(&mut self, cx: &mut Cx<'_>, blocks: Vec<DeviceBlock>, digested: Digested) {
+        for block in &blocks {
+            let len = block.len as u64;
+            if !self.digests.shifts.contains_key(&len) {
+                self.add_shift(len);
+            }
+        }
+        if self.digests.is_full() {
+            self.digests.waiting.push_back((blocks, digested));
+        } else {
+            self.begin_digests(cx, blocks, digested);
+        }
+    }
+
+    /// Makes the shift over so many bytes, and forgets those of which no region has blocks any more.
+    fn add_shift(&mut self, len: u64) {
+        let regions = &self.agent.regions;
+        let is_used = |len: &u64| regions.values().any(|it| it.layout.block_bytes == *len);
+        self.digests.shifts.retain(|len, _| is_used(len));
+        self.digests.shifts.insert(len, Shift::over(len));
+    }
+
+    fn begin_digests(&mut self, cx: &mut Cx<'_>, blocks: Vec<DeviceBlock>, digested: Digested) {
+        let number = self.digests.next_number;
+        self.digests.next_number += 1;
+        let shared = Arc::clone(&self.shared);
+        let on_digested = Box::new(move || shared.digested(number));
+        match Digests::begin(blocks, on_digested) {
+            Ok(digests) => {
+                self.digests
+                    .running
+                    .insert(number, (digests, Some(digested)));
+            }
+            Err(error) => self.go_on(cx, digested, Err(error.to_string())),
+        }
+    }
+
+    /// The digests of a launch are known, or will not be.
+    pub(super) fn digested(&mut self, cx: &mut Cx<'_>, number: u64) {
+        let Some((digests, digested)) = self.digests.running.remove(&number) else {
+            return;
+        };
+        let outcome = digests
+            .get()
+            .map(|it| it.map_err(|error| error.to_string()));
+        drop(digests);
+        if let Some((blocks, waiting)) = self.digests.waiting.pop_front() {
+            self.begin_digests(cx, blocks, waiting);
+        }
+        if let Some(digested) = digested {
+            let unknown = || Err("the GPU computes them yet".to_owned());
+            self.go_on(cx, digested, outcome.unwrap_or_else(unknown));
+        }
+    }
+
+    fn go_on(&mut self, cx: &mut Cx<'_>, digested: Digested, outcome: Result<Vec<u64>, String>) {
+        let outcome = outcome.map_err(|error| format!("no digests of blocks on the GPU: {error}"));
+        match digested {
+            Digested::Announcement(ready) => self.announcement_digested(cx, ready, outcome),
+            Digested::Batch(arrived) => self.batch_digested(cx, &arrived, outcome),
+        }
+    }
+
+    /// Waits for the launches under way, and ends what waits for digests.
+    pub(super) fn end_digests(&mut self, cx: &mut Cx<'_>, reason: &str) {
+        let running = std::mem::take(&mut self.digests.running).into_values();
+        let running = running.filter_map(|(_, digested)| digested);
+        let waiting = std::mem::take(&mut self.digests.waiting).into_iter();
+        let ended: Vec<Digested> = running.chain(waiting.map(|(_, it)| it)).collect();
+        for digested in ended {
+            self.go_on(cx, digested, Err(reason.to_owned()));
+        }
+    }
+}
+
+/// True if a GPU has the memory, so that it computes the digests there.
+pub(super) fn is_on_device(memory: &Memory) -> bool {
+    matches!(memory.buffer().kind(), MemoryKind::Cuda { .. })
+}
+
+/// A block of a GPU's memory.
+pub(super) fn device_block(memory: &Memory, layout: &Layout, id: u32) -> Option<DeviceBlock> {
+    Some(DeviceBlock {
+        buffer: memory.buffer().clone(),
+        offset: layout.offset(id).ok()? as usize,
+        len: layout.block_bytes as usize,
+    })
+}

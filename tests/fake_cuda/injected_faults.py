@@ -1,0 +1,160 @@
+"""Loads from a GPU of the stand-in while blocks change behind the producer's back, or copies go wrong: integrity=checksum.
+
+    python -m tests.fake_cuda.injected_faults LIBRARY COUNT SEED
+
+Each fault is made after the blocks were announced, and before a consumer reads them: of whole blocks, or of one half of each,
+as two ranks of another tensor-parallel size do. It prints a line of JSON with the number of faults of each kind, and how
+their loads ended.
+"""
+
+import json
+import random
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from kvpipe import _kvpipe
+from kvpipe._transport import transport
+from kvpipe.testing import memory_transport
+from tests.fake_cuda.driver import FakeDriver
+
+BLOCK, NUM_BLOCKS = 2048, 6
+HALF = BLOCK // 2
+BLOCKS = list(range(NUM_BLOCKS))
+TIMEOUT_S = 20.0
+AT_SOURCE = ("flip", "swap", "stale", "shift")
+AT_COPIES = ("lost copy", "flipped copy")
+
+
+class Worker:
+    """An agent with one region on a GPU."""
+
+    def __init__(self, driver: FakeDriver, device: int, block: int) -> None:
+        self.block = block
+        self.agent = _kvpipe.Agent("127.0.0.1:0", b"", transport(), integrity="checksum")
+        self.memory = driver.memory(block * NUM_BLOCKS, device=device)
+        described = _kvpipe.CudaMemory(self.memory.address, block * NUM_BLOCKS, device, self.memory)
+        registered = self.agent.register("kv", described, block, block)
+        registered.wait(TIMEOUT_S)
+        self.region = registered.result()
+
+
+class Consumer(Worker):
+    """It loads whole blocks, or the half of each with this index."""
+
+    def __init__(self, driver: FakeDriver, half: int | None) -> None:
+        super().__init__(driver, 1, BLOCK if half is None else HALF)
+        self.half = half
+
+    def load(self, producer: Worker, handoff: bytes) -> dict[str, Any]:
+        """Loads all blocks; the event of its end."""
+        self.memory.put(bytes(self.block * NUM_BLOCKS))
+        address, incarnation = str(producer.agent.address), bytes(producer.agent.incarnation)
+        self.agent.load(
+            handoff,
+            address,
+            incarnation,
+            [([self.region], 0, BLOCKS)],
+            True,  # noqa: FBT003
+            source_slice=None if self.half is None else (self.half, 2),
+            is_shared=True,
+        )
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            for event in self.agent.drain():
+                if event["event"] in ("load_completed", "load_failed"):
+                    return event
+            time.sleep(0.0002)
+        raise TimeoutError
+
+    def part_of(self, content: np.ndarray) -> bytes:
+        """Its part of the producer's blocks."""
+        if self.half is None:
+            return content.tobytes()
+        return content[:, HALF * self.half : HALF * (self.half + 1)].tobytes()
+
+
+def at_source(kind: str, content: np.ndarray, before: np.ndarray, rng: random.Random) -> np.ndarray:
+    """The blocks after a fault."""
+    wrong, block = content.copy(), rng.randrange(NUM_BLOCKS)
+    if kind == "flip":
+        wrong[block, rng.randrange(BLOCK)] ^= 1 << rng.randrange(8)
+    elif kind == "swap":
+        other = (block + 1 + rng.randrange(NUM_BLOCKS - 1)) % NUM_BLOCKS
+        wrong[[block, other]] = content[[other, block]]
+    elif kind == "stale":
+        wrong[block] = before[block]
+    else:
+        wrong[block] = np.roll(content[block], 16)
+    return wrong
+
+
+class Trial:
+    """A handoff of which each consumer has loaded all, and loads again with faults."""
+
+    def __init__(self, driver: FakeDriver, rng: random.Random) -> None:
+        self.driver, self.rng = driver, rng
+        self.producer = Worker(driver, 0, BLOCK)
+        self.consumers = [Consumer(driver, half) for half in (None, 0, 1)]
+        self.content = self.before = np.zeros((NUM_BLOCKS, BLOCK), np.uint8)
+        self.handoff = bytes(16)
+
+    def next_handoff(self) -> None:
+        """Ends the handoff, and makes new blocks ready, whose digests are known when this returns."""
+        self.producer.agent.end(self.handoff, "over")
+        self.before, self.handoff = self.content, self.rng.randbytes(16)
+        self.content = np.frombuffer(self.rng.randbytes(BLOCK * NUM_BLOCKS), np.uint8).reshape(NUM_BLOCKS, BLOCK)
+        self.producer.memory.put(self.content.tobytes())
+        ready = _kvpipe.ReadyBlocks([(self.handoff, 0, BLOCKS)])
+        self.producer.agent.mark_ready(ready, [self.producer.region])
+        for consumer in self.consumers:
+            assert self.outcome(consumer) == "right"
+
+    def outcome(self, consumer: Consumer) -> str:
+        """How a load ended: `right`, `corrupt` or what must not be."""
+        event = consumer.load(self.producer, self.handoff)
+        assert event["num_compared"] >= NUM_BLOCKS
+        if event["event"] == "load_failed":
+            assert event["missing"], event
+            return "corrupt" if event["num_corrupt"] > 0 else event["reason"]
+        if consumer.memory.content() != consumer.part_of(self.content):
+            return "WRONG BYTES"
+        return "found, read again" if event["num_corrupt"] > 0 else "right"
+
+    def fault(self, kind: str) -> tuple[str, str]:
+        """Makes a fault; how the load with it ended, and how it should have."""
+        consumer = self.rng.choice(self.consumers)
+        if kind == "lost copy":
+            self.driver.lose_copies(1)
+            return self.outcome(consumer), "found, read again"
+        if kind == "flipped copy":
+            self.driver.flip_copies(1)
+            return self.outcome(consumer), "found, read again"
+        wrong = at_source(kind, self.content, self.before, self.rng)
+        self.producer.memory.put(wrong.tobytes())
+        outcome = self.outcome(consumer)
+        self.producer.memory.put(self.content.tobytes())
+        is_hit = consumer.part_of(wrong) != consumer.part_of(self.content)
+        return outcome, "corrupt" if is_hit else "right"
+
+
+def main() -> None:
+    library, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    driver, rng = FakeDriver(library), random.Random(seed)
+    outcomes: Counter[str] = Counter()
+    with memory_transport():
+        trial = Trial(driver, rng)
+        for number in range(count):
+            if number % 10 == 0:
+                trial.next_handoff()
+            kind = rng.choice(AT_SOURCE + AT_COPIES)
+            outcome, expected = trial.fault(kind)
+            outcomes[f"{kind}: {outcome}" if outcome == expected else f"{kind}: {outcome}, NOT {expected}"] += 1
+    print(json.dumps({"launches": driver.num_calls("cuLaunchKernel"), "outcomes": outcomes}))
+
+
+if __name__ == "__main__":
+    main()
