@@ -114,7 +114,7 @@ class Pipe:
                 `CorruptDataError` at both ends, and the pipe continues with the next tensor. `validate`: it asks the
                 sender, after the last read of a large tensor, whether the tensor is still offered. Otherwise the tensor
                 is lost. What is sent in messages has checksums, unless it is on a GPU. `none`: not at all. `auto`:
-                `checksum` in host memory, `validate` on a GPU, where nothing computes checksums.
+                `checksum` in host memory, `validate` on a GPU, where tensors have no checksums.
             checksum: Deprecated: `True` is `integrity="auto"`, `False` is `integrity="none"`.
             busy_poll_us: As in `listen`.
 

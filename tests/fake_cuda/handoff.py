@@ -3,8 +3,9 @@
     python -m tests.fake_cuda.handoff LIBRARY INTEGRITY LAST [CALL]
 
 The producer's stream writes the blocks late, and an earlier step of the consumer clears its blocks late. `source` or
-`target` is done last; of `host-source` or `host-target` that side has no GPU. It prints `right` or `error: …` for each
-of three handoffs, and whether the call was made in the second or third.
+`target` is done last; of `host-source` or `host-target` that side has no GPU. With `too-early` the producer announces
+without an event, before its stream has written, and the consumer loads after that. It prints `right` or `error: …` for
+each of three handoffs, and whether the call was made in the second or third.
 """
 
 import sys
@@ -53,6 +54,13 @@ class Worker:
         return _kvpipe.CudaEvent.record(self.device, self.memory.stream)
 
 
+def until_written(worker: Worker, written: bytes) -> None:
+    """Waits until the worker's stream has written its blocks."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while bytes_of(worker.memory) != written and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def hand_over(producer: Worker, consumer: Worker, last: str, seed: int) -> FakeMemory | np.ndarray:
     """Loads the producer's blocks. What does not wait for the stream that is done last has time to go wrong."""
     handoff, held, events = bytes([seed]) * 16, [], {}
@@ -62,7 +70,12 @@ def hand_over(producer: Worker, consumer: Worker, last: str, seed: int) -> FakeM
             held.append(worker.hold(written))
             events[worker] = worker.record()
         ready = _kvpipe.ReadyBlocks([(handoff, 0, BLOCKS)])
-        producer.agent.mark_ready(ready, [producer.region], events[producer])
+        is_too_early = last == "too-early"
+        producer.agent.mark_ready(ready, [producer.region], None if is_too_early else events[producer])
+        if is_too_early:
+            time.sleep(PAUSE_S)
+            producer.driver.release(held.pop(0))
+            until_written(producer, content(seed))
         address, incarnation = str(producer.agent.address), bytes(producer.agent.incarnation)
         parts = [([consumer.region], 0, BLOCKS)]
         consumer.agent.load(handoff, address, incarnation, parts, True, events[consumer])  # noqa: FBT003

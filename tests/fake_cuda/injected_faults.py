@@ -1,9 +1,9 @@
-"""Loads from a GPU of the stand-in while blocks change behind the producer's back, or copies go wrong: integrity=checksum.
+"""Loads from a GPU of the stand-in with integrity=checksum, while blocks change behind P's back, or copies go wrong.
 
     python -m tests.fake_cuda.injected_faults LIBRARY COUNT SEED
 
-Each fault is made after the blocks were announced, and before a consumer reads them: of whole blocks, or of one half of each,
-as two ranks of another tensor-parallel size do. It prints a line of JSON with the number of faults of each kind, and how
+Each fault is made after the blocks were announced, and before a consumer reads them: whole blocks, or one half of each,
+as ranks of another tensor-parallel size do. It prints a line of JSON with the number of faults of each kind, and how
 their loads ended.
 """
 

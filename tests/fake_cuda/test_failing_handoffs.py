@@ -32,6 +32,11 @@ def test_a_handoff_between_gpus_that_are_late_on_both_sides_is_right(library, in
     assert run(library, integrity, last)[:3] == ["right", "right", "right"]
 
 
+def test_digests_that_were_computed_before_the_stream_has_written_the_blocks_are_seen_to_differ(library):
+    for outcome in run(library, "checksum", "too-early")[:3]:
+        assert "differs from its checksum" in outcome
+
+
 @pytest.mark.parametrize("without_gpu", ["host-source", "host-target"])
 def test_a_handoff_between_a_gpu_and_the_host_is_right(library, integrity, without_gpu):
     assert run(library, integrity, without_gpu)[:3] == ["right", "right", "right"]

@@ -12,8 +12,10 @@ pub enum Integrity {
     /// As `Checksum` in host memory, as `Validate` in a device's.
     #[default]
     Auto,
-    /// The source computes checksums, and the destination compares.
+    /// The source computes checksums, and the destination compares. It refuses handoffs of a source that validates.
     Checksum,
+    /// As `Checksum`, and the destination accepts a source that validates.
+    PreferChecksum,
     /// The source computes no checksums. The destination asks, after its last read, whether the source still holds what
     /// it exposed.
     Validate,
@@ -35,17 +37,17 @@ impl Integrity {
     #[must_use]
     pub fn resolved(self, memory: MemoryKind) -> Self {
         match (self, memory) {
-            (Self::Auto, MemoryKind::Host) => Self::Checksum,
+            (Self::Auto, MemoryKind::Host) | (Self::PreferChecksum, _) => Self::Checksum,
             (Self::Auto, MemoryKind::Cuda { .. }) => Self::Validate,
             (other, _) => other,
         }
     }
 
     /// # Errors
-    /// There are no checksums of such memory.
-    pub(crate) fn check(self, memory: MemoryKind) -> Result<()> {
+    /// There are no checksums of tensors in such memory.
+    pub(crate) fn check_tensor(self, memory: MemoryKind) -> Result<()> {
         if self == Self::Checksum && memory != MemoryKind::Host {
-            let text = "integrity=checksum: nothing computes checksums on a GPU; set auto, validate or none";
+            let text = "integrity=checksum: a Pipe has no checksums of tensors on a GPU; set auto, validate or none";
             return Err(Error::Config(text.to_owned()));
         }
         Ok(())
@@ -59,6 +61,7 @@ impl FromStr for Integrity {
         match text {
             "auto" => Ok(Self::Auto),
             "checksum" => Ok(Self::Checksum),
+            "prefer-checksum" => Ok(Self::PreferChecksum),
             "validate" => Ok(Self::Validate),
             "none" => Ok(Self::None),
             other => Err(Error::Config(format!(
@@ -85,15 +88,19 @@ mod tests {
             assert_eq!(chosen.resolved(MemoryKind::Host), chosen);
             assert_eq!(chosen.resolved(device), chosen);
         }
+        let preferred: Integrity = "prefer-checksum".parse().unwrap();
+        for kind in [MemoryKind::Host, device] {
+            assert_eq!(preferred.resolved(kind), Integrity::Checksum);
+        }
     }
 
     #[test]
-    fn checksums_of_memory_of_a_device_are_refused_where_they_were_asked_for_by_name() {
+    fn checksums_of_tensors_on_a_device_are_refused_where_they_were_asked_for_by_name() {
         let device = MemoryKind::Cuda { device: 1 };
-        assert!(Integrity::Checksum.check(device).is_err());
-        assert_eq!(Integrity::Checksum.check(MemoryKind::Host), Ok(()));
+        assert!(Integrity::Checksum.check_tensor(device).is_err());
+        assert_eq!(Integrity::Checksum.check_tensor(MemoryKind::Host), Ok(()));
         for other in [Integrity::Auto, Integrity::Validate, Integrity::None] {
-            assert_eq!(other.check(device), Ok(()));
+            assert_eq!(other.check_tensor(device), Ok(()));
         }
     }
 

@@ -68,24 +68,16 @@ def test_a_model_runner_that_zeroes_blocks_before_it_calls_the_connector_is_not_
         ("auto", "it zeroes blocks", "cpu", "auto"),
         ("checksum", "it zeroes blocks", "cpu", "checksum"),
         ("validate", "", "cpu", "validate"),
-        ("validate", "it zeroes blocks", "cpu", "auto"),
+        ("validate", "it zeroes blocks", "cpu", "prefer-checksum"),
         ("auto", "", "cuda", "auto"),
+        ("checksum", "", "cuda", "checksum"),
         ("validate", "", "cuda", "validate"),
+        ("auto", "it zeroes blocks", "cuda", "prefer-checksum"),
+        ("validate", "it zeroes blocks", "cuda", "prefer-checksum"),
     ],
 )
 def test_the_agent_validates_what_it_may(setting: str, objection: str, device: str, chosen: str) -> None:
     assert choose_integrity(setting, objection, device) == chosen
-
-
-@pytest.mark.parametrize("setting", ["auto", "validate"])
-def test_a_cache_on_a_device_that_cannot_be_validated_is_refused(setting: str) -> None:
-    with pytest.raises(ConfigError, match="it zeroes blocks"):
-        choose_integrity(setting, "it zeroes blocks", "cuda")
-
-
-def test_checksums_of_a_cache_on_a_device_are_refused_with_the_line_to_write() -> None:
-    with pytest.raises(ConfigError, match='write "integrity": "validate" or "auto"'):
-        choose_integrity("checksum", "", "cuda")
 
 
 def test_checksums_instead_of_validation_are_logged_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

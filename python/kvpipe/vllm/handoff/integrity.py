@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvpipe.exceptions import ConfigError
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -19,23 +17,12 @@ logger = logging.getLogger("vllm.kvpipe.integrity")
 
 
 def choose_integrity(setting: str, objection: str, device: str) -> str:
-    """Returns the integrity with which the worker's agent starts, for a cache on this type of device.
-
-    Raises:
-        ConfigError: There are neither checksums nor validation for the cache.
-    """
-    is_on_host = device == "cpu"
-    if setting == "checksum" and not is_on_host:
-        message = f'integrity=checksum: blocks on {device} have no checksums; write "integrity": "validate" or "auto"'
-        raise ConfigError(message)
-    wants_validate = setting == "validate" or not is_on_host
-    if wants_validate and objection and not is_on_host:
-        message = f"KV cache on {device} has no checksums, and validation is not possible: {objection}"
-        raise ConfigError(message)
+    """Returns the integrity with which the worker's agent starts, for a cache on this type of device."""
+    wants_validate = setting == "validate" or (setting == "auto" and device != "cpu")
     if wants_validate and objection:
         logger.warning("integrity.fallback checksums instead of validation: %s", objection)
         # Unlike `checksum`, it accepts producers that validate.
-        return "auto"
+        return "prefer-checksum"
     logger.info("integrity.set integrity=%s", setting)
     return setting
 

@@ -86,7 +86,7 @@ class WorkerRole:
         config: Settings of the connector.
 
     Raises:
-        ConfigError: The device cannot be used, or not with this integrity.
+        ConfigError: The device cannot be used.
         TransportUnavailableError: UCX cannot reach the device.
     """
 

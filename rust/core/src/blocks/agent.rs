@@ -73,8 +73,8 @@ pub struct Agent {
     pub(super) incarnation: Incarnation,
     pub(super) shared: Arc<SharedAgentState>,
     pub(super) handoffs: Arc<HandoffShared>,
-    /// True if the blocks that it reads and writes have checksums.
-    pub(super) is_checksummed: bool,
+    /// That of its configuration.
+    pub(super) integrity: Integrity,
 }
 
 impl Agent {
@@ -106,7 +106,7 @@ impl Agent {
             incarnation,
             shared,
             handoffs,
-            is_checksummed: integrity != Integrity::None,
+            integrity,
         })
     }
 

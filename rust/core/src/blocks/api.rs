@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::Buffer;
+use kvpipe_ucx::{Buffer, Digests};
 
 use super::agent_core::BlocksCommand;
 use super::metadata::Metadata;
@@ -17,6 +17,7 @@ use super::{Agent, AgentCommand, Notification, Options, Peer, Plan, Region, Stat
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::Incarnation;
+use crate::integrity::Integrity;
 use crate::net::address::check_address;
 use crate::transfer::region::{Layout, NAME_CAP, Pieces};
 use crate::work::{Completer, Waited, Work};
@@ -70,6 +71,9 @@ impl Agent {
             )));
         }
         let layout = Layout::new(buffer.len() as u64, block_bytes, stride)?;
+        if self.integrity != Integrity::None {
+            Digests::prepare(buffer.kind());
+        }
         let memory = self.reactor.register(buffer)?;
         self.register_region(LocalRegion::new(name, layout, is_writable, memory)?)
     }
@@ -200,7 +204,7 @@ impl Agent {
             region: plan.local.id(),
             remote_region: plan.remote.id,
             pieces,
-            is_checksummed: self.is_checksummed,
+            is_checksummed: self.integrity != Integrity::None,
             deadline,
         }
     }

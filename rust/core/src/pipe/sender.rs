@@ -113,7 +113,7 @@ impl Sender {
             return Ok((SenderMessage::Eager { meta, bytes }, None));
         }
         let buffer = send.buffer.clone();
-        self.integrity.check(buffer.kind())?;
+        self.integrity.check_tensor(buffer.kind())?;
         let (exposed, buffer) = ExposedBuffer::new(links, session, buffer, self.integrity)?;
         Ok((SenderMessage::Offer { meta, buffer }, Some(exposed)))
     }

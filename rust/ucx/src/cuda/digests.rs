@@ -78,6 +78,17 @@ impl Digests {
     /// Most blocks of one launch.
     pub const BLOCKS_CAP: usize = ITEMS_CAP;
 
+    /// Makes ready what digests of such memory need, unless that was done: the driver compiles the kernel, for which no
+    /// transfer should wait. A failure is logged, and repeated by [`begin`](Self::begin).
+    pub fn prepare(kind: MemoryKind) {
+        if let MemoryKind::Cuda { device: ordinal } = kind
+            && let Ok(driver) = driver()
+            && let Ok((current, device)) = driver.enter(ordinal)
+        {
+            let _ = device.digester(&driver.calls, &current);
+        }
+    }
+
     /// Computes digests on a stream of its own, which waits for no other: of the bytes that are there now, if nothing
     /// writes them. `on_digested` is called once.
     ///

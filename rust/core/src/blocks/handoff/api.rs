@@ -11,13 +11,14 @@ use super::shared::Event;
 use crate::blocks::{Agent, AgentCommand, Region};
 use crate::error::{Error, Result};
 use crate::ids::{HandoffId, RegionId};
+use crate::integrity::Integrity;
 use crate::sync::lock;
 use crate::trace::Trace;
 use crate::transfer::region::Slice;
 
 impl Agent {
     fn check_integrity(&self) -> Result<()> {
-        if self.is_checksummed {
+        if self.integrity != Integrity::None {
             return Ok(());
         }
         let text = "integrity=none: a handoff is always verified; set auto, checksum or validate";

@@ -59,6 +59,12 @@ impl DigestQueue {
         self.running.len() + self.waiting.len()
     }
 
+    /// Number of lengths of blocks.
+    #[cfg(test)]
+    pub(super) fn num_shifts(&self) -> usize {
+        self.shifts.len()
+    }
+
     /// The checksum of a block at a place, from the digest of its bytes. Their number is one for which
     /// [`HandoffService::digest`] was called.
     pub(super) fn checksum(

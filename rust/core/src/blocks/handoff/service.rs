@@ -351,6 +351,7 @@ impl TransferService for HandoffService {
             ("batches", self.batches.len()),
             ("ready queue", self.ready.len()),
             ("digests", self.digests.len()),
+            ("shifts of digests", self.digests.num_shifts()),
             ("handoffs ended by callers", self.shared.num_ended()),
             ("handoff events", self.shared.events.len()),
         ];
