@@ -1,6 +1,7 @@
 """Loads from a GPU of the stand-in with integrity=checksum, while blocks change behind P's back, or copies go wrong.
 
     python -m tests.fake_cuda.injected_faults LIBRARY COUNT SEED
+    python -m tests.fake_cuda.injected_faults cuda:0 COUNT SEED    on a GPU, where no copies go wrong
 
 Each fault is made after the blocks were announced, and before a consumer reads them: whole blocks, or one half of each,
 as ranks of another tensor-parallel size do. It prints a line of JSON with the number of faults of each kind, and how
@@ -19,7 +20,7 @@ import numpy as np
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
 from kvpipe.testing import memory_transport
-from tests.fake_cuda.driver import FakeDriver
+from tests.fake_cuda.driver import FakeDriver, FakeMemory
 
 BLOCK, NUM_BLOCKS = 2048, 6
 HALF = BLOCK // 2
@@ -29,13 +30,46 @@ AT_SOURCE = ("flip", "swap", "stale", "shift")
 AT_COPIES = ("lost copy", "flipped copy")
 
 
+class TorchMemory:
+    """Bytes on a GPU."""
+
+    def __init__(self, num_bytes: int, device: str) -> None:
+        import torch  # noqa: PLC0415 - only where there is a GPU
+
+        self._torch: Any = torch
+        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.address = self._bytes.data_ptr()
+
+    def put(self, content: bytes) -> None:
+        """Has other bytes when this returns."""
+        self._bytes.copy_(self._torch.frombuffer(bytearray(content), dtype=self._torch.uint8))
+        self._torch.cuda.synchronize()
+
+    def content(self) -> bytes:
+        return bytes(self._bytes.cpu().numpy().tobytes())
+
+
+class Gpu:
+    """A GPU in place of the stand-in. Both workers are there."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def memory(self, num_bytes: int) -> TorchMemory:
+        return TorchMemory(num_bytes, self._device)
+
+
 class Worker:
     """An agent with one region on a GPU."""
 
-    def __init__(self, driver: FakeDriver, device: int, block: int) -> None:
+    def __init__(self, driver: FakeDriver | Gpu, device: int, block: int) -> None:
         self.block = block
         self.agent = _kvpipe.Agent("127.0.0.1:0", b"", transport(), integrity="checksum")
-        self.memory = driver.memory(block * NUM_BLOCKS, device=device)
+        self.memory: FakeMemory | TorchMemory
+        if isinstance(driver, Gpu):
+            device, self.memory = 0, driver.memory(block * NUM_BLOCKS)
+        else:
+            self.memory = driver.memory(block * NUM_BLOCKS, device=device)
         described = _kvpipe.CudaMemory(self.memory.address, block * NUM_BLOCKS, device, self.memory)
         registered = self.agent.register("kv", described, block, block)
         registered.wait(TIMEOUT_S)
@@ -45,7 +79,7 @@ class Worker:
 class Consumer(Worker):
     """It loads whole blocks, or the half of each with this index."""
 
-    def __init__(self, driver: FakeDriver, half: int | None) -> None:
+    def __init__(self, driver: FakeDriver | Gpu, half: int | None) -> None:
         super().__init__(driver, 1, BLOCK if half is None else HALF)
         self.half = half
 
@@ -95,7 +129,7 @@ def at_source(kind: str, content: np.ndarray, before: np.ndarray, rng: random.Ra
 class Trial:
     """A handoff of which each consumer has loaded all, and loads again with faults."""
 
-    def __init__(self, driver: FakeDriver, rng: random.Random) -> None:
+    def __init__(self, driver: FakeDriver | Gpu, rng: random.Random) -> None:
         self.driver, self.rng = driver, rng
         self.producer = Worker(driver, 0, BLOCK)
         self.consumers = [Consumer(driver, half) for half in (None, 0, 1)]
@@ -127,11 +161,9 @@ class Trial:
     def fault(self, kind: str) -> tuple[str, str]:
         """Makes a fault; how the load with it ended, and how it should have."""
         consumer = self.rng.choice(self.consumers)
-        if kind == "lost copy":
-            self.driver.lose_copies(1)
-            return self.outcome(consumer), "found, read again"
-        if kind == "flipped copy":
-            self.driver.flip_copies(1)
+        if isinstance(self.driver, FakeDriver) and kind in AT_COPIES:
+            go_wrong = self.driver.lose_copies if kind == "lost copy" else self.driver.flip_copies
+            go_wrong(1)
             return self.outcome(consumer), "found, read again"
         wrong = at_source(kind, self.content, self.before, self.rng)
         self.producer.memory.put(wrong.tobytes())
@@ -142,18 +174,20 @@ class Trial:
 
 
 def main() -> None:
-    library, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    driver, rng = FakeDriver(library), random.Random(seed)
+    place, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    driver = Gpu(place) if place.startswith("cuda:") else FakeDriver(place)
+    kinds, rng = AT_SOURCE if isinstance(driver, Gpu) else AT_SOURCE + AT_COPIES, random.Random(seed)
     outcomes: Counter[str] = Counter()
     with memory_transport():
         trial = Trial(driver, rng)
         for number in range(count):
             if number % 10 == 0:
                 trial.next_handoff()
-            kind = rng.choice(AT_SOURCE + AT_COPIES)
+            kind = rng.choice(kinds)
             outcome, expected = trial.fault(kind)
             outcomes[f"{kind}: {outcome}" if outcome == expected else f"{kind}: {outcome}, NOT {expected}"] += 1
-    print(json.dumps({"launches": driver.num_calls("cuLaunchKernel"), "outcomes": outcomes}))
+    launches = driver.num_calls("cuLaunchKernel") if isinstance(driver, FakeDriver) else None
+    print(json.dumps({"launches": launches, "outcomes": outcomes}))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,10 @@ def new_caches(form: str) -> dict[str, torch.Tensor]:
 
 
 class Instance:
-    """A worker role with its caches on the GPU."""
+    """A worker role with its caches on the GPU, of a form `together`, or `together with checksum` for its integrity."""
 
     def __init__(self, form: str) -> None:
+        form, _, integrity = form.partition(" with ")
         caches = new_caches(form)
         engine = WorkerEngine(
             rank=0,
@@ -40,7 +41,7 @@ class Instance:
             num_hooked_layers=len(caches),
             device="cuda",
         )
-        self.worker = WorkerRole(engine, ConnectorConfig(silence_s=20))
+        self.worker = WorkerRole(engine, ConnectorConfig(silence_s=20, integrity=integrity or "auto"))
         self.worker.register(caches)
         self.order = self.worker._order
         self.layers = list(caches)
