@@ -248,9 +248,10 @@ def _begin() -> Iterator[str]:
     yield "mov.u32      %a, %ntid.x;"
     yield "shr.u32      %a, %a, 5;"
     yield "mov.u32      %b, %ctaid.x;"
-    yield "mad.lo.u32   %index, %b, %a, %index;"
-    yield "mov.u32      %b, %nctaid.x;"
-    yield "mul.lo.u32   %num_warps, %a, %b;"
+    # Few blocks go to as many multiprocessors as there are.
+    yield "mov.u32      %num_warps, %nctaid.x;"
+    yield "mad.lo.u32   %index, %index, %num_warps, %b;"
+    yield "mul.lo.u32   %num_warps, %a, %num_warps;"
 
 
 def kernel() -> str:

@@ -71,10 +71,16 @@ impl Agent {
             )));
         }
         let layout = Layout::new(buffer.len() as u64, block_bytes, stride)?;
-        if self.integrity != Integrity::None {
-            Digests::prepare(buffer.kind());
-        }
+        let kind = buffer.kind();
         let memory = self.reactor.register(buffer)?;
+        let prepared = Digests::prepare(kind);
+        if let Err(error) = prepared
+            && self.integrity.resolved(kind) == Integrity::Checksum
+        {
+            return Err(Error::Unavailable(format!(
+                "integrity=checksum: this GPU computes no digests of blocks ({error}); set auto, validate or none"
+            )));
+        }
         self.register_region(LocalRegion::new(name, layout, is_writable, memory)?)
     }
 

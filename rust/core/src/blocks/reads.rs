@@ -176,6 +176,18 @@ impl AgentCore {
         Ok((Arc::clone(&local.memory), local.layout.clone()))
     }
 
+    /// Something besides transfers reads a region, so that its closing waits.
+    pub(crate) fn use_begins(&mut self, region: RegionId) {
+        if let Some(region) = self.local_region_mut(region) {
+            region.num_transfers += 1;
+        }
+    }
+
+    /// The end of such a use.
+    pub(crate) fn use_ends(&mut self, region: RegionId) {
+        self.end_transfer(region, &[], false);
+    }
+
     /// A transfer of a region is over, after its caller knew of its failure or not.
     pub(super) fn end_transfer(&mut self, region: RegionId, ids: &[u32], was_late: bool) {
         if let Some(region) = self.local_region_mut(region) {

@@ -1,13 +1,12 @@
 //! Copies of many pieces of GPU memory by one launch of a kernel. A copy of the CUDA driver's own costs several
 //! microseconds for each piece, whatever its size.
 
-use super::kernel::{Code, ITEMS_CAP, Kernel};
+use super::kernel::{Code, ITEMS_CAP, Kernel, Report};
 use super::{CUdeviceptr, Calls, CudaError, Current, Device, driver};
 
 const CODE: Code = Code {
     ptx: concat!(include_str!("copy_chunks.ptx"), "\0"),
     entry: c"kvpipe_copy_chunks",
-    items_at_a_time: 1,
 };
 /// A chunk is what a thread block copies at a time.
 const CHUNK_BYTES: usize = 32 << 10;
@@ -39,6 +38,12 @@ impl Copier {
         Kernel::new(calls, current, CODE).map(Self)
     }
 
+    /// Number of lists that no launch uses.
+    #[cfg(test)]
+    pub(super) fn num_free(&self) -> usize {
+        self.0.num_free()
+    }
+
     /// Launches the kernel, and has `on_copied` called when it has ended.
     ///
     /// # Errors
@@ -54,9 +59,12 @@ impl Copier {
         on_copied: OnCopied,
     ) -> Result<(), CudaError> {
         let chunks = chunks(pieces);
-        let on_ended = Box::new(move |chunks: Option<&[Chunk]>| on_copied(chunks.is_some()));
+        let on_ended = move |chunks: Option<&[Chunk]>| -> Report {
+            let is_copied = chunks.is_some();
+            Box::new(move || on_copied(is_copied))
+        };
         // SAFETY: the caller's promise.
-        unsafe { self.0.launch(calls, current, &chunks, on_ended) }.map(drop)
+        unsafe { self.0.launch(calls, current, &chunks, Box::new(on_ended)) }.map(drop)
     }
 }
 
@@ -96,7 +104,7 @@ impl Device {
     fn copier(&self, calls: &Calls, current: &Current<'_>) -> Result<&Copier, CudaError> {
         let copier = self.copier.get_or_init(|| {
             Copier::new(calls, current)
-                .inspect_err(|error| tracing::warn!(%error, "cuda.no_kernel"))
+                .inspect_err(|error| tracing::warn!(%error, kernel = "copy", "cuda.no_kernel"))
         });
         copier.as_ref().map_err(Clone::clone)
     }

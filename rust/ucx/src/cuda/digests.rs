@@ -3,17 +3,14 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::kernel::{Code, ITEMS_CAP, Kernel, NUM_THREADS};
+use super::kernel::{Code, ITEMS_CAP, Kernel, Report};
 use super::{CUdeviceptr, CUstream, Calls, CudaError, Current, Device, driver};
 use crate::buffer::{Buffer, MemoryKind};
 
 const CODE: Code = Code {
     ptx: concat!(include_str!("digest_blocks.ptx"), "\0"),
     entry: c"kvpipe_digest_blocks",
-    items_at_a_time: NUM_THREADS / NUM_LANES,
 };
-/// Threads of a warp, which computes one block.
-const NUM_LANES: u32 = 32;
 
 /// A block, as the kernel reads it, and its digest, which the kernel writes.
 #[repr(C)]
@@ -38,7 +35,7 @@ impl Device {
     fn digester(&self, calls: &Calls, current: &Current<'_>) -> Result<&Digester, CudaError> {
         let digester = self.digester.get_or_init(|| {
             Digester::new(calls, current)
-                .inspect_err(|error| tracing::warn!(%error, "cuda.no_kernel"))
+                .inspect_err(|error| tracing::warn!(%error, kernel = "digest", "cuda.no_kernel"))
         });
         digester.as_ref().map_err(Clone::clone)
     }
@@ -79,18 +76,21 @@ impl Digests {
     pub const BLOCKS_CAP: usize = ITEMS_CAP;
 
     /// Makes ready what digests of such memory need, unless that was done: the driver compiles the kernel, for which no
-    /// transfer should wait. A failure is logged, and repeated by [`begin`](Self::begin).
-    pub fn prepare(kind: MemoryKind) {
-        if let MemoryKind::Cuda { device: ordinal } = kind
-            && let Ok(driver) = driver()
-            && let Ok((current, device)) = driver.enter(ordinal)
-        {
-            let _ = device.digester(&driver.calls, &current);
-        }
+    /// transfer should wait.
+    ///
+    /// # Errors
+    /// The driver's error, which is logged, too. No digest of this device's memory will be computed.
+    pub fn prepare(kind: MemoryKind) -> Result<(), CudaError> {
+        let MemoryKind::Cuda { device: ordinal } = kind else {
+            return Ok(());
+        };
+        let driver = driver()?;
+        let (current, device) = driver.enter(ordinal)?;
+        device.digester(&driver.calls, &current).map(drop)
     }
 
-    /// Computes digests on a stream of its own, which waits for no other: of the bytes that are there now, if nothing
-    /// writes them. `on_digested` is called once.
+    /// Computes digests on a stream that waits for none of others: of the bytes that are there now, if nothing writes them.
+    /// `on_digested` is called once.
     ///
     /// # Errors
     /// The driver's error, blocks that are not of one GPU, or more than [`BLOCKS_CAP`](Self::BLOCKS_CAP) of them. Nothing
@@ -157,12 +157,12 @@ impl Digester {
         let items = items.ok_or_else(|| CudaError::new("blocks that are not all of one GPU"))?;
         let outcome = Arc::new(Mutex::new(None));
         let shared = Arc::clone(&outcome);
-        let on_ended = move |items: Option<&[DigestedBlock]>| {
+        let on_ended = move |items: Option<&[DigestedBlock]>| -> Report {
             let digests = items.map(|items| items.iter().map(|item| item.digest).collect());
             let digests =
                 digests.ok_or_else(|| CudaError::new("the GPU failed while it computed digests"));
             *shared.lock().unwrap_or_else(PoisonError::into_inner) = Some(digests);
-            on_digested();
+            on_digested
         };
         // SAFETY: each block is in bounds of memory of this device, by the contract of Buffer::from_raw_parts; what is
         // returned keeps it until the kernel has ended.

@@ -25,20 +25,19 @@ const CU_MEMHOSTALLOC_PORTABLE_DEVICEMAP: u32 = 1 | 2;
 pub(super) struct Code {
     pub(super) ptx: &'static str,
     pub(super) entry: &'static CStr,
-    /// Number of items that a thread block works off at a time.
-    pub(super) items_at_a_time: u32,
 }
 
-/// Called when a launch has ended, with its items as the kernel has left them, or none after an error of the device's. It
-/// runs on a thread of the CUDA driver's, and must not call CUDA.
-pub(super) type OnEnded<T> = Box<dyn FnOnce(Option<&[T]>) + Send>;
+/// Called when a launch has ended, with its items as the kernel has left them, or none after an error of the device's. What
+/// it returns is called once the list can be used again. Both run on a thread of the CUDA driver's, and must not call CUDA.
+pub(super) type OnEnded<T> = Box<dyn FnOnce(Option<&[T]>) -> Report + Send>;
+pub(super) type Report = Box<dyn FnOnce()>;
 
 /// A device's kernel, with streams of its own. All of it lives as long as the process.
 pub(super) struct Kernel<T> {
-    code: Code,
     function: CUfunction,
+    /// Streams for lists that are made later.
     streams: [CUstream; NUM_STREAMS],
-    num_launches: AtomicUsize,
+    num_lists: AtomicUsize,
     /// Lists of items that no launch uses.
     free_lists: Mutex<Vec<ItemList<T>>>,
 }
@@ -49,7 +48,11 @@ unsafe impl<T: Send> Send for Kernel<T> {}
 unsafe impl<T: Send> Sync for Kernel<T> {}
 
 /// Page-locked memory for [`ITEMS_CAP`] items, which the kernel reads and writes. It is never freed.
-struct ItemList<T>(*mut T);
+struct ItemList<T> {
+    items: *mut T,
+    /// Launches with this list run here. The first lists have each a stream of their own.
+    stream: CUstream,
+}
 
 // SAFETY: one owner at a time uses the memory.
 unsafe impl<T: Send> Send for ItemList<T> {}
@@ -67,14 +70,28 @@ type Launched<T> = (ItemList<T>, usize, OnEnded<T>);
 impl<T: Copy> Launch<T> {
     /// Ends it; a second call does nothing.
     fn end(&self, has_succeeded: bool) {
-        let parts = self.parts.lock();
-        let parts = parts.unwrap_or_else(PoisonError::into_inner).take();
-        if let Some((list, num_items, on_ended)) = parts {
-            // SAFETY: the list has so many items, and the GPU uses it no more.
-            let items = unsafe { std::slice::from_raw_parts(list.0, num_items) };
-            on_ended(has_succeeded.then_some(items));
+        if let Some((list, num_items, on_ended)) = self.take() {
+            let items = has_succeeded.then(|| {
+                // SAFETY: the list has so many items, and the GPU uses it no more.
+                unsafe { std::slice::from_raw_parts(list.items, num_items) }
+            });
+            let report = on_ended(items);
+            // The next launch, which the report may lead to, finds it.
             self.kernel.give_back(list);
+            report();
         }
+    }
+
+    /// Ends it, although the kernel may run yet: the list is never used again.
+    fn abandon(&self) {
+        if let Some((_, _, on_ended)) = self.take() {
+            on_ended(None)();
+        }
+    }
+
+    fn take(&self) -> Option<Launched<T>> {
+        let parts = self.parts.lock();
+        parts.unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 
@@ -100,27 +117,30 @@ impl<T: Copy + Send> Kernel<T> {
             calls.check(made, "cuStreamCreate")?;
         }
         let kernel = Self {
-            code,
             function,
             streams,
-            num_launches: AtomicUsize::new(0),
+            num_lists: AtomicUsize::new(0),
             free_lists: Mutex::default(),
         };
         // Later allocations would wait for kernels that run.
         for _ in 0..NUM_STREAMS {
-            kernel.give_back(Self::new_list(calls)?);
+            kernel.give_back(kernel.new_list(calls)?);
         }
         Ok(kernel)
     }
 
-    fn new_list(calls: &Calls) -> Result<ItemList<T>, CudaError> {
-        let mut list = null_mut();
+    fn new_list(&self, calls: &Calls) -> Result<ItemList<T>, CudaError> {
+        let mut items = null_mut();
         let num_bytes = ITEMS_CAP * size_of::<T>();
         let flags = CU_MEMHOSTALLOC_PORTABLE_DEVICEMAP;
-        // SAFETY: a context is current, and `list` is a valid place.
-        let code = unsafe { (calls.cuMemHostAlloc)(&raw mut list, num_bytes, flags) };
+        // SAFETY: a context is current, and `items` is a valid place.
+        let code = unsafe { (calls.cuMemHostAlloc)(&raw mut items, num_bytes, flags) };
         calls.check(code, "cuMemHostAlloc")?;
-        Ok(ItemList(list.cast()))
+        let number = self.num_lists.fetch_add(1, Ordering::Relaxed);
+        Ok(ItemList {
+            items: items.cast(),
+            stream: self.streams[number % NUM_STREAMS],
+        })
     }
 
     fn acquire_list(&self, calls: &Calls) -> Result<ItemList<T>, CudaError> {
@@ -128,11 +148,11 @@ impl<T: Copy + Send> Kernel<T> {
         if let Some(list) = free.unwrap_or_else(PoisonError::into_inner).pop() {
             return Ok(list);
         }
-        Self::new_list(calls)
+        self.new_list(calls)
     }
 
-    /// Launches the kernel on a stream of its own, which waits for no other, and has `on_ended` called when it has ended.
-    /// Returns the stream.
+    /// Launches the kernel on one of its streams, which waits for no stream of others, and has `on_ended` called when it
+    /// has ended. Returns the stream.
     ///
     /// # Errors
     /// The driver's error, or there are more than [`ITEMS_CAP`] items: nothing is launched, and `on_ended` is not called.
@@ -152,14 +172,13 @@ impl<T: Copy + Send> Kernel<T> {
             return Err(CudaError(text));
         }
         let list = self.acquire_list(calls)?;
+        let (place, len) = (list.items, items.len());
         // SAFETY: the list has room for so many, and no other thread uses it.
-        unsafe { list.0.copy_from_nonoverlapping(items.as_ptr(), items.len()) };
-        let number = self.num_launches.fetch_add(1, Ordering::Relaxed);
-        let stream = self.streams[number % NUM_STREAMS];
-        let (mut address, mut num) = (list.0 as CUdeviceptr, num_items);
+        unsafe { place.copy_from_nonoverlapping(items.as_ptr(), len) };
+        let stream = list.stream;
+        let (mut address, mut num) = (list.items as CUdeviceptr, num_items);
         let mut parameters = [(&raw mut address).cast(), (&raw mut num).cast::<c_void>()];
-        let num_blocks = num_items.div_ceil(self.code.items_at_a_time);
-        let num_blocks = num_blocks.clamp(1, THREAD_BLOCKS_CAP);
+        let num_blocks = num_items.clamp(1, THREAD_BLOCKS_CAP);
         // SAFETY: a context is current, the kernel has these two parameters, and the list lives until the callback.
         let code = unsafe {
             (calls.cuLaunchKernel)(
@@ -182,7 +201,7 @@ impl<T: Copy + Send> Kernel<T> {
         }
         let launch = Arc::new(Launch {
             kernel: self,
-            parts: Mutex::new(Some((list, items.len(), on_ended))),
+            parts: Mutex::new(Some((list, len, on_ended))),
         });
         let shared = Arc::into_raw(Arc::clone(&launch)).cast_mut().cast();
         // Unlike a function of cuLaunchHostFunc, a callback is called after an error too.
@@ -191,13 +210,22 @@ impl<T: Copy + Send> Kernel<T> {
         if calls.check(code, "cuStreamAddCallback").is_err() {
             // The callback's share is leaked, lest it is called nevertheless.
             // SAFETY: our stream.
-            launch.end(unsafe { calls.synchronize(stream) }.is_ok());
+            match unsafe { calls.synchronize(stream) } {
+                Ok(()) => launch.end(true),
+                Err(_) => launch.abandon(),
+            }
         }
         Ok(stream)
     }
 }
 
 impl<T> Kernel<T> {
+    /// Number of lists that no launch uses.
+    #[cfg(test)]
+    pub(super) fn num_free(&self) -> usize {
+        self.free_lists.lock().unwrap().len()
+    }
+
     fn give_back(&self, list: ItemList<T>) {
         let free = self.free_lists.lock();
         free.unwrap_or_else(PoisonError::into_inner).push(list);

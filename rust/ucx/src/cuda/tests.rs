@@ -91,7 +91,8 @@ unsafe extern "C" fn query(stream: CUstream) -> CUresult {
 }
 
 unsafe extern "C" fn synchronize(stream: CUstream) -> CUresult {
-    note(format!("synchronize {:#x}", stream.addr()))
+    note(format!("synchronize {:#x}", stream.addr()));
+    SYNCHRONIZED.get()
 }
 
 unsafe extern "C" fn copy_to(
@@ -133,6 +134,7 @@ thread_local! {
     static LAUNCHED: Cell<CUresult> = const { Cell::new(CUDA_SUCCESS) };
     static CALLED_BACK: Cell<CUresult> = const { Cell::new(CUDA_SUCCESS) };
     static ENDED: Cell<CUresult> = const { Cell::new(CUDA_SUCCESS) };
+    static SYNCHRONIZED: Cell<CUresult> = const { Cell::new(CUDA_SUCCESS) };
     /// A callback that the driver has refused, and calls nevertheless, or one that it has yet to call.
     static UNCALLED: Cell<Option<(CUstreamCallback, usize)>> = const { Cell::new(None) };
     /// True if kernels do not end.
@@ -448,6 +450,32 @@ fn the_lists_of_copies_that_have_ended_or_were_refused_are_used_again() {
 }
 
 #[test]
+fn the_list_of_a_copy_is_free_when_its_end_is_reported() {
+    let copies = Copies::new();
+    let num_free = copies.copier.num_free();
+    let (kernel, found) = (copies.copier, Arc::new(Mutex::new(0)));
+    let at_end = Arc::clone(&found);
+    let on_copied = Box::new(move |_| *at_end.lock().unwrap() = kernel.num_free());
+    let current = copies.driver.push(null_mut()).unwrap();
+    // SAFETY: there are no pieces.
+    unsafe { kernel.launch(&copies.driver.calls, &current, &[], on_copied) }.unwrap();
+    assert_eq!(*found.lock().unwrap(), num_free);
+}
+
+#[test]
+fn the_list_of_a_copy_that_may_run_yet_is_not_used_again() {
+    let copies = Copies::new();
+    let num_free = copies.copier.num_free();
+    CALLED_BACK.set(REFUSED);
+    SYNCHRONIZED.set(REFUSED);
+    copies.copy(&[]).unwrap();
+    CALLED_BACK.set(CUDA_SUCCESS);
+    SYNCHRONIZED.set(CUDA_SUCCESS);
+    assert_eq!(copies.ended(), [false]);
+    assert_eq!(copies.copier.num_free(), num_free - 1);
+}
+
+#[test]
 fn a_launch_takes_no_more_pieces_than_its_list_has_room_for() {
     let small = std::iter::repeat_n(1, 10_000);
     assert_eq!(num_pieces_of_launch(small), 8192);
@@ -500,7 +528,7 @@ fn digests_of_blocks_of_several_buffers_come_in_the_order_of_the_blocks() {
     let expected = vec![raw(&others[7..263]), raw(&bytes[..4096]), 0];
     assert_eq!(digests.unwrap().get(), Some(Ok(expected)));
     assert_eq!(*num_ended.lock().unwrap(), 1);
-    assert!(called().contains(&"launch 3 digests by 1 blocks".to_owned()));
+    assert!(called().contains(&"launch 3 digests by 3 blocks".to_owned()));
 }
 
 #[test]

@@ -23,6 +23,9 @@ const SLICE: u64 = 8 << 20;
 /// Cost of announcing a block, in bytes of checksums that take as long.
 const ANNOUNCEMENT: u64 = 1 << 10;
 
+/// A GPU computes about so many bytes in the time of one here.
+const DEVICE_FACTOR: u64 = 64;
+
 /// True if blocks in such memory are announced with checksums.
 fn has_checksums(integrity: Integrity, memory: &Memory) -> bool {
     integrity.resolved(memory.buffer().kind()) == Integrity::Checksum
@@ -31,7 +34,7 @@ fn has_checksums(integrity: Integrity, memory: &Memory) -> bool {
 /// Blocks of a handoff that are ready in some regions, on their way to their announcement.
 pub(super) struct ReadyAnnouncement {
     part: ReadyRange,
-    regions: Vec<RegionId>,
+    pub(super) regions: Vec<RegionId>,
     /// Where the blocks lie of which a GPU computes the digests.
     digested: Vec<(usize, usize)>,
     /// By the trace's clock.
@@ -72,12 +75,11 @@ impl HandoffService {
         let num_blocks = |regions: &[RegionId]| {
             let known = regions.iter().filter_map(|region| known.get(region));
             let work = known.map(|region| {
-                let is_hashed = has_checksums(integrity, &region.memory);
-                let is_hashed_here = is_hashed && !is_on_device(&region.memory);
-                let hashed = if is_hashed_here {
-                    region.layout.block_bytes
-                } else {
-                    0
+                let block_bytes = region.layout.block_bytes;
+                let hashed = match has_checksums(integrity, &region.memory) {
+                    true if is_on_device(&region.memory) => block_bytes / DEVICE_FACTOR,
+                    true => block_bytes,
+                    false => 0,
                 };
                 let num_slices: usize = region.divisions.iter().map(|it| it.slices.len()).sum();
                 hashed + (1 + num_slices as u64) * ANNOUNCEMENT
@@ -126,7 +128,8 @@ impl HandoffService {
             blocks.eq(ready.digested.iter().copied())
         });
         if is_same == Ok(false) && digests.is_ok() {
-            return self.announce(cx, ready);
+            // One launch may have become too many.
+            return self.ready.push_again(ready.part, ready.regions);
         }
         let blocks = is_same.and(digests).and_then(|digests| {
             let mut checksums = Checksums::Known(digests.iter());
@@ -143,7 +146,8 @@ impl HandoffService {
     ) {
         let (part, regions) = (&ready.part, &ready.regions);
         match blocks {
-            // Marked before the blocks could change: unmarked now, they did not change while they were read.
+            // Marked before the blocks could change: unmarked now, they did not change while they were read. Where vLLM's V2
+            // runner zeroes blocks before it marks the end, ENDED follows these at once.
             Ok(_) if self.shared.has_ended(&part.handoff) => {}
             Ok(blocks) => {
                 let messages = self.producer.mark_ready(part.handoff, &blocks);

@@ -10,7 +10,7 @@ use super::announcements::ReadyAnnouncement;
 use super::batches::ArrivedBatch;
 use super::service::HandoffService;
 use crate::checksum::{RunningChecksum, Shift};
-use crate::ids::HandoffId;
+use crate::ids::{HandoffId, RegionId};
 use crate::transfer::Cx;
 use crate::transfer::region::Layout;
 use crate::transport::Memory;
@@ -24,12 +24,30 @@ pub(super) enum Digested {
     Batch(ArrivedBatch),
 }
 
+impl Digested {
+    /// The regions that are in use until it goes on; those of a batch are in use by its read.
+    fn regions(&self) -> Vec<RegionId> {
+        match self {
+            Self::Announcement(ready) => ready.regions.clone(),
+            Self::Batch(_) => Vec::new(),
+        }
+    }
+}
+
+/// A launch under way.
+struct Running {
+    digests: Digests,
+    regions: Vec<RegionId>,
+    /// None if its handoff has ended.
+    digested: Option<Digested>,
+}
+
 /// Digests that are being computed or wait for their turn.
 #[derive(Default)]
 pub(super) struct DigestQueue {
     next_number: u64,
-    /// By the numbers of the launches. Nothing goes on with those of which the handoff has ended.
-    running: HashMap<u64, (Digests, Option<Digested>)>,
+    /// By the numbers of the launches.
+    running: HashMap<u64, Running>,
     waiting: VecDeque<(Vec<DeviceBlock>, Digested)>,
     /// Over the bytes of a block, by their number.
     shifts: HashMap<u64, Shift>,
@@ -48,13 +66,12 @@ impl DigestQueue {
             Digested::Batch(_) => false,
         };
         self.waiting.retain(|(_, digested)| !is_of(digested));
-        for (_, digested) in self.running.values_mut() {
-            digested.take_if(|digested| is_of(digested));
+        for running in self.running.values_mut() {
+            running.digested.take_if(|digested| is_of(digested));
         }
     }
 
     /// Number of launches that run or wait.
-    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.running.len() + self.waiting.len()
     }
@@ -79,7 +96,7 @@ impl DigestQueue {
 }
 
 impl HandoffService {
-    /// Has the digests of blocks of one GPU computed, whose lengths are `lens`; `digested` goes on then.
+    /// Has the digests of blocks of one GPU computed, at most [`Digests::BLOCKS_CAP`]; `digested` goes on then.
     pub(super) fn digest(&mut self, cx: &mut Cx<'_>, blocks: Vec<DeviceBlock>, digested: Digested) {
         for block in &blocks {
             let len = block.len as u64;
@@ -87,19 +104,27 @@ impl HandoffService {
                 self.add_shift(len);
             }
         }
-        if self.digests.is_full() {
-            self.digests.waiting.push_back((blocks, digested));
-        } else {
-            self.begin_digests(cx, blocks, digested);
-        }
+        self.digests.waiting.push_back((blocks, digested));
+        self.begin_waiting(cx);
     }
 
     /// Makes the shift over so many bytes, and forgets those of which no region has blocks any more.
     fn add_shift(&mut self, len: u64) {
         let regions = &self.agent.regions;
         let is_used = |len: &u64| regions.values().any(|it| it.layout.block_bytes == *len);
-        self.digests.shifts.retain(|len, _| is_used(len));
+        if self.digests.len() == 0 {
+            self.digests.shifts.retain(|len, _| is_used(len));
+        }
         self.digests.shifts.insert(len, Shift::over(len));
+    }
+
+    /// Begins launches while there are fewer than may run. One that cannot begin ends at once.
+    fn begin_waiting(&mut self, cx: &mut Cx<'_>) {
+        while !self.digests.is_full()
+            && let Some((blocks, digested)) = self.digests.waiting.pop_front()
+        {
+            self.begin_digests(cx, blocks, digested);
+        }
     }
 
     fn begin_digests(&mut self, cx: &mut Cx<'_>, blocks: Vec<DeviceBlock>, digested: Digested) {
@@ -109,9 +134,16 @@ impl HandoffService {
         let on_digested = Box::new(move || shared.digested(number));
         match Digests::begin(blocks, on_digested) {
             Ok(digests) => {
-                self.digests
-                    .running
-                    .insert(number, (digests, Some(digested)));
+                let regions = digested.regions();
+                for region in &regions {
+                    self.agent.use_begins(*region);
+                }
+                let running = Running {
+                    digests,
+                    regions,
+                    digested: Some(digested),
+                };
+                self.digests.running.insert(number, running);
             }
             Err(error) => self.go_on(cx, digested, Err(error.to_string())),
         }
@@ -119,20 +151,25 @@ impl HandoffService {
 
     /// The digests of a launch are known, or will not be.
     pub(super) fn digested(&mut self, cx: &mut Cx<'_>, number: u64) {
-        let Some((digests, digested)) = self.digests.running.remove(&number) else {
+        let Some(running) = self.digests.running.remove(&number) else {
             return;
         };
-        let outcome = digests
-            .get()
-            .map(|it| it.map_err(|error| error.to_string()));
-        drop(digests);
-        if let Some((blocks, waiting)) = self.digests.waiting.pop_front() {
-            self.begin_digests(cx, blocks, waiting);
-        }
-        if let Some(digested) = digested {
+        let outcome = running.digests.get();
+        let outcome = outcome.map(|it| it.map_err(|error| error.to_string()));
+        if let Some(digested) = self.launch_ends(running) {
             let unknown = || Err("the GPU computes them yet".to_owned());
             self.go_on(cx, digested, outcome.unwrap_or_else(unknown));
         }
+        self.begin_waiting(cx);
+    }
+
+    /// A launch has ended, or is waited for here. Returns what goes on now.
+    fn launch_ends(&mut self, running: Running) -> Option<Digested> {
+        drop(running.digests);
+        for region in running.regions {
+            self.agent.use_ends(region);
+        }
+        running.digested
     }
 
     fn go_on(&mut self, cx: &mut Cx<'_>, digested: Digested, outcome: Result<Vec<u64>, String>) {
@@ -145,10 +182,12 @@ impl HandoffService {
 
     /// Waits for the launches under way, and ends what waits for digests.
     pub(super) fn end_digests(&mut self, cx: &mut Cx<'_>, reason: &str) {
-        let running = std::mem::take(&mut self.digests.running).into_values();
-        let running = running.filter_map(|(_, digested)| digested);
-        let waiting = std::mem::take(&mut self.digests.waiting).into_iter();
-        let ended: Vec<Digested> = running.chain(waiting.map(|(_, it)| it)).collect();
+        let mut ended = Vec::new();
+        for running in std::mem::take(&mut self.digests.running).into_values() {
+            ended.extend(self.launch_ends(running));
+        }
+        let waiting = std::mem::take(&mut self.digests.waiting);
+        ended.extend(waiting.into_iter().map(|(_, digested)| digested));
         for digested in ended {
             self.go_on(cx, digested, Err(reason.to_owned()));
         }

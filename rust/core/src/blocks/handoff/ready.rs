@@ -138,6 +138,12 @@ impl ReadyQueue {
         }
     }
 
+    /// Blocks that were taken are the next ones again.
+    pub(super) fn push_again(&mut self, part: ReadyRange, regions: Vec<RegionId>) {
+        let again = Waiting::new(ReadyBlocks([part].into()), regions);
+        self.0.push_front(again);
+    }
+
     /// The next blocks of one handoff, and the regions in which they are ready. `num_blocks` says for regions how many
     /// blocks are enough.
     pub(super) fn slice(
@@ -255,6 +261,17 @@ mod tests {
         queue.forget(&A);
         assert!(queue.is_empty());
         assert_eq!(drain(&mut queue), []);
+    }
+
+    #[test]
+    fn blocks_that_were_taken_come_again_before_the_rest_of_their_step() {
+        let mut queue = ReadyQueue::default();
+        queue.push(ready(&[part(A, 0, &[5, 6, 7])]), vec![0]);
+        let (taken, regions) = queue.slice(|_| 2).unwrap();
+        queue.push_again(taken, regions);
+        let slices: Vec<_> = std::iter::from_fn(|| queue.slice(|_| 1)).collect();
+        let expected = [(0, 5), (1, 6), (2, 7)].map(|(first, id)| (part(A, first, &[id]), vec![0]));
+        assert_eq!(slices, expected);
     }
 
     #[test]
