@@ -23,7 +23,13 @@ def build(folder: Path) -> Path:
 
 
 class FakeDriver:
-    """The stand-in, loaded. kvpipe finds it by its name afterwards, so it must be loaded before any use of CUDA."""
+    """The stand-in, loaded. kvpipe finds it by its name afterwards, so it must be loaded before any use of CUDA.
+
+    Attributes:
+        devices: Its GPUs.
+    """
+
+    devices = 0, 1
 
     def __init__(self, library: str | os.PathLike[str]) -> None:
         self._calls = ctypes.CDLL(os.fspath(library), mode=ctypes.RTLD_GLOBAL)
@@ -33,6 +39,7 @@ class FakeDriver:
         self._calls.fake_cuda_hold.argtypes = [ctypes.c_void_p]
         self._calls.fake_cuda_hold.restype = ctypes.c_long
         self._calls.fake_cuda_release.argtypes = [ctypes.c_long]
+        self._calls.fake_cuda_last_hold.restype = ctypes.c_long
         self._calls.fake_cuda_fail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
         self._calls.fake_cuda_num_calls.argtypes = [ctypes.c_char_p]
 
@@ -62,6 +69,14 @@ class FakeDriver:
 
     def release(self, number: int) -> None:
         self._calls.fake_cuda_release(number)
+
+    def hold_kernels(self, *, is_held: bool) -> None:
+        """Has kernels that kvpipe launches from now on begin only after `release` of their number, or at once again."""
+        self._calls.fake_cuda_hold_kernels(is_held)
+
+    def last_hold(self) -> int:
+        """Number of what was held last."""
+        return int(self._calls.fake_cuda_last_hold())
 
     def fail(self, call: str, times: int = 1) -> None:
         """Has the next calls of a function fail."""

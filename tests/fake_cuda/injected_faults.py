@@ -50,52 +50,53 @@ class TorchMemory:
 
 
 class Gpu:
-    """A GPU in place of the stand-in. Both workers are there."""
+    """A GPU in place of the stand-in."""
+
+    devices = 0, 0
 
     def __init__(self, device: str) -> None:
         self._device = device
 
-    def memory(self, num_bytes: int) -> TorchMemory:
+    def memory(self, num_bytes: int, device: int = 0) -> TorchMemory:
         return TorchMemory(num_bytes, self._device)
 
 
 class Worker:
     """An agent with one region on a GPU."""
 
-    def __init__(self, driver: FakeDriver | Gpu, device: int, block: int) -> None:
-        self.block = block
+    def __init__(self, memory: FakeMemory | TorchMemory, device: int, block: int) -> None:
+        self.block, self.memory = block, memory
         self.agent = _kvpipe.Agent("127.0.0.1:0", b"", transport(), integrity="checksum")
-        self.memory: FakeMemory | TorchMemory
-        if isinstance(driver, Gpu):
-            device, self.memory = 0, driver.memory(block * NUM_BLOCKS)
-        else:
-            self.memory = driver.memory(block * NUM_BLOCKS, device=device)
-        described = _kvpipe.CudaMemory(self.memory.address, block * NUM_BLOCKS, device, self.memory)
+        described = _kvpipe.CudaMemory(self.memory.address, len(memory.content()), device, self.memory)
         registered = self.agent.register("kv", described, block, block)
         registered.wait(TIMEOUT_S)
         self.region = registered.result()
+
+    def ready(self, handoff: bytes, blocks: list[int]) -> None:
+        """Producer: blocks are ready."""
+        self.agent.mark_ready(_kvpipe.ReadyBlocks([(handoff, 0, blocks)]), [self.region])
+
+    def load(self, producer: "Worker", handoff: bytes, blocks: list[int], half: int | None) -> None:
+        """Consumer: begins to load whole blocks, or the half of each with this index."""
+        address, incarnation = str(producer.agent.address), bytes(producer.agent.incarnation)
+        parts, source_slice = [([self.region], 0, blocks)], None if half is None else (half, 2)
+        # Other loads of the handoff follow.
+        options = {"source_slice": source_slice, "is_shared": True}
+        self.agent.load(handoff, address, incarnation, parts, True, **options)  # noqa: FBT003
 
 
 class Consumer(Worker):
     """It loads whole blocks, or the half of each with this index."""
 
     def __init__(self, driver: FakeDriver | Gpu, half: int | None) -> None:
-        super().__init__(driver, 1, BLOCK if half is None else HALF)
+        block = BLOCK if half is None else HALF
+        super().__init__(driver.memory(block * NUM_BLOCKS, device=driver.devices[1]), driver.devices[1], block)
         self.half = half
 
-    def load(self, producer: Worker, handoff: bytes) -> dict[str, Any]:
+    def load_all(self, producer: Worker, handoff: bytes) -> dict[str, Any]:
         """Loads all blocks; the event of its end."""
         self.memory.put(bytes(self.block * NUM_BLOCKS))
-        address, incarnation = str(producer.agent.address), bytes(producer.agent.incarnation)
-        self.agent.load(
-            handoff,
-            address,
-            incarnation,
-            [([self.region], 0, BLOCKS)],
-            True,  # noqa: FBT003
-            source_slice=None if self.half is None else (self.half, 2),
-            is_shared=True,
-        )
+        self.load(producer, handoff, BLOCKS, self.half)
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             for event in self.agent.drain():
@@ -131,7 +132,7 @@ class Trial:
 
     def __init__(self, driver: FakeDriver | Gpu, rng: random.Random) -> None:
         self.driver, self.rng = driver, rng
-        self.producer = Worker(driver, 0, BLOCK)
+        self.producer = Worker(driver.memory(BLOCK * NUM_BLOCKS), 0, BLOCK)
         self.consumers = [Consumer(driver, half) for half in (None, 0, 1)]
         self.content = self.before = np.zeros((NUM_BLOCKS, BLOCK), np.uint8)
         self.handoff = bytes(16)
@@ -142,14 +143,13 @@ class Trial:
         self.before, self.handoff = self.content, self.rng.randbytes(16)
         self.content = np.frombuffer(self.rng.randbytes(BLOCK * NUM_BLOCKS), np.uint8).reshape(NUM_BLOCKS, BLOCK)
         self.producer.memory.put(self.content.tobytes())
-        ready = _kvpipe.ReadyBlocks([(self.handoff, 0, BLOCKS)])
-        self.producer.agent.mark_ready(ready, [self.producer.region])
+        self.producer.ready(self.handoff, BLOCKS)
         for consumer in self.consumers:
             assert self.outcome(consumer) == "right"
 
     def outcome(self, consumer: Consumer) -> str:
         """How a load ended: `right`, `corrupt` or what must not be."""
-        event = consumer.load(self.producer, self.handoff)
+        event = consumer.load_all(self.producer, self.handoff)
         assert event["num_compared"] >= NUM_BLOCKS
         if event["event"] == "load_failed":
             assert event["missing"], event

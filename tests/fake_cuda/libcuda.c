@@ -304,6 +304,23 @@ long fake_cuda_hold(CUstream stream) {
     return number;
 }
 
+static int holds_kernels;
+
+/* Has kernels that are launched from now on begin only when the test releases them, or at once again. */
+void fake_cuda_hold_kernels(int is_held) {
+    pthread_mutex_lock(&lock);
+    holds_kernels = is_held;
+    pthread_mutex_unlock(&lock);
+}
+
+/* The number of the last kernel that is held, for fake_cuda_release. */
+long fake_cuda_last_hold(void) {
+    pthread_mutex_lock(&lock);
+    long number = num_holds;
+    pthread_mutex_unlock(&lock);
+    return number;
+}
+
 /* Ends the kernels that are held up to this number. */
 void fake_cuda_release(long number) {
     pthread_mutex_lock(&lock);
@@ -537,6 +554,12 @@ CUresult cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsign
     MAY_FAIL;
     NEEDS_CONTEXT;
     uint32_t num_items = *(uint32_t *)parameters[1];
+    pthread_mutex_lock(&lock);
+    int is_held = holds_kernels;
+    pthread_mutex_unlock(&lock);
+    if (is_held) {
+        fake_cuda_hold(stream);
+    }
     if (function == &digesting) {
         Block *blocks = *(Block **)parameters[0];
         for (uint32_t at = 0; at < num_items; at++) {

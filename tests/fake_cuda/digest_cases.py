@@ -1,0 +1,136 @@
+"""Cases of handoffs between GPUs of the stand-in with integrity=checksum whose kernels are held, or are refused.
+
+    python -m tests.fake_cuda.digest_cases LIBRARY CASE
+
+It prints a line for each thing that a test looks for.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+from kvpipe import KVPipeError
+from kvpipe.testing import memory_transport
+from tests.fake_cuda.driver import FakeDriver
+from tests.fake_cuda.injected_faults import TIMEOUT_S, Worker
+
+HANDOFF = b"\7" * 16
+# Blocks of a launch, at most.
+CAP = 8192
+
+
+def until(is_so: Callable[[], bool]) -> bool:
+    """Waits until something is so; false if it does not become so."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def ends_of(worker: Worker, num_loads: int) -> list[str]:
+    """How loads have ended."""
+    found: list[str] = []
+
+    def all_ended() -> bool:
+        events = [event["event"] for event in worker.agent.drain()]
+        found.extend(event for event in events if event in ("load_completed", "load_failed"))
+        return len(found) >= num_loads
+
+    until(all_ended)
+    return found
+
+
+class Pair:
+    """A producer and a consumer, each on a GPU."""
+
+    def __init__(self, driver: FakeDriver, num_blocks: int, block: int) -> None:
+        self.driver = driver
+        self.source, self.target = driver.memory(num_blocks * block), driver.memory(num_blocks * block, device=1)
+        self.source.put(bytes(range(256)) * (num_blocks * block // 256))
+        self.producer, self.consumer = Worker(self.source, 0, block), Worker(self.target, 1, block)
+
+    def until_launched(self, num_launches: int) -> None:
+        assert until(lambda: self.driver.num_calls("cuLaunchKernel") >= num_launches)
+
+    def hold(self) -> None:
+        self.driver.hold_kernels(is_held=True)
+
+    def release(self) -> None:
+        self.driver.hold_kernels(is_held=False)
+        self.driver.release(self.driver.last_hold())
+
+
+def refused(driver: FakeDriver) -> None:
+    """More batches than launches run at once, of which several in a row are refused."""
+    pair = Pair(driver, num_blocks=40, block=512)
+    handoffs = [bytes([number]) * 16 for number in range(14)]
+    for number, handoff in enumerate(handoffs):
+        pair.producer.ready(handoff, [2 * number, 2 * number + 1])
+    pair.consumer.load(pair.producer, HANDOFF[:15] + b"\0", [38], None)
+    time.sleep(0.1)
+    pair.hold()
+    num_before = driver.num_calls("cuLaunchKernel")
+    for number, handoff in enumerate(handoffs):
+        pair.consumer.load(pair.producer, handoff, [2 * number, 2 * number + 1], None)
+    pair.until_launched(num_before + 4)
+    time.sleep(0.1)
+    driver.fail("cuLaunchKernel", times=9)
+    pair.release()
+    print(len(ends_of(pair.consumer, len(handoffs))))
+    driver.fail("cuLaunchKernel", times=0)
+    pair.producer.ready(HANDOFF, [30])
+    pair.consumer.load(pair.producer, HANDOFF, [30], None)
+    print(*ends_of(pair.consumer, 1))
+
+
+def divided(driver: FakeDriver) -> None:
+    """A consumer of halves asks for a division while the digests of as many blocks as one launch has are computed."""
+    pair = Pair(driver, num_blocks=CAP, block=16)
+    half = Worker(driver.memory(CAP * 8, device=1), 1, 8)
+    pair.hold()
+    pair.producer.ready(HANDOFF, list(range(CAP)))
+    pair.until_launched(1)
+    pair.consumer.load(pair.producer, HANDOFF, list(range(CAP)), None)
+    half.load(pair.producer, HANDOFF, list(range(CAP)), 1)
+    time.sleep(0.2)
+    pair.release()
+    print(*ends_of(pair.consumer, 1), *ends_of(half, 1))
+    content = pair.source.content()
+    print(pair.target.content() == content)
+    print(half.memory.content() == b"".join(content[at + 8 : at + 16] for at in range(0, len(content), 16)))
+
+
+def closed(driver: FakeDriver) -> None:
+    """A region is closed while its digests are computed."""
+    pair = Pair(driver, num_blocks=4, block=512)
+    pair.hold()
+    pair.producer.ready(HANDOFF, [0, 1])
+    pair.until_launched(1)
+    work = pair.producer.agent.close_region(pair.producer.region, TIMEOUT_S)
+    time.sleep(0.1)
+    print(work.is_completed())
+    pair.release()
+    work.wait(TIMEOUT_S)
+    print(work.is_completed())
+
+
+def not_loaded(driver: FakeDriver) -> None:
+    """The kernel does not load."""
+    driver.fail("cuModuleLoadData")
+    for _ in range(2):
+        try:
+            Worker(driver.memory(512), 0, 512)
+        except KVPipeError as error:
+            print(type(error).__name__, error)
+
+
+def main() -> None:
+    library, case = sys.argv[1:]
+    with memory_transport():
+        {"refused": refused, "divided": divided, "closed": closed, "not_loaded": not_loaded}[case](FakeDriver(library))
+
+
+if __name__ == "__main__":
+    main()
