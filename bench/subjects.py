@@ -92,7 +92,7 @@ def kvpipe_blocks(data_path: str, setup: Pairs, program: Startable | None = None
 
 def kvpipe_handoffs(data_path: str, setup: Pairs) -> list[Subject]:
     """Loads of handoffs whose blocks are validated, of the sizes in `setup`."""
-    program = ours("handoff_blocks", setup, data_path_env(data_path))
+    program = ours("handoff_blocks", (("integrity", "validate"), *setup), data_path_env(data_path))
     return [Subject("kvpipe handoff, validate", data_path, program, BLOCKS, is_ours=True)]
 
 
@@ -276,12 +276,22 @@ def require_gpu(device: str) -> None:
 
 
 def kvpipe_gpu(data_path: str, device: str, sizes: Pairs) -> list[Subject]:
-    """A Pipe between tensors on a GPU, in place, and an Agent that reads blocks of these sizes."""
+    """A Pipe between tensors on a GPU, in place; an Agent that reads blocks of these sizes; loads of handoffs."""
     setup, env = (("device", device), *sizes), _gpu_env(data_path)
     pipe, agent = ours("gpu_tensors", setup, env), ours("gpu_blocks", setup, env)
+    handoffs = [
+        Subject(
+            f"kvpipe handoff, {integrity}",
+            data_path,
+            ours("handoff_blocks", (("integrity", integrity), *setup), env),
+            BLOCKS,
+        )
+        for integrity in ("validate", "checksum")
+    ]
     return [
         Subject("kvpipe out= on the GPU", data_path, pipe, TENSORS, _GPU_IN_FLIGHT, is_ours=True),
         Subject("kvpipe", data_path, agent, BLOCKS, _GPU_IN_FLIGHT, is_ours=True),
+        *(replace(handoff, is_ours=True) for handoff in handoffs),
     ]
 
 

@@ -22,15 +22,27 @@ def check():
     return module
 
 
+HANDOFFS = {"validate": 200.0, "checksum": 190.0}
+
+
 def row(subject, ratio, **case):
     return {"bytes": 64 << 10, "num_blocks": 1024, "layout": "scattered", "subject": subject, "ratio": ratio, **case}
 
 
 def test_each_line_of_the_reach_has_the_ratio_of_its_case_or_none(check):
     pipe = row("kvpipe out= on the GPU", 0.95, bytes=64 << 20, num_blocks=1, layout="")
-    rows = [pipe, row("kvpipe", 0.7), row("torch gather", 1.0)]
-    lines = check.reached(rows)
-    assert [(line["ratio"], line["is_met"]) for line in lines] == [(0.95, True), (None, False), (0.7, False)]
+    handoffs = [row(f"kvpipe handoff, {name}", 0.4, value={"median": of}) for name, of in HANDOFFS.items()]
+    rows = [pipe, row("kvpipe", 0.7), row("torch gather", 1.0), *handoffs]
+    lines = {(line["subject"], line["bytes"], line["layout"]): line for line in check.reached(rows)}
+    assert {case: (line["ratio"], line["is_met"]) for case, line in lines.items()} == {
+        ("kvpipe out= on the GPU", 64 << 20, ""): (0.95, True),
+        ("kvpipe", 64 << 10, "contiguous"): (None, False),
+        ("kvpipe", 64 << 10, "scattered"): (0.7, False),
+        ("kvpipe", 4 << 10, "contiguous"): (None, False),
+        ("kvpipe", 4 << 10, "scattered"): (None, False),
+        ("kvpipe handoff, checksum", 64 << 10, "contiguous"): (None, False),
+        ("kvpipe handoff, checksum", 64 << 10, "scattered"): (0.95, True),
+    }
 
 
 def test_a_test_is_what_pytest_reports_of_it(check):

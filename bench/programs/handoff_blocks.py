@@ -1,7 +1,8 @@
-"""Handoffs that validate: the active process loads what the passive one announced, as decode loads what prefill did."""
+"""Handoffs: the active process loads what the passive one announced, as decode loads what prefill did."""
 
 from __future__ import annotations
 
+import importlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +27,24 @@ _POLL_INTERVAL_S = 50e-6
 class _Node(Idle):
     """The base of both roles: one agent a block size, because both sides of a handoff have the same regions."""
 
-    def __init__(self, setup: Setup, memory: Any) -> None:
-        self.memory, self.region, self.agent = memory, {}, {}
+    def __init__(self, setup: Setup, data: Any) -> None:
+        self._on_host, self.region, self.agent = data, {}, {}
+        self.memory = described = data
+        device = setup.options.get("device", "cpu")
+        if device != "cpu":
+            torch: Any = importlib.import_module("torch")
+            self._torch, self.memory = torch, torch.from_numpy(data).to(device)
+            described = _kvpipe.CudaMemory(self.memory.data_ptr(), len(data), self.memory.device.index, self.memory)
         for size in map(int, setup.options["sizes"].split(",")):
-            agent = _kvpipe.Agent(f"{setup.host}:0", b"", transport(), integrity="validate")
-            registered = agent.register("kv", memory, size, size)
+            agent = _kvpipe.Agent(f"{setup.host}:0", b"", transport(), integrity=setup.options["integrity"])
+            registered = agent.register("kv", described, size, size)
             registered.wait(_TIMEOUT_S)
             self.agent[size], self.region[size] = agent, registered.result()
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """True if the blocks are in a torch tensor on a GPU."""
+        return self.memory is not self._on_host
 
     def handoff(self, task: Task, number: int) -> bytes:
         """Returns the id of a transfer's handoff: no other has it, in this run or another."""
@@ -86,6 +98,8 @@ class Active(_Node):
         """Clears the destination."""
         del task
         self.memory[:] = 0
+        if self.is_on_gpu:
+            self._torch.cuda.synchronize()
 
     def run(self, task: Task) -> Words:
         """Runs one load after the other, and looks for the end of each, because a worker role has no blocking wait."""
@@ -104,7 +118,7 @@ class Active(_Node):
 
     def verify(self, task: Task) -> None:
         """Raises unless every block is at its destination."""
-        verify_blocks(self.memory, task)
+        verify_blocks(self.memory.cpu().numpy() if self.is_on_gpu else self.memory, task)
 
 
 def _wait_for(agent: _kvpipe.Agent, handoff: bytes) -> None:
