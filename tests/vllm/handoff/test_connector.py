@@ -60,22 +60,12 @@ def test_a_cache_whose_blocks_cannot_be_handed_over_is_refused_in_both_roles(
         KVPipeConnector(config, role, kv_cache_config)
 
 
-@pytest.mark.parametrize(
-    ("device", "extra", "message"),
-    [
-        ("xpu", {}, "KV cache on device xpu: kvpipe moves caches in host memory and on NVIDIA GPUs"),
-        ("cuda", {"integrity": "checksum"}, 'write "integrity": "validate" or "auto"'),
-        ("cuda", {}, "KV cache on cuda has no checksums, and validation is not possible: the V2 model runner zeroes"),
-    ],
-)
-def test_an_engine_whose_device_cannot_work_is_refused_by_the_constructor(
-    tiny_model: str, monkeypatch: pytest.MonkeyPatch, device: str, extra: dict[str, Any], message: str
-) -> None:
-    config = engine_config(tiny_model, **extra)
-    config.device_config.device_type = device
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+def test_an_engine_whose_device_kvpipe_does_not_know_is_refused_by_the_constructor(tiny_model: str) -> None:
+    config = engine_config(tiny_model)
+    config.device_config.device_type = "xpu"
+    message = "KV cache on device xpu: kvpipe moves caches in host memory and on NVIDIA GPUs"
     with pytest.raises(ConfigError, match=re.escape(message)):
-        KVPipeConnector(config, KVConnectorRole.WORKER, zeroed() if "zeroes" in message else cache_config())
+        KVPipeConnector(config, KVConnectorRole.WORKER, cache_config())
 
 
 def test_a_gpu_without_cuda_in_ucx_is_refused_by_the_constructor_with_the_wheels_that_have_it(
