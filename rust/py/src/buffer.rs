@@ -216,7 +216,7 @@ pub(crate) fn cuda_is_exportable(address: usize) -> bool {
     kvpipe_ucx::is_exportable(address)
 }
 
-fn no_cuda(error: kvpipe_ucx::CudaError) -> PyErr {
+pub(crate) fn no_cuda(error: kvpipe_ucx::CudaError) -> PyErr {
     to_py(Error::Unavailable(error.to_string()))
 }
 

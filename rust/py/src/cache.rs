@@ -1,9 +1,9 @@
-//! The KV cache of a worker in host memory: blocks of all layers are gathered into a chunk, and scattered from one.
+//! The KV cache of a worker: blocks of all layers are gathered into a chunk in host memory, and scattered from one.
 
-use kvpipe_ucx::Buffer;
+use kvpipe_ucx::{Buffer, CudaError, DeviceWrites, MemoryKind};
 use pyo3::prelude::*;
 
-use crate::buffer::{from_python, release_dropped};
+use crate::buffer::{from_python, no_cuda, release_dropped};
 use crate::error::bad;
 
 /// The cache of one layer.
@@ -47,10 +47,7 @@ impl CacheLayers {
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let chunk = from_python(out, true)?;
-        self.copy(py, (&block_ids, 0), chunk, |block, cached, chunk| {
-            let bytes = cached.bytes(block.in_cache, block.num_bytes);
-            bytes.is_some_and(|bytes| chunk.copy_from(block.in_chunk, bytes))
-        })
+        self.copy(py, (&block_ids, 0), chunk, gather_layer)
     }
 
     fn scatter(
@@ -61,11 +58,48 @@ impl CacheLayers {
         first: usize,
     ) -> PyResult<()> {
         let chunk = from_python(data, false)?;
-        self.copy(py, (&block_ids, first), chunk, |block, cached, chunk| {
-            let bytes = chunk.bytes(block.in_chunk, block.num_bytes);
-            bytes.is_some_and(|bytes| cached.copy_from(block.in_cache, bytes))
-        })
+        self.copy(py, (&block_ids, first), chunk, scatter_layer)
     }
+}
+
+/// Copies blocks of a layer into a chunk. A GPU copies them through page-locked memory, and has computed them.
+fn gather_layer(cached: &Buffer, blocks: &[Block], chunk: &Buffer) -> Result<bool, CudaError> {
+    let Some(first) = blocks.first() else {
+        return Ok(true);
+    };
+    if cached.kind() == MemoryKind::Host {
+        return Ok(blocks.iter().all(|block| {
+            let bytes = cached.bytes(block.in_cache, block.num_bytes);
+            bytes.is_some_and(|bytes| chunk.copy_from(block.in_chunk, bytes))
+        }));
+    }
+    let ranges: Vec<_> = blocks
+        .iter()
+        .map(|block| (block.in_cache, block.num_bytes))
+        .collect();
+    let (mut at, mut is_copied) = (first.in_chunk, true);
+    cached.read_staged(&ranges, &mut |bytes| {
+        is_copied = chunk.copy_from(at, bytes);
+        at += bytes.len();
+        is_copied
+    })?;
+    Ok(is_copied)
+}
+
+/// Copies blocks of a chunk into a layer, where they are in place when this returns.
+fn scatter_layer(cached: &Buffer, blocks: &[Block], chunk: &Buffer) -> Result<bool, CudaError> {
+    let mut on_device = DeviceWrites::begin(cached);
+    for block in blocks {
+        let Some(bytes) = chunk.bytes(block.in_chunk, block.num_bytes) else {
+            return Ok(false);
+        };
+        match &mut on_device {
+            Some(writes) => writes.write(block.in_cache, bytes)?,
+            None if cached.copy_from(block.in_cache, bytes) => {}
+            None => return Ok(false),
+        }
+    }
+    on_device.map_or(Ok(true), |mut writes| writes.finish().map(|()| true))
 }
 
 /// Positions of a block of one layer.
@@ -82,22 +116,31 @@ impl CacheLayers {
         py: Python<'_>,
         (block_ids, first): (&[usize], usize),
         chunk: Buffer,
-        copy_block: impl Fn(&Block, &Buffer, &Buffer) -> bool + Sync,
+        copy_layer: impl Fn(&Buffer, &[Block], &Buffer) -> Result<bool, CudaError> + Sync,
     ) -> PyResult<()> {
-        let are_copied = py.detach(|| {
-            let blocks = self.blocks(block_ids, first);
-            let are_within = blocks.iter().all(|(block, cached)| {
-                let in_chunk = chunk.bytes(block.in_chunk, block.num_bytes);
-                in_chunk.is_some() && cached.bytes(block.in_cache, block.num_bytes).is_some()
-            });
-            are_within
-                && blocks
-                    .iter()
-                    .all(|(block, cached)| copy_block(block, cached, &chunk))
+        let copied = py.detach(|| {
+            let layers = self.blocks(block_ids, first);
+            let is_within = |(cached, blocks): &(&Buffer, Vec<Block>)| {
+                blocks.iter().all(|block| {
+                    let ends = [block.in_cache, block.in_chunk];
+                    let ends = ends.map(|at| at.checked_add(block.num_bytes));
+                    ends[0].is_some_and(|end| end <= cached.len())
+                        && ends[1].is_some_and(|end| end <= chunk.len())
+                })
+            };
+            if !layers.iter().all(is_within) {
+                return Ok(false);
+            }
+            for (cached, blocks) in &layers {
+                if !copy_layer(cached, blocks, &chunk)? {
+                    return Ok(false);
+                }
+            }
+            Ok(true)
         });
         drop(chunk);
         release_dropped(py);
-        if are_copied {
+        if copied.map_err(no_cuda)? {
             return Ok(());
         }
         Err(bad(format!(
@@ -105,25 +148,24 @@ impl CacheLayers {
         )))
     }
 
-    /// The blocks of all layers, with the memory of each layer.
-    fn blocks(&self, block_ids: &[usize], first: usize) -> Vec<(Block, &Buffer)> {
-        let mut blocks = Vec::with_capacity(self.0.len() * block_ids.len());
+    /// The memory of each layer, with its blocks.
+    fn blocks(&self, block_ids: &[usize], first: usize) -> Vec<(&Buffer, Vec<Block>)> {
         let mut in_chunk = 0_usize;
-        for layer in &self.0 {
+        let layers = self.0.iter().map(|layer| {
             let num_bytes = layer.block_bytes;
             in_chunk = in_chunk.saturating_add(first.saturating_mul(num_bytes));
-            for block_id in block_ids {
-                let in_cache = block_id.saturating_mul(layer.stride);
-                let block = Block {
-                    in_cache,
-                    in_chunk,
-                    num_bytes,
-                };
-                blocks.push((block, &layer.memory));
+            let blocks = block_ids.iter().map(|block_id| {
+                let at = in_chunk;
                 in_chunk = in_chunk.saturating_add(num_bytes);
-            }
-        }
-        blocks
+                Block {
+                    in_cache: block_id.saturating_mul(layer.stride),
+                    in_chunk: at,
+                    num_bytes,
+                }
+            });
+            (&layer.memory, blocks.collect())
+        });
+        layers.collect()
     }
 }
 
