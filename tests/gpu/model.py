@@ -3,8 +3,8 @@
 import torch
 
 from kvpipe.vllm.handoff.config import ConnectorConfig
-from kvpipe.vllm.handoff.layer_cache import LayerCache
 from kvpipe.vllm.handoff.worker import WorkerEngine, WorkerRole
+from kvpipe.vllm.layer_cache import LayerCache
 
 LAYERS, BLOCKS = 4, 64
 HEADS, TOKENS, CONTENT = 8, 16, 128

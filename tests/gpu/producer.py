@@ -5,7 +5,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from kvpipe.vllm.handoff.device import HostOrder
+from kvpipe.vllm.device import HostOrder
 from kvpipe.vllm.handoff.metadata import HandoffEnd, ReadyRange, StepMetadata
 from tests.gpu.model import LAYERS, Instance
 

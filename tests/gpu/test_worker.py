@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvpipe.vllm.handoff.device import CudaOrder, HostOrder  # noqa: E402 - the package needs torch
+from kvpipe.vllm.device import CudaOrder, HostOrder  # noqa: E402 - the package needs torch
 from kvpipe.vllm.handoff.metadata import Load, LoadOutcome, StepMetadata  # noqa: E402
 from tests.gpu.model import BLOCKS, LAYERS, PAUSE_CYCLES, Instance  # noqa: E402
 from tests.gpu.producer import run  # noqa: E402

@@ -56,6 +56,11 @@ class CudaOrder(HostOrder):
         return bool(torch.cuda.is_current_stream_capturing())
 
 
+def order_of(device: torch.device) -> HostOrder:
+    """Returns the order of a device's work."""
+    return CudaOrder(device.index) if device.type == "cuda" else HostOrder()
+
+
 def check_device(device: str) -> None:
     """Refuses devices whose memory kvpipe cannot move.
 
@@ -64,14 +69,21 @@ def check_device(device: str) -> None:
 
     Raises:
         ConfigError: It is neither a CPU nor an NVIDIA GPU.
+    """
+    if device != "cpu" and (device != "cuda" or torch.version.cuda is None):
+        name = "an AMD GPU" if torch.version.hip else f"device {device}"
+        message = f"KV cache on {name}: kvpipe moves caches in host memory and on NVIDIA GPUs"
+        raise ConfigError(message)
+
+
+def check_ucx(device: str) -> None:
+    """Checks that UCX reaches the memory of a device, as handoffs need.
+
+    Raises:
         TransportUnavailableError: UCX has no CUDA here.
     """
     if device == "cpu":
         return
-    if device != "cuda" or torch.version.cuda is None:
-        name = "an AMD GPU" if torch.version.hip else f"device {device}"
-        message = f"KV cache on {name}: kvpipe moves caches in host memory and on NVIDIA GPUs"
-        raise ConfigError(message)
     ucx = info()
     if not ucx["ucx_has_cuda"]:
         found = f"UCX {ucx['ucx']} at {ucx['ucx_path']}" if ucx["ucx"] else "an environment without UCX"

@@ -131,13 +131,16 @@ class LayerCache:
         regions = []
         for number, offset in enumerate(self.layout.offsets):
             part = self.name if len(self.layout.offsets) == 1 else f"{self.name} part {number}"
-            registered = agent.register(part, self._memory(offset), self.layout.block_bytes, self.layout.stride_bytes)
+            registered = agent.register(part, self.memory(offset), self.layout.block_bytes, self.layout.stride_bytes)
             registered.wait(None)
             regions.append(registered.result())
         return regions
 
-    def _memory(self, offset: int) -> Any:
-        """Returns the bytes of the blocks' part that begins at an offset, with what lies between them."""
+    def memory(self, offset: int) -> Any:
+        """Returns the bytes of the blocks' part that begins at an offset, with what lies between them.
+
+        `[num_bytes]`, uint8, or in the memory of a GPU its description. They keep the cache alive.
+        """
         num_bytes = (self.blocks.shape[0] - 1) * self.layout.stride_bytes + self.layout.block_bytes
         if self.blocks.is_cuda:
             return _cuda.of_range(self.blocks, offset, num_bytes)

@@ -8,7 +8,7 @@ import pytest
 
 from kvpipe import _kvpipe
 from kvpipe.exceptions import TransportUnavailableError
-from kvpipe.vllm.handoff.device import HostOrder
+from kvpipe.vllm.device import HostOrder
 from kvpipe.vllm.handoff.metadata import Cancel, Load, PrefillRest, ReadyRange, StepMetadata
 from kvpipe.vllm.handoff.producer.progress import Progress
 from tests.vllm.handoff.engine import new_id

@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
 from kvpipe.exceptions import ConfigError
-from kvpipe.vllm.handoff.layer_cache import CacheLayout, LayerCache
+from kvpipe.vllm.layer_cache import CacheLayout, LayerCache
 from tests.vllm.handoff.test_worker import role
 
 pytestmark = pytest.mark.vllm

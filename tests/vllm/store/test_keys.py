@@ -243,6 +243,10 @@ def test_another_key_layout_or_length_is_foreign() -> None:
     assert fault(sealed()[:-1], KEY, LAYOUT) == "foreign"
 
 
+def cache_bytes(kv_caches: dict[str, torch.Tensor]) -> CacheBytes:
+    return CacheBytes(kv_caches, next(iter(kv_caches.values())).shape[0])
+
+
 def caches(num_blocks: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """As on vLLM's CPU build: one allocation, layer by layer."""
     storage = torch.randn(3, num_blocks, 2, 4, 6).to(dtype)
@@ -252,7 +256,7 @@ def caches(num_blocks: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_blocks_that_are_gathered_and_scattered_are_the_same_elsewhere(dtype: torch.dtype) -> None:
     ours, theirs = caches(9, dtype), caches(7, dtype)
-    source, destination = CacheBytes(ours), CacheBytes(theirs)
+    source, destination = cache_bytes(ours), cache_bytes(theirs)
     assert source.digest == destination.digest
     chunk = np.zeros(4 * source.block_bytes, np.uint8)
     source.gather([5, 6, 0, 8], chunk)
@@ -267,7 +271,7 @@ def test_blocks_that_are_gathered_and_scattered_are_the_same_elsewhere(dtype: to
 @pytest.mark.parametrize(("block_ids", "num_parts"), [([5, 6, 0, 8], 3), ([0, 1, 2], 1), ([8, 7], 2), ([3], 1)])
 def test_the_parts_of_blocks_are_their_memory_in_the_order_of_a_chunk(block_ids: list[int], num_parts: int) -> None:
     ours = caches(9, torch.float32)
-    cache = CacheBytes(ours)
+    cache = cache_bytes(ours)
     chunk = np.zeros(len(block_ids) * cache.block_bytes, np.uint8)
     cache.gather(block_ids, chunk)
     parts = cache.parts(block_ids)
@@ -280,13 +284,13 @@ def test_the_parts_of_blocks_are_their_memory_in_the_order_of_a_chunk(block_ids:
 
 def test_blocks_that_are_apart_are_parts_of_their_own() -> None:
     storage = torch.arange(5 * 2 * 64, dtype=torch.uint8).reshape(5, 2, 64)
-    parts = CacheBytes({"layer": storage[:, 0]}).parts([2, 3])
+    parts = cache_bytes({"layer": storage[:, 0]}).parts([2, 3])
     assert np.array_equal(np.stack(parts), storage[[2, 3], 0].numpy())
 
 
 def test_the_first_use_of_a_page_is_over_once_the_pages_of_a_layer_are_made() -> None:
     memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 4 << 20), np.uint8)).reshape(64, -1)
-    cache = CacheBytes({"layer": memory})
+    cache = cache_bytes({"layer": memory})
     cache.make_pages(0)
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     memory.fill_(1)
@@ -295,7 +299,7 @@ def test_the_first_use_of_a_page_is_over_once_the_pages_of_a_layer_are_made() ->
 
 def test_a_cache_whose_blocks_are_apart_is_copied_and_what_is_between_them_is_kept() -> None:
     storage = torch.zeros(5, 2, 64, dtype=torch.uint8)
-    cache = CacheBytes({"layer": storage[:, 0]})
+    cache = cache_bytes({"layer": storage[:, 0]})
     cache.scatter(np.arange(2 * 64, dtype=np.uint8), [4, 1], 0)
     assert torch.equal(storage[4, 0], torch.arange(64, dtype=torch.uint8))
     assert torch.equal(storage[1, 0], torch.arange(64, 128, dtype=torch.uint8))
@@ -310,7 +314,7 @@ def test_a_cache_whose_blocks_are_apart_is_copied_and_what_is_between_them_is_ke
 def test_a_block_outside_the_cache_or_the_chunk_is_refused(block_id: int, first: int) -> None:
     ours = caches(9, torch.float32)
     before = {name: cache.clone() for name, cache in ours.items()}
-    cache = CacheBytes(ours)
+    cache = cache_bytes(ours)
     with pytest.raises(ConfigError, match="is not in the cache, or the chunk ends before it"):
         cache.scatter(np.ones(cache.block_bytes, np.uint8), [block_id], first)
     assert all(torch.equal(ours[name], before[name]) for name in ours)
@@ -322,5 +326,5 @@ def test_layouts_of_other_shapes_types_and_layers_differ() -> None:
     plain = caches(4, torch.float32)
     wider = {name: torch.zeros(4, 2, 4, 12) for name in plain}
     renamed = {f"{name}x": cache for name, cache in plain.items()}
-    digests = {CacheBytes(each).digest for each in (plain, wider, renamed, caches(4, torch.bfloat16))}
+    digests = {cache_bytes(each).digest for each in (plain, wider, renamed, caches(4, torch.bfloat16))}
     assert len(digests) == 4

@@ -8,6 +8,7 @@ import torch
 
 from kvpipe.exceptions import ConfigError
 from kvpipe.store.serde import SERDES, Serde
+from kvpipe.vllm.device import HostOrder
 from kvpipe.vllm.store.cache_bytes import CacheBytes
 from kvpipe.vllm.store.client import StoreClient
 from kvpipe.vllm.store.keys import KEY_BYTES
@@ -30,7 +31,7 @@ def caches(scale: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def values_of(name: str, kv_caches: dict[str, torch.Tensor]) -> tuple[CacheBytes, ChunkValues]:
-    cache, serde = CacheBytes(kv_caches), Serde.parse(name)
+    cache, serde = CacheBytes(kv_caches, next(iter(kv_caches.values())).shape[0]), Serde.parse(name)
     layout = None if serde.is_lossless else layout_of(kv_caches.values(), CHUNK_BLOCKS, "vec")
     return cache, ChunkValues(serde, layout, cache.digest, CHUNK_BLOCKS, cache.block_bytes)
 
@@ -91,7 +92,7 @@ def test_kv_that_is_not_finite_is_not_saved_by_a_serde_that_loses_precision(name
     with pytest.raises(ConfigError, match="naive"):
         values.value_of(np.frombuffer(infinite, np.uint8), KEY, CHUNK_BLOCKS)
     client = StoreClient("local://", 1.0)
-    saver = Saver(client, cache, values, 1 << 24, 1)
+    saver = Saver(client, cache, values, HostOrder(), staging_bytes=1 << 24, num_threads=1)
     assert saver.save(KEY, [1, 2], 0.0) == ""
     assert ended(saver).result == "not_finite"
     assert saver.close(10.0)
@@ -115,7 +116,7 @@ def test_an_unknown_packing_is_refused_by_name() -> None:
 def test_a_local_store_has_what_a_saver_wrote() -> None:
     cache, values = values_of("int8", caches())
     client = StoreClient("local://", 1.0)
-    saver = Saver(client, cache, values, 1 << 24, 1)
+    saver = Saver(client, cache, values, HostOrder(), staging_bytes=1 << 24, num_threads=1)
     assert saver.save(KEY, [1, 4], 0.0) == ""
     saved = ended(saver)
     assert saved.result == "saved"

@@ -16,17 +16,17 @@ from kvpipe._transport import transport
 from kvpipe.config import resolve_tokens
 from kvpipe.exceptions import ConfigError, KVPipeError, TransferTimeoutError
 from kvpipe.vllm.amx import permit_tiles
+from kvpipe.vllm.device import HostOrder, check_device, check_ucx, one_device, order_of
 from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
 from kvpipe.vllm.handoff.consumer.pipeline_stages import PipelineStage, pipeline_stages
 from kvpipe.vllm.handoff.consumer.rank_loads import RankLoads
 from kvpipe.vllm.handoff.consumer.rank_sources import rank_sources
-from kvpipe.vllm.handoff.device import CudaOrder, HostOrder, check_device, one_device
 from kvpipe.vllm.handoff.integrity import choose_integrity
-from kvpipe.vllm.handoff.layer_cache import LayerCache
 from kvpipe.vllm.handoff.metadata import HandshakeMetadata, Load, LoadOutcome, ReadyRange, StepMetadata, WorkerOutcomes
 from kvpipe.vllm.handoff.producer.progress import Progress
 from kvpipe.vllm.handoff.producer.rank_leases import RankLeases
 from kvpipe.vllm.kept_blocks import KeptBlocks
+from kvpipe.vllm.layer_cache import LayerCache
 from kvpipe.vllm.rank_properties import ANY_SIZE, joined
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class WorkerRole:
         self._config = config
         self._integrity = choose_integrity(config.integrity, engine.objection_to_validate, engine.device)
         check_device(engine.device)
+        check_ucx(engine.device)
         self._addresses = config.addresses
         self._properties: list[tuple[str, str]] = []
         self._trace = WorkerTrace(config, f"{engine.kv_role} worker {engine.rank} {engine.engine_id}")
@@ -131,8 +132,7 @@ class WorkerRole:
         """
         device = one_device(kv_caches)
         permit_tiles()
-        if device.type == "cuda":
-            self._order = CudaOrder(device.index)
+        self._order = order_of(device)
         self._agent = _kvpipe.Agent(
             self._addresses.agent,
             resolve_tokens(),

@@ -1,15 +1,19 @@
-"""The KV cache of a worker as bytes: blocks of all layers are gathered into a chunk, and scattered from one."""
+"""The KV cache of a worker as bytes: blocks of all layers are gathered into a chunk, and scattered from one.
+
+A cache on a GPU is copied through page-locked memory, which all streams of the process share (docs/gpu.md).
+"""
 
 from __future__ import annotations
 
 import hashlib
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvpipe import _kvpipe
 from kvpipe.exceptions import ConfigError
+from kvpipe.vllm.layer_cache import LayerCache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,26 +22,38 @@ if TYPE_CHECKING:
 
 
 class CacheBytes:
-    """The KV cache of each layer, as rows of bytes. Copies release the GIL once for all layers.
+    """The KV cache of each layer, as rows of bytes. Copies release the GIL.
 
     Args:
-        kv_caches: The cache of each layer, `[num_blocks, …]`, in host memory; the blocks of a layer are contiguous.
+        kv_caches: The cache of each layer, `[num_blocks, …]`, in host memory, where the blocks of a layer are
+            contiguous; or on a GPU, where the parts of a block are.
+        num_blocks: Blocks of vLLM's cache manager.
 
     Attributes:
-        num_layers: Layers that have a cache.
+        num_layers: Rows of blocks: layers that have a cache, or parts of those.
         block_bytes: Bytes of a block in all layers.
         digest: Identifies layers, shapes and types, 16 bytes.
 
     Raises:
-        ConfigError: A cache is elsewhere, or its blocks are not contiguous.
+        ConfigError: The blocks of a cache are not contiguous.
     """
 
-    def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        self._rows = [_rows(name, cache) for name, cache in kv_caches.items()]
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        self._rows: list[tuple[Any, int, int]] = []
+        facts: list[tuple[Any, ...]] = []
+        for name, cache in kv_caches.items():
+            fact = (name, tuple(cache.shape[1:]), str(cache.dtype))
+            if cache.device.type == "cpu":
+                self._rows.append(_row(name, cache))
+                facts.append(fact)
+                continue
+            layer = LayerCache.of(name, cache, num_blocks)
+            layout = layer.layout
+            self._rows += [(layer.memory(at), layout.stride_bytes, layout.block_bytes) for at in layout.offsets]
+            facts.append((*fact, layout.order))
         self._layers = _kvpipe.CacheLayers(self._rows)
         self.num_layers = len(self._rows)
         self.block_bytes = sum(block_bytes for _, _, block_bytes in self._rows)
-        facts = [(name, tuple(cache.shape[1:]), str(cache.dtype)) for name, cache in kv_caches.items()]
         self.digest = hashlib.sha256(repr(facts).encode()).digest()[:16]
 
     def make_pages(self, layer: int) -> None:
@@ -65,7 +81,10 @@ class CacheBytes:
         self._layers.scatter(chunk, block_ids, first)
 
     def parts(self, block_ids: Sequence[int]) -> list[np.ndarray]:
-        """Returns the memory of blocks in the cache, in the order of a chunk: what lies side by side is one part."""
+        """Returns the memory of blocks in a cache of the host, in the order of a chunk.
+
+        What lies side by side is one part.
+        """
         parts = []
         for memory, stride, block_bytes in self._rows:
             begin = end = block_ids[0] * stride
@@ -78,11 +97,8 @@ class CacheBytes:
         return parts
 
 
-def _rows(name: str, cache: torch.Tensor) -> tuple[np.ndarray, int, int]:
-    """Returns a layer's memory as bytes, the distance of two blocks in it, and the bytes of a block."""
-    if cache.device.type != "cpu":
-        message = f"KV cache is on {cache.device}; kvpipe supports vLLM's CPU build only"
-        raise ConfigError(message)
+def _row(name: str, cache: torch.Tensor) -> tuple[np.ndarray, int, int]:
+    """Returns a layer's host memory as bytes, the distance of two blocks in it, and the bytes of a block."""
     if not cache[0].is_contiguous():
         message = f"layer {name}: its blocks are not contiguous (strides {cache.stride()}), and cannot be moved"
         raise ConfigError(message)

@@ -49,7 +49,7 @@ class KVStoreConnector(Facade["StoreSchedulerRole", "StoreWorkerRole"]):
             from kvpipe.vllm.store.worker import StoreWorkerRole  # noqa: PLC0415 - only where the role is
 
             check_parent(transfer.kv_load_failure_policy, "KVStoreConnector")
-            self._worker = StoreWorkerRole(vllm_config, config)
+            self._worker = StoreWorkerRole(vllm_config, config, kv_cache_config.num_blocks)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -126,6 +126,14 @@ class KVStoreConnector(Facade["StoreSchedulerRole", "StoreWorkerRole"]):
         """Processes the worker role's reports."""
         self._of_scheduler().update(connector_output)
         self._loaded_first.loaded(connector_output.finished_recving)
+
+    def has_pending_push_work(self) -> bool:
+        """True if the engine has to go on without requests: blocks are held until the workers report their copies."""
+        return self._of_scheduler().holds_blocks
+
+    def has_pending_block_frees(self) -> bool:
+        """True if blocks become free without a preemption."""
+        return self._of_scheduler().holds_blocks
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Returns that no block is held, because saves are of copies, and parameters for the response."""

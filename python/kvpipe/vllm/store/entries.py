@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpipe.vllm.outbox import Outbox
+    from kvpipe.vllm.store.held_blocks import HeldBlocks
     from kvpipe.vllm.store.lookups import LookupAnswer, Lookups
     from kvpipe.vllm.store.metadata import StoreStepMetadata
     from kvpipe.vllm.store.names import Names
@@ -104,6 +105,7 @@ class Entries:
         names: Names entries.
         lookups: Questions to the store.
         outbox: Outgoing messages to workers, and metrics.
+        held: Blocks that workers copy.
         chunk_blocks: Blocks of a chunk.
 
     Attributes:
@@ -116,6 +118,8 @@ class Entries:
         names: Names,
         lookups: Lookups,
         outbox: Outbox[StoreStepMetadata, KVStoreStats],
+        held: HeldBlocks,
+        *,
         chunk_blocks: int,
     ) -> None:
         self.support = FirstTokenSupport(vllm_config)
@@ -128,6 +132,7 @@ class Entries:
         self._names = names
         self._lookups = lookups
         self._out = outbox
+        self._held = held
         # Handoffs that requests load: each has one first token, and belongs to one request.
         self._loaded: set[bytes] = set()
         # True if it is worth a wait: an entry does not come from an engine of another model, or of another store.
@@ -330,7 +335,7 @@ class Entries:
         end = -(-request.num_prompt_tokens // self._block_size)
         block_ids = self._manager.get_block_ids(request.request_id)[0]
         copied = list(block_ids[prompt.num_chunks * self._chunk_blocks : end])
-        self._out.step.copies.append(EntryCopy(request.request_id, copied))
+        self._out.step.copies.append(EntryCopy(request.request_id, copied, self._held.hold(copied)))
         entry.is_copied = True
 
     def _save(self, prompt: Prompt, entry: Entry) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvpipe.exceptions import CorruptDataError
+from kvpipe.exceptions import CorruptDataError, KVPipeError
 from kvpipe.vllm.store.chunk import HEADER_BYTES
 from kvpipe.vllm.store.client import failure_reason
 from kvpipe.vllm.store.metadata import StoreLoadOutcome
@@ -18,7 +18,9 @@ from kvpipe.vllm.store.threads import TaskThreads
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvpipe import _kvpipe
     from kvpipe.store.base import KVStore, Value
+    from kvpipe.vllm.device import HostOrder
     from kvpipe.vllm.store.cache_bytes import CacheBytes
     from kvpipe.vllm.store.client import StoreClient
     from kvpipe.vllm.store.metadata import StoreLoad
@@ -36,10 +38,12 @@ class ActiveLoad:
     Args:
         load: The load.
         deadline_s: Time at which it ends with the chunks that it has, by the clock of `outcome`.
+        event: Work of a device that may use the blocks until it is done; `None` if there is none.
     """
 
-    def __init__(self, load: StoreLoad, deadline_s: float) -> None:
+    def __init__(self, load: StoreLoad, deadline_s: float, event: _kvpipe.CudaEvent | None = None) -> None:
         self.load = load
+        self.event = event
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._is_copied = [False] * len(load.part_ids)
@@ -111,14 +115,23 @@ class Loader:
         client: The store.
         cache: The KV cache.
         values: Format of the chunks.
+        order: Order of the device's work.
         chunk_blocks: Blocks of a chunk.
         num_threads: Threads that read.
     """
 
     def __init__(
-        self, client: StoreClient, cache: CacheBytes, values: ChunkValues, chunk_blocks: int, num_threads: int
+        self,
+        client: StoreClient,
+        cache: CacheBytes,
+        values: ChunkValues,
+        order: HostOrder,
+        *,
+        chunk_blocks: int,
+        num_threads: int,
     ) -> None:
         self._client = client
+        self._order = order
         self._cache = cache
         self._values = values
         self._chunk_blocks = chunk_blocks
@@ -133,7 +146,14 @@ class Loader:
 
     def begin(self, load: StoreLoad, namespace: bytes, now_s: float) -> None:
         """Begins a load. `namespace` is that of this rank."""
-        active = self._active[load.request_id] = ActiveLoad(load, now_s + load.limit_s)
+        event, reason = None, ""
+        try:
+            event = self._order.record()
+        except KVPipeError as error:
+            reason = failure_reason(error)
+        active = self._active[load.request_id] = ActiveLoad(load, now_s + load.limit_s, event)
+        if reason:
+            active.cancel(reason)
         for index, part_id in enumerate(load.part_ids):
             self._threads.submit(lambda index=index, key=namespace + part_id: self._read(active, index, key))  # type: ignore[misc]
 
@@ -207,10 +227,11 @@ class Loader:
     def _is_read_into_blocks(self, active: ActiveLoad, index: int, key: bytes, value: Value) -> bool:
         """Reads a chunk straight into its blocks, which saves a copy and a checksum. Returns true if that is done.
 
-        Not if the value has to be decoded, if a part of it is not wanted, or if the store cannot read so.
+        Not if the value has to be decoded, if a part of it is not wanted, if the store cannot read so, or if a device
+        has the blocks.
         """
         block_ids = self._block_ids(active.load, index)
-        if not self._values.is_plain or len(block_ids) < self._chunk_blocks:
+        if self._order.is_async or not self._values.is_plain or len(block_ids) < self._chunk_blocks:
             return False
         header: np.ndarray = np.empty(HEADER_BYTES, np.uint8)
         parts = [part.data for part in (header, *self._cache.parts(block_ids))]
@@ -249,6 +270,8 @@ class Loader:
         num_left_out = max(0, active.load.first - index * self._chunk_blocks)
 
         def copy() -> bool:
+            if active.event is not None:
+                active.event.wait()
             if block_ids:
                 self._cache.scatter(slot[HEADER_BYTES:], block_ids, num_left_out)
             return True

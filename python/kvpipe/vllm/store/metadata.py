@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -43,10 +44,12 @@ class Save:
     Attributes:
         chunk_id: The chunk.
         block_ids: Its blocks.
+        hold: Number by which the workers report that they have copied them; 0 if they copy before the hook returns.
     """
 
     chunk_id: bytes
     block_ids: list[int]
+    hold: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,12 @@ class EntryCopy:
     Attributes:
         request_id: vLLM's id.
         block_ids: The blocks after the prompt's last full chunk.
+        hold: As of `Save`.
     """
 
     request_id: str
     block_ids: list[int]
+    hold: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,12 +139,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
         identification: The step's that the properties answer; 0 at the start.
         unforced: Ranks whose sampler cannot apply `StoreStepMetadata.first_tokens`; as `properties`.
         outcomes: Loads that ended, by request id.
+        copied: Number of ranks that have copied the blocks of a hold, or that will not, by its number.
     """
 
     properties: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
     outcomes: dict[str, StoreLoadOutcome] = field(default_factory=dict)
     unforced: list[int] = field(default_factory=list)
     identification: int = 0
+    copied: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Merges the reports of two ranks."""
@@ -152,4 +159,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             outcomes,
             [*self.unforced, *getattr(other, "unforced", ())],
             max(self.identification, getattr(other, "identification", 0)),
+            dict(Counter(self.copied) + Counter(getattr(other, "copied", {}))),
         )

@@ -1,7 +1,10 @@
-"""Saves of a worker: chunks are copied into staging memory by a hook, and put into the store by threads.
+"""Saves of a worker: chunks are copied into staging memory, and put into the store by threads.
 
 So is the KV of entries. An entry waits there until the token is known, and for the chunks before it: a consumer that
 finds the entry finds them.
+
+In host memory the hook copies, and vLLM may free the blocks when it returns. A GPU has not computed them then. So a
+thread copies behind the GPU's work, one chunk after the other, and vLLM keeps the blocks until then (`HeldBlocks`).
 """
 
 from __future__ import annotations
@@ -9,22 +12,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
 
-from kvpipe.exceptions import CapacityError, ConfigError
-from kvpipe.vllm.store.chunk import HEADER_BYTES
+from kvpipe.exceptions import CapacityError, ConfigError, KVPipeError
 from kvpipe.vllm.store.circuit_breaker import Breaker
 from kvpipe.vllm.store.client import failure_reason
 from kvpipe.vllm.store.staging import StagingPool
 from kvpipe.vllm.store.threads import TaskThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import numpy as np
 
+    from kvpipe.vllm.device import HostOrder
     from kvpipe.vllm.store.cache_bytes import CacheBytes
     from kvpipe.vllm.store.client import StoreClient
     from kvpipe.vllm.store.values import ChunkValues
@@ -56,16 +60,19 @@ class Saved(NamedTuple):
     elapsed_s: float
 
 
-class _Copied(NamedTuple):
-    """Blocks in staging memory.
+@dataclass
+class _Copied:
+    """Blocks in staging memory, or on their way.
 
     Attributes:
         slot: The memory.
         num_blocks: Number of blocks.
+        failure: Reason for which they will not be there.
     """
 
     slot: np.ndarray
     num_blocks: int
+    failure: str = ""
 
 
 class Saver:
@@ -75,14 +82,26 @@ class Saver:
         client: The store.
         cache: The KV cache.
         values: Format of the chunks.
+        order: Order of the device's work.
         staging_bytes: Memory for chunks on their way.
         num_threads: Threads that write.
     """
 
     def __init__(
-        self, client: StoreClient, cache: CacheBytes, values: ChunkValues, staging_bytes: int, num_threads: int
+        self,
+        client: StoreClient,
+        cache: CacheBytes,
+        values: ChunkValues,
+        order: HostOrder,
+        *,
+        staging_bytes: int,
+        num_threads: int,
     ) -> None:
         self._client = client
+        self._order = order
+        # What follows a copy is given to this thread, too, and so runs behind it.
+        self._copier = TaskThreads("kvpipe-copy", 1) if order.is_async else None
+        self._holds: deque[int] = deque()
         self._cache = cache
         self._values = values
         self._pool = StagingPool(staging_bytes, values.slot_bytes)
@@ -100,25 +119,28 @@ class Saver:
         """State of the circuit breaker for saves: `closed`, `open` or `half-open`."""
         return self._breaker.state
 
-    def save(self, key: bytes, block_ids: list[int], now_s: float) -> str:
+    def save(self, key: bytes, block_ids: list[int], now_s: float, hold: int = 0) -> str:
         """Copies a chunk, and has a thread put it into the store.
 
         Returns:
             Reason against saving it: `in_flight`, `staging_full` or `breaker`; empty if it will be saved.
         """
-        if key in self._in_flight:
-            return "in_flight"
-        slot = self._pool.acquire()
-        if slot is None:
-            return "staging_full"
-        if not self._breaker.allows(now_s):
+        reason, slot = "in_flight" if key in self._in_flight else "", None
+        if not reason:
+            slot = self._pool.acquire()
+            reason = "staging_full" if slot is None else ""
+        if slot is not None and not self._breaker.allows(now_s):
             self._pool.release(slot)
-            return "breaker"
-        self._cache.gather(block_ids, slot[HEADER_BYTES:])
-        self._submit(key, lambda: self._put(key, _Copied(slot, len(block_ids))))
+            reason = "breaker"
+        if reason or slot is None:
+            self.release([hold])
+            return reason
+        copied = _Copied(slot, len(block_ids))
+        self._gather(block_ids, copied, hold)
+        self._submit(key, lambda: self._put(key, copied))
         return ""
 
-    def copy(self, request_id: str, block_ids: list[int]) -> str:
+    def copy(self, request_id: str, block_ids: list[int], hold: int = 0) -> str:
         """Copies the KV of a request's entry, until `save_entry` or `drop`.
 
         Returns:
@@ -126,10 +148,47 @@ class Saver:
         """
         slot = self._pool.acquire()
         if slot is None:
+            self.release([hold])
             return "staging_full"
-        self._cache.gather(block_ids, self._values.content(slot, len(block_ids)))
-        self._copies[request_id] = _Copied(slot, len(block_ids))
+        copied = self._copies[request_id] = _Copied(slot, len(block_ids))
+        self._gather(block_ids, copied, hold)
         return ""
+
+    def _gather(self, block_ids: list[int], copied: _Copied, hold: int) -> None:
+        """Copies blocks into staging memory: now, or behind what the device was given until now."""
+        out = self._values.content(copied.slot, copied.num_blocks)
+        if self._copier is None:
+            self._cache.gather(block_ids, out)
+            return
+        try:
+            event = self._order.record()
+        except KVPipeError as error:
+            copied.failure = failure_reason(error)
+            self.release([hold])
+            return
+
+        def gather() -> None:
+            try:
+                if event is not None:
+                    event.wait()
+                self._cache.gather(block_ids, out)
+            except KVPipeError as error:
+                copied.failure = failure_reason(error)
+            finally:
+                self.release([hold])
+
+        self._copier.submit(gather)
+
+    def release(self, holds: Iterable[int]) -> None:
+        """Blocks of these holds are not read, or not any more."""
+        self._holds.extend(hold for hold in holds if hold)
+
+    def drain_copied(self) -> dict[int, int]:
+        """Returns the holds of blocks that are not read any more, each once, with the number of this rank: 1."""
+        found = {}
+        while self._holds:
+            found[self._holds.popleft()] = 1
+        return found
 
     def save_entry(self, request_id: str, key: bytes, record: bytes, now_s: float) -> str:
         """Has a thread put an entry into the store, after what was handed over before.
@@ -140,7 +199,7 @@ class Saver:
         if (copied := self._copies.pop(request_id, None)) is None:
             return ""
         if key in self._in_flight or not self._breaker.allows(now_s):
-            self._pool.release(copied.slot)
+            self._behind_copies(lambda: self._pool.release(copied.slot))
             return "in_flight" if key in self._in_flight else "breaker"
         before = set(self._pending)
         self._submit(key, lambda: self._put_entry(key, copied, record, before))
@@ -149,13 +208,20 @@ class Saver:
     def drop(self, request_id: str) -> None:
         """Forgets the copy for an entry that is not saved."""
         if (copied := self._copies.pop(request_id, None)) is not None:
-            self._pool.release(copied.slot)
+            self._behind_copies(lambda: self._pool.release(copied.slot))
 
     def _submit(self, key: bytes, task: Callable[[], None]) -> None:
         self._in_flight.add(key)
         with self._is_put:
             self._pending.add(key)
-        self._threads.submit(task)
+        self._behind_copies(lambda: self._threads.submit(task))
+
+    def _behind_copies(self, action: Callable[[], None]) -> None:
+        """Runs an action once all copies that were begun are there."""
+        if self._copier is None:
+            action()
+        else:
+            self._copier.submit(action)
 
     def ended(self, now_s: float) -> list[Saved]:
         """Returns the chunks that threads are done with, each once."""
@@ -196,6 +262,8 @@ class Saver:
 
     def _write(self, key: bytes, copied: _Copied, record: bytes) -> tuple[str, int]:
         """Puts a chunk into the store, or an entry, which has a record. Returns the result, and the value's size."""
+        if copied.failure:
+            return copied.failure, 0
         try:
             value = self._values.value_of(copied.slot, key, copied.num_blocks)
         except ConfigError:
@@ -206,4 +274,5 @@ class Saver:
 
     def close(self, timeout: float) -> bool:
         """Drops chunks that no thread has begun to save. Returns true if the threads have ended in time."""
-        return self._threads.close(timeout)
+        are_copied = self._copier is None or self._copier.close(timeout)
+        return self._threads.close(timeout) and are_copied

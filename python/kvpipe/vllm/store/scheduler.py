@@ -22,6 +22,7 @@ from kvpipe.vllm.store.break_even import BreakEven
 from kvpipe.vllm.store.circuit_breaker import Breaker
 from kvpipe.vllm.store.client import StoreClient
 from kvpipe.vllm.store.entries import Entries
+from kvpipe.vllm.store.held_blocks import HeldBlocks
 from kvpipe.vllm.store.keys import entry_id
 from kvpipe.vllm.store.lookups import Lookups, Question
 from kvpipe.vllm.store.metadata import Save, StoreLoad, StoreStepMetadata, WorkerReport
@@ -75,7 +76,10 @@ class StoreSchedulerRole:
         self._clock = PrefillClock()
         self._manager: KVCacheManager | None = None
         self._out = Outbox(StoreStepMetadata, KVStoreStats)
-        self._entries = Entries(vllm_config, self._names, self._lookups, self._out, self._chunk_blocks)
+        is_async = vllm_config.device_config.device_type != "cpu"
+        self._held = HeldBlocks(self._names.num_ranks, is_async=is_async)
+        parts = (self._names, self._lookups, self._out, self._held)
+        self._entries = Entries(vllm_config, *parts, chunk_blocks=self._chunk_blocks)
         logger.info(
             "store.start url=%s role=%s chunk_size=%d serde=%s ranks=%d",
             *(redact(config.store), self._role, config.chunk_size, config.serde, self._names.num_ranks),
@@ -85,6 +89,7 @@ class StoreSchedulerRole:
         """Stores the manager, which knows the blocks of each request."""
         self._manager = manager
         self._entries.bind_kv_cache_manager(manager)
+        self._held.bind_kv_cache_manager(manager)
 
     # --- requests
 
@@ -311,9 +316,8 @@ class StoreSchedulerRole:
         block_ids = self._manager.get_block_ids(prompt.request.request_id)[0]
         for index in chunks:
             first = index * self._chunk_blocks
-            self._out.step.saves.append(
-                Save(prompt.chunk_ids[index], list(block_ids[first : first + self._chunk_blocks]))
-            )
+            saved = list(block_ids[first : first + self._chunk_blocks])
+            self._out.step.saves.append(Save(prompt.chunk_ids[index], saved, self._held.hold(saved)))
 
     def update(self, output: KVConnectorOutput) -> None:
         """Processes the worker role's report on the step that has ended."""
@@ -322,6 +326,7 @@ class StoreSchedulerRole:
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._introduced(report, now_s)
+            self._held.copied(report.copied)
             for request_id, outcome in report.outcomes.items():
                 if (prompt := self._prompts.get(request_id)) is not None:
                     prompt.outcome = outcome if prompt.outcome is None else prompt.outcome.merged(outcome)
@@ -383,6 +388,11 @@ class StoreSchedulerRole:
     def drain_stats(self) -> KVStoreStats | None:
         """Returns the counts since the last call; `None` if there are none."""
         return self._out.drain_stats()
+
+    @property
+    def holds_blocks(self) -> bool:
+        """True if workers copy blocks that vLLM must not give to others."""
+        return len(self._held) > 0
 
     def reset(self) -> None:
         """Uses nothing that is stored before the workers have said which weights they have now: they may be others."""

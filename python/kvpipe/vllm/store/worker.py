@@ -12,8 +12,10 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from kvpipe.exceptions import ConfigError
 from kvpipe.store.serde import Serde
 from kvpipe.vllm.amx import permit_tiles
+from kvpipe.vllm.device import check_device, one_device, order_of
 from kvpipe.vllm.fingerprint import attention_properties, instruction_set
 from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
 from kvpipe.vllm.kept_blocks import KeptBlocks
@@ -44,8 +46,9 @@ _CLOSE_S = 5.0
 class StoreWorkerRole:
     """Loads chunks into the KV cache of one rank, and saves chunks from it."""
 
-    def __init__(self, vllm_config: VllmConfig, config: StoreConnectorConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, config: StoreConnectorConfig, num_blocks: int) -> None:
         self._vllm_config = vllm_config
+        self._num_blocks = num_blocks
         self._config = config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.world_size
@@ -70,11 +73,13 @@ class StoreWorkerRole:
         """Starts the threads that move chunks.
 
         Raises:
-            ConfigError: A cache is not in host memory, a layer's blocks are not contiguous, or `staging_bytes` is less
+            ConfigError: kvpipe cannot move the caches, a layer's blocks are not contiguous, or `staging_bytes` is less
                 than a chunk; or the serde cannot write this KV.
         """
+        device = one_device(kv_caches)
+        check_device(device.type)
         permit_tiles()
-        config, cache = self._config, CacheBytes(kv_caches)
+        config, cache, order = self._config, CacheBytes(kv_caches, self._num_blocks), order_of(device)
         chunk_blocks = config.chunk_size // self._vllm_config.cache_config.block_size
         layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase)
         self._weights = Weights(list(layers.values()), self._vllm_config.model_config.quantization)
@@ -86,10 +91,11 @@ class StoreWorkerRole:
         self._layout = cache.digest.hex()
         self._properties = self._identified(AS_LOADED)
         values = self._chunk_values(kv_caches, chunk_blocks, cache)
-        self._loader = Loader(self._client, cache, values, chunk_blocks, config.num_io_threads)
+        num_threads, parts = config.num_io_threads, (self._client, cache, values, order)
+        self._loader = Loader(*parts, chunk_blocks=chunk_blocks, num_threads=num_threads)
         if self._is_saving:
-            num_threads = max(1, config.num_io_threads // 2)
-            self._saver = Saver(self._client, cache, values, config.staging_bytes, num_threads)
+            num_threads = max(1, num_threads // 2)
+            self._saver = Saver(*parts, staging_bytes=config.staging_bytes, num_threads=num_threads)
         self._kept = KeptBlocks([list(kv_caches.values())])
 
     def _identified(self, weights: str) -> list[tuple[str, str]]:
@@ -98,6 +104,9 @@ class StoreWorkerRole:
 
     def _chunk_values(self, kv_caches: dict[str, torch.Tensor], chunk_blocks: int, cache: CacheBytes) -> ChunkValues:
         serde, layout = Serde.parse(self._config.serde), None
+        if not serde.is_lossless and one_device(kv_caches).type != "cpu":
+            message = f"serde={self._config.serde}: it knows the layout of vLLM's CPU build alone; write naive on a GPU"
+            raise ConfigError(message)
         if not serde.is_lossless:
             layout = layout_of(kv_caches.values(), chunk_blocks, instruction_set(self._vllm_config))
         return ChunkValues(serde, layout, cache.digest, chunk_blocks, cache.block_bytes)
@@ -139,12 +148,13 @@ class StoreWorkerRole:
         now_s = time.monotonic()
         self._count_saved(self._saver, now_s)
         if not self._namespace:
+            self._saver.release([*(save.hold for save in step.saves), *(copy.hold for copy in step.copies)])
             return
         for save in step.saves:
-            if reason := self._saver.save(self._namespace + save.chunk_id, save.block_ids, now_s):
+            if reason := self._saver.save(self._namespace + save.chunk_id, save.block_ids, now_s, save.hold):
                 self._stats.add("skipped", reason)
         for copy in step.copies:
-            if reason := self._saver.copy(copy.request_id, copy.block_ids):
+            if reason := self._saver.copy(copy.request_id, copy.block_ids, copy.hold):
                 self._stats.add("skipped", reason)
 
     def _count_saved(self, saver: Saver, now_s: float) -> None:
@@ -183,10 +193,11 @@ class StoreWorkerRole:
         properties = {self._rank: self._properties} if is_first else {}
         unforced = [self._rank] if is_first and not PENDING_FIRST_TOKENS.has_processor else []
         outcomes, self._outcomes = self._outcomes, {}
-        if not (properties or outcomes):
+        copied = {} if self._saver is None else self._saver.drain_copied()
+        if not (properties or outcomes or copied):
             return None
         self._is_introduced = True
-        return WorkerReport(properties, outcomes, unforced, self._identification)
+        return WorkerReport(properties, outcomes, unforced, self._identification, copied)
 
     def drain_stats(self) -> KVStoreStats | None:
         """Returns the counts since the last call; `None` if there are none."""
