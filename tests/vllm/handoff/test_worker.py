@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from kvpipe.exceptions import ConfigError
 from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
 from kvpipe.vllm.handoff.config import ConnectorConfig
-from kvpipe.vllm.handoff.connector import calls_each_layer_once
+from kvpipe.vllm.handoff.connector import KVPipeConnector, calls_each_layer_once
 from kvpipe.vllm.handoff.metadata import (
     Cancel,
     HandoffEnd,
@@ -225,6 +226,24 @@ def test_a_step_whose_layers_were_all_saved_announces_nothing_at_its_end(pair: P
     pair.load([5, 4])
     assert received(pair.consumer) == {"consuming"}
     assert pair.arrived([2, 3], [5, 4])
+
+
+def test_a_forward_pass_that_raised_announces_no_layer_that_it_has_not_computed(pair: Pair) -> None:
+    connector = KVPipeConnector.__new__(KVPipeConnector)
+    connector._worker = pair.producer
+    recorded = Recorded(pair.producer)
+    pair.begin_step([2, 3])
+    pair.producer.save_layer("layer.1")
+    # As V1's model runner: in a `finally`.
+    with suppress(ZeroDivisionError):
+        try:
+            _ = 1 // 0
+        finally:
+            connector.wait_for_save()
+    assert recorded.num_layers == [1]
+    pair.begin_step([4], 2)
+    connector.wait_for_save()
+    assert recorded.num_layers == [1, LAYERS]
 
 
 def test_a_step_without_ready_blocks_sends_nothing(pair: Pair) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,8 @@ from kvpipe.vllm.store import scheduler, worker
 from kvpipe.vllm.store.held_blocks import HeldBlocks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import pytest
 
 WAIT_S = 20
@@ -34,20 +35,28 @@ class LateEvent:
 
 
 class LateOrder:
-    """The order of a device whose events a test completes; or, with a maximum, a clock does after a random time."""
+    """The order of a device whose events a test completes; or a clock does, after the time that a function returns.
+
+    Attributes:
+        events: Those that are not completed.
+        error: Reason for which no event can be recorded; empty if one can.
+    """
 
     is_async = True
 
-    def __init__(self, max_delay_s: float = 0.0) -> None:
-        self._max_delay_s = max_delay_s
+    def __init__(self, delay_s: Callable[[], float] | None = None) -> None:
+        self._delay_s = delay_s
         self.events: list[LateEvent] = []
+        self.error = ""
 
     def record(self) -> LateEvent:
+        if self.error:
+            raise TransportUnavailableError(self.error)
         event = LateEvent()
-        if self._max_delay_s:
-            threading.Timer(random.uniform(0, self._max_delay_s), event.complete).start()
-        else:
+        if self._delay_s is None:
             self.events.append(event)
+        else:
+            threading.Timer(self._delay_s(), event.complete).start()
         return event
 
     def complete(self, error: str = "") -> None:

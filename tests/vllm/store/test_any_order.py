@@ -43,7 +43,8 @@ def device(run: int, monkeypatch: pytest.MonkeyPatch) -> str:
     """Half of the runs have a device that is up to 50 ms behind the hooks, as a GPU is. Some fail without holds."""
     if run // 2 % 2 == 0:
         return "host"
-    late.use(monkeypatch, late.LateOrder(max_delay_s=0.05))
+    delays = random.Random(f"{SEED} {run} delays")
+    late.use(monkeypatch, late.LateOrder(lambda: delays.uniform(0, 0.05)))
     return "late"
 
 

@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 
 from kvpipe.exceptions import ConfigError
 from kvpipe.store import RemoteStore, StoreServer
+from kvpipe.vllm.layer_cache import LayerCache
 from kvpipe.vllm.store.cache_bytes import CacheBytes
 from kvpipe.vllm.store.chunk import HEADER_BYTES, fault, seal
 from kvpipe.vllm.store.config import StoreConnectorConfig
@@ -328,3 +329,23 @@ def test_layouts_of_other_shapes_types_and_layers_differ() -> None:
     renamed = {f"{name}x": cache for name, cache in plain.items()}
     digests = {cache_bytes(each).digest for each in (plain, wider, renamed, caches(4, torch.bfloat16))}
     assert len(digests) == 4
+
+
+def test_the_cache_of_a_gpu_is_known_by_the_blocks_of_vllms_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device `meta`, whose tensors have no memory."""
+
+    def memory(layer: LayerCache, _: int) -> np.ndarray:
+        return np.zeros((len(layer.blocks) - 1) * layer.layout.stride_bytes + layer.layout.block_bytes, np.uint8)
+
+    monkeypatch.setattr(LayerCache, "memory", memory)
+
+    def of(*shape: int, num_blocks: int) -> CacheBytes:
+        cache = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        return CacheBytes({"layer": cache}, num_blocks)
+
+    # A backend takes two blocks for each one of the manager; K and V are apart.
+    in_kernels, apart, larger = of(8, 2, 6, num_blocks=4), of(2, 4, 3, 6, num_blocks=4), of(2, 9, 3, 6, num_blocks=9)
+    assert [tuple(blocks.shape) for blocks in in_kernels.blocks] == [(4, 2, 2, 6)]
+    assert (in_kernels.num_layers, in_kernels.block_bytes) == (1, 2 * 2 * 6 * 2)
+    assert (apart.num_layers, apart.block_bytes) == (2, 2 * 3 * 6 * 2)
+    assert apart.digest == larger.digest != in_kernels.digest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -122,8 +123,11 @@ class KVPipeConnector(Facade["SchedulerRole", "WorkerRole"], SupportsHMA):
         self._of_worker().finish_layers()
 
     def wait_for_save(self) -> None:
-        """Marks this step's blocks as ready in the remaining layers, after the forward pass."""
-        self._of_worker().end_forward()
+        """Marks this step's blocks as ready in the remaining layers, after the forward pass.
+
+        The V1 model runner calls it also when the forward pass has raised.
+        """
+        self._of_worker().end_forward(has_failed=sys.exc_info()[0] is not None)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Returns requests whose sending or receiving has ended, each exactly once."""

@@ -345,9 +345,16 @@ class WorkerRole:
         if self._is_by_layer:
             self.end_forward()
 
-    def end_forward(self) -> None:
-        """Restores blocks, and marks this step's blocks as ready in the remaining layers, after the forward pass."""
+    def end_forward(self, *, has_failed: bool = False) -> None:
+        """Restores blocks, and marks this step's blocks as ready in the remaining layers, after the forward pass.
+
+        Args:
+            has_failed: True if the forward pass raised: the remaining layers have the KV of others yet, and are not
+                marked.
+        """
         self._kept.put_back()
+        if has_failed:
+            self._forget_ready()
         if self._ready and self._agent is not None:
             if self._unsaved:
                 self._trace.layers_computed()

@@ -30,7 +30,8 @@ class CacheBytes:
         num_blocks: Blocks of vLLM's cache manager.
 
     Attributes:
-        num_layers: Rows of blocks: layers that have a cache, or parts of those.
+        blocks: The blocks of each layer that has a cache, `[num_blocks, …]`.
+        num_layers: Rows of blocks: layers, or parts of those.
         block_bytes: Bytes of a block in all layers.
         digest: Identifies layers, shapes and types, 16 bytes.
 
@@ -39,18 +40,20 @@ class CacheBytes:
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        self.blocks: list[torch.Tensor] = []
         self._rows: list[tuple[Any, int, int]] = []
         facts: list[tuple[Any, ...]] = []
         for name, cache in kv_caches.items():
-            fact = (name, tuple(cache.shape[1:]), str(cache.dtype))
             if cache.device.type == "cpu":
+                self.blocks.append(cache)
                 self._rows.append(_row(name, cache))
-                facts.append(fact)
+                facts.append((name, tuple(cache.shape[1:]), str(cache.dtype)))
                 continue
             layer = LayerCache.of(name, cache, num_blocks)
             layout = layer.layout
+            self.blocks.append(layer.blocks)
             self._rows += [(layer.memory(at), layout.stride_bytes, layout.block_bytes) for at in layout.offsets]
-            facts.append((*fact, layout.order))
+            facts.append((name, tuple(layer.blocks.shape[1:]), str(cache.dtype), layout.order))
         self._layers = _kvpipe.CacheLayers(self._rows)
         self.num_layers = len(self._rows)
         self.block_bytes = sum(block_bytes for _, _, block_bytes in self._rows)

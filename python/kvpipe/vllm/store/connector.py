@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvpipe.vllm.engine_checks import check_cache, check_parent
+from kvpipe.vllm.engine_checks import check_cache, check_parent, check_pipeline
 from kvpipe.vllm.facade import Facade
 from kvpipe.vllm.store.config import StoreConnectorConfig
 from kvpipe.vllm.store.metadata import StoreStepMetadata
@@ -38,6 +39,8 @@ class KVStoreConnector(Facade["StoreSchedulerRole", "StoreWorkerRole"]):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_cache(kv_cache_config)
+        # The other stages would never copy the blocks that are held for them.
+        check_pipeline(vllm_config, is_consumer=False)
         transfer, block_size = self._kv_transfer_config, int(vllm_config.cache_config.block_size)
         config = StoreConnectorConfig.parse(transfer.kv_connector_extra_config, block_size)
         self._set_load_failure_policy(config.on_load_failure)
@@ -83,11 +86,14 @@ class KVStoreConnector(Facade["StoreSchedulerRole", "StoreWorkerRole"]):
         """Does nothing: a chunk is saved with all of its layers, after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Copies the chunks that this step has completed, after the forward pass. Threads save the copies."""
-        self._of_worker().end_forward()
+        """Copies the chunks that this step has completed, after the forward pass. Threads save the copies.
+
+        The V1 model runner calls it also when the forward pass has raised.
+        """
+        self._of_worker().end_forward(has_failed=sys.exc_info()[0] is not None)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Returns requests whose load has ended, each exactly once. Saves hold no blocks."""
+        """Returns requests whose load has ended, each exactly once. No request waits for its saves."""
         return None, self._of_worker().finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -131,12 +137,8 @@ class KVStoreConnector(Facade["StoreSchedulerRole", "StoreWorkerRole"]):
         """True if the engine has to go on without requests: blocks are held until the workers report their copies."""
         return self._of_scheduler().holds_blocks
 
-    def has_pending_block_frees(self) -> bool:
-        """True if blocks become free without a preemption."""
-        return self._of_scheduler().holds_blocks
-
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Returns that no block is held, because saves are of copies, and parameters for the response."""
+        """Returns that the request's blocks may be freed, as saves are of copies, and parameters for the response."""
         self._loaded_first.finished(request)
         return False, self._of_scheduler().finished(request)
 

@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm.logger import init_logger
 
 from kvpipe.exceptions import CorruptDataError, KVPipeError
 from kvpipe.vllm.store.chunk import HEADER_BYTES
@@ -26,8 +27,15 @@ if TYPE_CHECKING:
     from kvpipe.vllm.store.metadata import StoreLoad
     from kvpipe.vllm.store.values import ChunkValues
 
+logger = init_logger("vllm.kvpipe.store")
+
+_FAILED = "event.failed the device did not complete what uses the blocks: %s"
 # A value under a name of ours that is not what the name says is deleted, so that a right one can be saved.
 _WRONG = ("short", "foreign", "corrupt")
+
+
+class _DeviceFailedError(Exception):
+    """The device did not complete its work, or copied nothing."""
 
 
 class ActiveLoad:
@@ -38,12 +46,15 @@ class ActiveLoad:
     Args:
         load: The load.
         deadline_s: Time at which it ends with the chunks that it has, by the clock of `outcome`.
+
+    Attributes:
+        load: The load.
         event: Work of a device that may use the blocks until it is done; `None` if there is none.
     """
 
-    def __init__(self, load: StoreLoad, deadline_s: float, event: _kvpipe.CudaEvent | None = None) -> None:
+    def __init__(self, load: StoreLoad, deadline_s: float) -> None:
         self.load = load
-        self.event = event
+        self.event: _kvpipe.CudaEvent | None = None
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._is_copied = [False] * len(load.part_ids)
@@ -146,14 +157,12 @@ class Loader:
 
     def begin(self, load: StoreLoad, namespace: bytes, now_s: float) -> None:
         """Begins a load. `namespace` is that of this rank."""
-        event, reason = None, ""
+        active = self._active[load.request_id] = ActiveLoad(load, now_s + load.limit_s)
         try:
-            event = self._order.record()
+            active.event = self._order.record()
         except KVPipeError as error:
-            reason = failure_reason(error)
-        active = self._active[load.request_id] = ActiveLoad(load, now_s + load.limit_s, event)
-        if reason:
-            active.cancel(reason)
+            logger.warning(_FAILED, error)
+            active.cancel("device")
         for index, part_id in enumerate(load.part_ids):
             self._threads.submit(lambda index=index, key=namespace + part_id: self._read(active, index, key))  # type: ignore[misc]
 
@@ -193,6 +202,9 @@ class Loader:
             reason = self._load(active, index, key, slot)
         except CorruptDataError:
             reason = "corrupt"
+        except _DeviceFailedError as error:
+            logger.warning(_FAILED, error)
+            reason = "device"
         except Exception as error:  # noqa: BLE001 - a user's store may raise anything; the load ends with what it has
             reason = failure_reason(error)
         finally:
@@ -270,10 +282,13 @@ class Loader:
         num_left_out = max(0, active.load.first - index * self._chunk_blocks)
 
         def copy() -> bool:
-            if active.event is not None:
-                active.event.wait()
-            if block_ids:
-                self._cache.scatter(slot[HEADER_BYTES:], block_ids, num_left_out)
+            try:
+                if active.event is not None:
+                    active.event.wait()
+                if block_ids:
+                    self._cache.scatter(slot[HEADER_BYTES:], block_ids, num_left_out)
+            except KVPipeError as error:
+                raise _DeviceFailedError(str(error)) from error
             return True
 
         active.copy(index, copy)

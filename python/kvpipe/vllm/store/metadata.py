@@ -119,7 +119,7 @@ class StoreLoadOutcome:
     Attributes:
         num_loaded: Chunks in front that were loaded; an entry counts as one.
         reason: Reason for which others were not: `missing`, `corrupt`, `foreign`, `short`, `timeout`, `cancelled`,
-            `lost` or `error`; empty if all were.
+            `device`, `lost` or `error`; empty if all were.
     """
 
     num_loaded: int

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from kvpipe import _kvpipe
     from kvpipe.vllm.device import HostOrder
     from kvpipe.vllm.store.cache_bytes import CacheBytes
     from kvpipe.vllm.store.client import StoreClient
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvpipe.store")
 
+_DEVICE = "device"
 # The store is not to blame for these, or not broken: the breaker does not count them.
-_HARMLESS = ("saved", "present", "store_full", "not_finite")
+_HARMLESS = ("saved", "present", "store_full", "not_finite", _DEVICE)
+_FAILED = "event.failed the device did not complete what computes the blocks: %s"
 # Seconds until the store deletes an unclaimed entry.
 ENTRY_TTL_S = 60.0
 # Seconds that an entry waits for the chunks before it. Without it a store that hangs would hold up all later saves.
@@ -49,7 +52,7 @@ class Saved(NamedTuple):
     Attributes:
         key: The chunk.
         result: `saved`, `present` (another engine was faster), `store_full`, `not_finite` (KV that the serde cannot
-            write), or the kind of a failure.
+            write), `device` (it failed), or the kind of a failure.
         num_bytes: Its size.
         elapsed_s: Seconds that the store took.
     """
@@ -67,12 +70,16 @@ class _Copied:
     Attributes:
         slot: The memory.
         num_blocks: Number of blocks.
-        failure: Reason for which they will not be there.
+        before: Chunks that were handed over before, and that may not be in the store yet.
+        is_done: True if nothing is copied any more.
+        failure: Reason for which the blocks are not there; empty once they are.
     """
 
     slot: np.ndarray
     num_blocks: int
-    failure: str = ""
+    before: set[bytes] = field(default_factory=set)
+    is_done: bool = False
+    failure: str = "error"
 
 
 class Saver:
@@ -101,6 +108,8 @@ class Saver:
         self._order = order
         # What follows a copy is given to this thread, too, and so runs behind it.
         self._copier = TaskThreads("kvpipe-copy", 1) if order.is_async else None
+        self._event: _kvpipe.CudaEvent | None = None
+        self._failure = ""
         self._holds: deque[int] = deque()
         self._cache = cache
         self._values = values
@@ -137,7 +146,7 @@ class Saver:
             return reason
         copied = _Copied(slot, len(block_ids))
         self._gather(block_ids, copied, hold)
-        self._submit(key, lambda: self._put(key, copied))
+        self._submit(key, copied, lambda: self._put(key, copied))
         return ""
 
     def copy(self, request_id: str, block_ids: list[int], hold: int = 0) -> str:
@@ -150,34 +159,46 @@ class Saver:
         if slot is None:
             self.release([hold])
             return "staging_full"
-        copied = self._copies[request_id] = _Copied(slot, len(block_ids))
+        # The prompt's chunks are among them.
+        copied = self._copies[request_id] = _Copied(slot, len(block_ids), set(self._pending))
         self._gather(block_ids, copied, hold)
         return ""
 
-    def _gather(self, block_ids: list[int], copied: _Copied, hold: int) -> None:
-        """Copies blocks into staging memory: now, or behind what the device was given until now."""
-        out = self._values.content(copied.slot, copied.num_blocks)
+    def mark(self) -> None:
+        """Marks what the device was given until now, behind which the copies that follow are made."""
         if self._copier is None:
-            self._cache.gather(block_ids, out)
             return
+        self._event, self._failure = None, ""
         try:
-            event = self._order.record()
+            self._event = self._order.record()
         except KVPipeError as error:
-            copied.failure = failure_reason(error)
-            self.release([hold])
-            return
+            self._failure = _DEVICE
+            logger.warning(_FAILED, error)
+
+    def _gather(self, block_ids: list[int], copied: _Copied, hold: int) -> None:
+        """Copies blocks into staging memory: now, or behind the mark."""
+        out, event = self._values.content(copied.slot, copied.num_blocks), self._event
 
         def gather() -> None:
             try:
                 if event is not None:
                     event.wait()
                 self._cache.gather(block_ids, out)
+                copied.failure = ""
             except KVPipeError as error:
-                copied.failure = failure_reason(error)
+                copied.failure = _DEVICE
+                logger.warning(_FAILED, error)
             finally:
+                copied.is_done = True
                 self.release([hold])
 
-        self._copier.submit(gather)
+        if self._failure:
+            copied.failure, copied.is_done = self._failure, True
+            self.release([hold])
+        elif self._copier is None:
+            gather()
+        else:
+            self._copier.submit(gather)
 
     def release(self, holds: Iterable[int]) -> None:
         """Blocks of these holds are not read, or not any more."""
@@ -199,26 +220,25 @@ class Saver:
         if (copied := self._copies.pop(request_id, None)) is None:
             return ""
         if key in self._in_flight or not self._breaker.allows(now_s):
-            self._behind_copies(lambda: self._pool.release(copied.slot))
+            self._behind_copy(copied, lambda: self._pool.release(copied.slot))
             return "in_flight" if key in self._in_flight else "breaker"
-        before = set(self._pending)
-        self._submit(key, lambda: self._put_entry(key, copied, record, before))
+        self._submit(key, copied, lambda: self._put_entry(key, copied, record))
         return ""
 
     def drop(self, request_id: str) -> None:
         """Forgets the copy for an entry that is not saved."""
         if (copied := self._copies.pop(request_id, None)) is not None:
-            self._behind_copies(lambda: self._pool.release(copied.slot))
+            self._behind_copy(copied, lambda: self._pool.release(copied.slot))
 
-    def _submit(self, key: bytes, task: Callable[[], None]) -> None:
+    def _submit(self, key: bytes, copied: _Copied, task: Callable[[], None]) -> None:
         self._in_flight.add(key)
         with self._is_put:
             self._pending.add(key)
-        self._behind_copies(lambda: self._threads.submit(task))
+        self._behind_copy(copied, lambda: self._threads.submit(task))
 
-    def _behind_copies(self, action: Callable[[], None]) -> None:
-        """Runs an action once all copies that were begun are there."""
-        if self._copier is None:
+    def _behind_copy(self, copied: _Copied, action: Callable[[], None]) -> None:
+        """Runs an action once a copy has been made, or has failed."""
+        if self._copier is None or copied.is_done:
             action()
         else:
             self._copier.submit(action)
@@ -239,10 +259,10 @@ class Saver:
                 logger.warning("store.breaker saves stop for a while, the last one failed: %s", saved.result)
         return found
 
-    def _put_entry(self, key: bytes, copied: _Copied, record: bytes, before: set[bytes]) -> None:
+    def _put_entry(self, key: bytes, copied: _Copied, record: bytes) -> None:
         # Tasks begin in their order: those before this one run on other threads, or have ended.
         with self._is_put:
-            self._is_put.wait_for(lambda: before.isdisjoint(self._pending), _CHUNKS_S)
+            self._is_put.wait_for(lambda: copied.before.isdisjoint(self._pending), _CHUNKS_S)
         self._put(key, copied, record)
 
     def _put(self, key: bytes, copied: _Copied, record: bytes = b"") -> None:

@@ -63,7 +63,8 @@ class TaskThreads:
                 continue
             try:
                 task()
-            except Exception:  # a task that raised must not end the thread, and with it all later tasks
+            # A task that raised, or panicked, must not end the thread, and with it all later tasks.
+            except BaseException:
                 logger.exception("store.task_failed in %s", threading.current_thread().name)
 
 

@@ -96,7 +96,7 @@ class StoreWorkerRole:
         if self._is_saving:
             num_threads = max(1, num_threads // 2)
             self._saver = Saver(*parts, staging_bytes=config.staging_bytes, num_threads=num_threads)
-        self._kept = KeptBlocks([list(kv_caches.values())])
+        self._kept = KeptBlocks([cache.blocks])
 
     def _identified(self, weights: str) -> list[tuple[str, str]]:
         """Returns this rank's additions to the fingerprint."""
@@ -113,6 +113,8 @@ class StoreWorkerRole:
 
     def begin_step(self, step: StoreStepMetadata) -> None:
         """Begins and cancels loads, and saves entries whose KV is here, before the forward pass."""
+        # vLLM does not end every forward pass that it begins.
+        self._drop_saves()
         self._step = step
         self._kept.keep((0, block_id) for block_id in step.restores)
         PENDING_FIRST_TOKENS.set(self._engine_id, "KVStoreConnector", step.first_tokens)
@@ -139,17 +141,28 @@ class StoreWorkerRole:
             if reason := saver.save_entry(entry.request_id, key, entry.record, now_s):
                 self._stats.add("skipped", reason)
 
-    def end_forward(self) -> None:
-        """Restores blocks, and copies what is complete with the forward pass, after it."""
+    def _drop_saves(self) -> None:
+        """Saves nothing of the step, whose blocks vLLM may give to others."""
+        step, self._step = self._step, StoreStepMetadata()
+        if self._saver is not None:
+            self._saver.release([*(save.hold for save in step.saves), *(copy.hold for copy in step.copies)])
+
+    def end_forward(self, *, has_failed: bool = False) -> None:
+        """Restores blocks, and copies what is complete with the forward pass, after it.
+
+        Args:
+            has_failed: True if the forward pass raised: its blocks have the KV of others yet, and nothing is saved.
+        """
         self._kept.put_back()
+        if has_failed or not self._namespace:
+            self._drop_saves()
         step, self._step = self._step, StoreStepMetadata()
         if self._saver is None:
             return
         now_s = time.monotonic()
         self._count_saved(self._saver, now_s)
-        if not self._namespace:
-            self._saver.release([*(save.hold for save in step.saves), *(copy.hold for copy in step.copies)])
-            return
+        if step.saves or step.copies:
+            self._saver.mark()
         for save in step.saves:
             if reason := self._saver.save(self._namespace + save.chunk_id, save.block_ids, now_s, save.hold):
                 self._stats.add("skipped", reason)
