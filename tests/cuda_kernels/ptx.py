@@ -17,6 +17,15 @@ SHARED_BASE = 0x400
 Values = np.ndarray
 _LANES = np.arange(NUM_LANES)
 _UNWRITTEN = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
+_OPERATIONS = {
+    "add": np.add,
+    "sub": np.subtract,
+    "neg": np.negative,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "shl": np.left_shift,
+}
 _OPERANDS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 
 
@@ -142,7 +151,10 @@ class Kernel:
         name, _, rest = line.partition(" ")
         opcode, *modifiers = name.split(".")
         operands = _OPERANDS.findall(rest)
-        step: Step = getattr(self, f"_{opcode}")(modifiers, operands)
+        if opcode in _OPERATIONS:
+            step = self._computed(operands[0], _bits(modifiers), _OPERATIONS[opcode], operands[1:])
+        else:
+            step = getattr(self, f"_{opcode}")(modifiers, operands)
         if predicate is None:
             return step
         return lambda warp, active: step(warp, active & (warp[predicate] != 0))
@@ -172,27 +184,6 @@ class Kernel:
     def _computed(self, to: str, bits: int, operation: Callable[..., Values], operands: list[str]) -> Step:
         values = [self._operand(text) for text in operands]
         return lambda warp, active: warp.set(to, active, operation(*(value(warp) for value in values)), bits)
-
-    def _add(self, modifiers: list[str], operands: list[str]) -> Step:
-        return self._computed(operands[0], _bits(modifiers), np.add, operands[1:])
-
-    def _sub(self, modifiers: list[str], operands: list[str]) -> Step:
-        return self._computed(operands[0], _bits(modifiers), np.subtract, operands[1:])
-
-    def _neg(self, modifiers: list[str], operands: list[str]) -> Step:
-        return self._computed(operands[0], _bits(modifiers), np.negative, operands[1:])
-
-    def _and(self, modifiers: list[str], operands: list[str]) -> Step:
-        return self._computed(operands[0], _bits(modifiers), np.bitwise_and, operands[1:])
-
-    def _or(self, modifiers: list[str], operands: list[str]) -> Step:
-        return self._computed(operands[0], _bits(modifiers), np.bitwise_or, operands[1:])
-
-    def _xor(self, modifiers: list[str], operands: list[str]) -> Step:
-        return self._computed(operands[0], _bits(modifiers), np.bitwise_xor, operands[1:])
-
-    def _shl(self, modifiers: list[str], operands: list[str]) -> Step:
-        return self._computed(operands[0], _bits(modifiers), np.left_shift, operands[1:])
 
     def _shr(self, modifiers: list[str], operands: list[str]) -> Step:
         if modifiers == ["s64"]:

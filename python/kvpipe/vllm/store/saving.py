@@ -106,7 +106,7 @@ class Saver:
     ) -> None:
         self._client = client
         self._order = order
-        # What follows a copy is given to this thread, too, and so runs behind it.
+        # Whatever has to wait for a copy runs on this thread, too, behind it.
         self._copier = TaskThreads("kvpipe-copy", 1) if order.is_async else None
         self._event: _kvpipe.CudaEvent | None = None
         self._failure = ""

@@ -23,7 +23,7 @@ const SLICE: u64 = 8 << 20;
 /// Cost of announcing a block, in bytes of checksums that take as long.
 const ANNOUNCEMENT: u64 = 1 << 10;
 
-/// A GPU computes about so many bytes in the time of one here.
+/// A GPU computes about so many bytes in the time of one here, by an estimate.
 const DEVICE_FACTOR: u64 = 64;
 
 /// True if blocks in such memory are announced with checksums.
@@ -47,7 +47,7 @@ impl ReadyAnnouncement {
     }
 }
 
-/// What is known for the checksums of blocks that are announced.
+/// The checksums of blocks that are announced, as far as a GPU has computed them.
 enum Checksums<'d> {
     /// The blocks, of which a GPU has to compute the digests, are to be gathered. No checksum is computed.
     Unknown(Vec<DeviceBlock>),

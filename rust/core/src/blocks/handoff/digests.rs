@@ -1,5 +1,5 @@
 //! Digests that GPUs compute for handoffs: of blocks that are ready, before they are announced, and of blocks that have come,
-//! before they count. A few launches are under way at a time. The bytes do not change meanwhile, or nobody relies on them.
+//! before they count. A few launches are under way at a time. The bytes do not change meanwhile, or the handoff ends.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::transport::Memory;
 /// Launches under way at once. Each has page-locked memory.
 const IN_FLIGHT: usize = 4;
 
-/// What goes on once its digests are known.
+/// Work that goes on once its digests are known.
 pub(super) enum Digested {
     Announcement(ReadyAnnouncement),
     Batch(ArrivedBatch),
