@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+@dataclass
+class _Hold:
+    """Blocks that are held.
+
+    Attributes:
+        pool: vLLM's pool, which has them.
+        blocks: The blocks.
+        num_ranks_left: Ranks that have not copied them.
+    """
+
+    pool: BlockPool
+    blocks: list[KVCacheBlock]
+    num_ranks_left: int
 
 
 class HeldBlocks:
@@ -26,8 +43,7 @@ class HeldBlocks:
         self._num_ranks = num_ranks
         self._is_async = is_async
         self._manager: KVCacheManager | None = None
-        self._held: dict[int, list[KVCacheBlock]] = {}
-        self._num_left: dict[int, int] = {}
+        self._held: dict[int, _Hold] = {}
         self._num_holds = 0
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -42,21 +58,18 @@ class HeldBlocks:
         blocks = [pool.blocks[block_id] for block_id in block_ids]
         pool.touch(blocks)
         self._num_holds += 1
-        self._held[self._num_holds], self._num_left[self._num_holds] = blocks, self._num_ranks
+        self._held[self._num_holds] = _Hold(pool, blocks, self._num_ranks)
         return self._num_holds
 
     def copied(self, num_ranks: Mapping[int, int]) -> None:
         """So many more ranks have copied the blocks of each hold. Those that all ranks have are free again."""
-        for hold, num in num_ranks.items():
-            if hold not in self._num_left:
-                continue
-            self._num_left[hold] -= num
-            if self._num_left[hold] <= 0:
-                del self._num_left[hold]
-                blocks = self._held.pop(hold)
-                if self._manager is not None:
-                    # As vLLM frees a request's blocks: the last one is evicted first.
-                    self._manager.block_pool.free_blocks(reversed(blocks))
+        for number, num in num_ranks.items():
+            hold = self._held[number]
+            hold.num_ranks_left -= num
+            if hold.num_ranks_left == 0:
+                del self._held[number]
+                # As vLLM frees a request's blocks: the last one is evicted first.
+                hold.pool.free_blocks(reversed(hold.blocks))
 
     def __len__(self) -> int:
         return len(self._held)
