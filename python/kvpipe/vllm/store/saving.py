@@ -134,20 +134,26 @@ class Saver:
         Returns:
             Reason against saving it: `in_flight`, `staging_full` or `breaker`; empty if it will be saved.
         """
-        reason, slot = "in_flight" if key in self._in_flight else "", None
-        if not reason:
-            slot = self._pool.acquire()
-            reason = "staging_full" if slot is None else ""
-        if slot is not None and not self._breaker.allows(now_s):
-            self._pool.release(slot)
-            reason = "breaker"
-        if reason or slot is None:
+        slot, reason = self._slot_for(key, now_s)
+        if slot is None:
             self.release([hold])
             return reason
         copied = _Copied(slot, len(block_ids))
         self._gather(block_ids, copied, hold)
         self._submit(key, copied, lambda: self._put(key, copied))
         return ""
+
+    def _slot_for(self, key: bytes, now_s: float) -> tuple[np.ndarray | None, str]:
+        """Returns staging memory for a chunk; or none, and the reason against saving it."""
+        if key in self._in_flight:
+            return None, "in_flight"
+        slot = self._pool.acquire()
+        if slot is None:
+            return None, "staging_full"
+        if not self._breaker.allows(now_s):
+            self._pool.release(slot)
+            return None, "breaker"
+        return slot, ""
 
     def copy(self, request_id: str, block_ids: list[int], hold: int = 0) -> str:
         """Copies the KV of a request's entry, until `save_entry` or `drop`.
