@@ -9,9 +9,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpipe.store_connector import KVStoreConnector
 from kvpipe.transfer_params import load, save
+from kvpipe.vllm.store.chunk import HEADER_BYTES
 from tests.vllm.handoff.engine import BLOCK, cache_config
 from tests.vllm.store import late
-from tests.vllm.store.engine import CHUNK, answered, store_config
+from tests.vllm.store.engine import CHUNK, LAYERS, answered, store_config
 from tests.vllm.store.test_engine import prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("processor")]
@@ -133,6 +134,19 @@ def test_an_engine_without_requests_goes_on_until_its_blocks_are_copied(new_engi
     order.complete()
     engine.until(engine.is_at_rest)
     assert not engine.scheduler.has_requests()
+
+
+def test_chunks_without_space_hold_no_blocks(new_engine: Any, order: late.LateOrder) -> None:
+    of_one_chunk = HEADER_BYTES + 8 * CHUNK * len(LAYERS)
+    engine = new_engine(staging_bytes=of_one_chunk)
+    assert engine.answer(prompt(LENGTH, 1), 1) == answered(prompt(LENGTH, 1), 1)
+    for _ in range(3):
+        engine.step()
+    assert engine.count("skipped", "staging_full") == 2
+    # One is the null block.
+    assert engine.num_free_blocks == engine.num_blocks - 1 - CHUNK // BLOCK
+    order.complete()
+    engine.until(engine.is_at_rest)
 
 
 def test_blocks_are_held_until_every_rank_has_copied_them(new_engine: Any, order: late.LateOrder) -> None:
