@@ -116,6 +116,10 @@ class Run:
             self.drain()
             time.sleep(0.0005)
         self.ends["NO END"] += len(self.loads)
+        for worker in (self.producer, *self.consumers.values()):
+            # When no launch uses the region any more.
+            closed = worker.agent.close_region(worker.region, TIMEOUT_S)
+            self.ends["REGION IN USE"] += not closed.wait(TIMEOUT_S)
 
 
 def main() -> None:
