@@ -1,6 +1,8 @@
-"""Writes rust/ucx/src/cuda/digest_blocks.ptx: the kernel that computes the digests of blocks on a GPU.
+"""Writes the kernels that compute the digests of blocks on a GPU, into rust/ucx/src/cuda.
 
     python scripts/digest_kernel.py
+
+digest_blocks.ptx reads blocks. copy_and_digest.ptx copies what it reads, too.
 
 A digest is the raw CRC-64/NVME of a block's bytes: from the state 0, and not inverted. So it is linear. Leading zeros
 do not change it, and the host makes from it the checksum of the bytes behind others (rust/core/src/checksum.rs).
@@ -11,10 +13,12 @@ over the words of the lanes behind it, and the lanes' states are added. Where th
 stand in front.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-OUTPUT = Path(__file__).parents[1] / "rust/ucx/src/cuda/digest_blocks.ptx"
+FOLDER = Path(__file__).parents[1] / "rust/ucx/src/cuda"
+# By the names of the kernels' files: the entry, and whether the kernel copies.
+KERNELS = {"digest_blocks": ("kvpipe_digest_blocks", False), "copy_and_digest": ("kvpipe_copy_and_digest", True)}
 
 # The polynomial of CRC-64/NVME, x^63 in the lowest bit: 1 is the highest bit.
 POLYNOMIAL = 0x9A6C9329AC4BC9B5
@@ -25,6 +29,8 @@ NUM_LANES = 32
 ROUND_BYTES = NUM_LANES * WORD_BYTES
 # Rounds whose words are loaded before the first of them is added.
 NUM_AHEAD = 4
+# Bytes of an item of the list: where the block begins, its length, its digest, and where its copy begins.
+ITEM_BYTES, COPIED_ITEM_BYTES = 24, 32
 
 # A table for each nibble of a state, with 16 entries of 8 bytes, each 16 times: lanes that read different copies read
 # different banks of the shared memory.
@@ -112,42 +118,58 @@ def _add_word(word: str = "%word") -> Iterator[str]:
     yield "xor.b32      %high, %high, %b;"
 
 
-def _each_round(label: str, load: Callable[[], Iterator[str]]) -> Iterator[str]:
+def _each_round(label: str, load: Iterator[str]) -> Iterator[str]:
     """Adds the rest of the rounds, one at a time."""
     yield f"{label}:"
     yield "setp.eq.u32  %p, %rounds, 0;"
     yield "@%p bra      reduce;"
     yield from _move_round()
-    yield from load()
+    yield from load
     yield from _add_word()
     yield f"add.u64      %at, %at, {ROUND_BYTES};"
     yield "sub.u32      %rounds, %rounds, 1;"
     yield f"bra          {label};"
 
 
-def _load_bytes() -> Iterator[str]:
+def _copied_to() -> Iterator[str]:
+    """The place of the copy of what is at %at."""
+    yield "add.u64      %to_at, %at, %distance;"
+
+
+def _load_bytes(*, copies: bool) -> Iterator[str]:
     """A word at any address, of which the bytes before the block are zeros."""
+    if copies:
+        yield from _copied_to()
     yield "mov.u64      %word, 0;"
     for byte in range(WORD_BYTES):
         yield f"add.u64      %t, %at, {byte};"
         yield "setp.ge.u64  %p, %t, %from;"
         yield "mov.u64      %t, 0;"
         yield f"@%p ld.global.u8 %t, [%at + {byte}];"
+        if copies:
+            yield f"@%p st.global.u8 [%to_at + {byte}], %t;"
         yield f"shl.b64      %t, %t, {8 * byte};"
         yield "or.b64       %word, %word, %t;"
 
 
-def _load_word() -> Iterator[str]:
+def _load_word(*, copies: bool) -> Iterator[str]:
     yield "ld.global.u64 %word, [%at];"
+    if copies:
+        yield from _copied_to()
+        yield "st.global.u64 [%to_at], %word;"
 
 
-def _many_rounds() -> Iterator[str]:
+def _many_rounds(*, copies: bool) -> Iterator[str]:
     """Adds rounds of aligned words, while there are as many as are loaded ahead."""
     yield "many_rounds:"
     yield f"setp.lt.u32  %p, %rounds, {NUM_AHEAD};"
     yield "@%p bra      aligned_round;"
     for ahead in range(NUM_AHEAD):
         yield f"ld.global.u64 %word{ahead}, [%at + {ahead * ROUND_BYTES}];"
+    if copies:
+        yield from _copied_to()
+        for ahead in range(NUM_AHEAD):
+            yield f"st.global.u64 [%to_at + {ahead * ROUND_BYTES}], %word{ahead};"
     for ahead in range(NUM_AHEAD):
         yield from _move_round()
         yield from _add_word(f"%word{ahead}")
@@ -156,15 +178,18 @@ def _many_rounds() -> Iterator[str]:
     yield "bra          many_rounds;"
 
 
-def _next_block() -> Iterator[str]:
+def _next_block(*, copies: bool) -> Iterator[str]:
     yield "next_block:"
     yield "setp.ge.u32  %p, %index, %num;"
     yield "@%p bra      done;"
-    yield "mul.wide.u32 %place, %index, 24;"
+    yield f"mul.wide.u32 %place, %index, {COPIED_ITEM_BYTES if copies else ITEM_BYTES};"
     yield "add.u64      %place, %blocks, %place;"
     yield "add.u32      %index, %index, %num_warps;"
     yield "ld.global.u64 %from, [%place];"
     yield "ld.global.u64 %len, [%place + 8];"
+    if copies:
+        yield "ld.global.u64 %to_at, [%place + 24];"
+        yield "sub.u64      %distance, %to_at, %from;"
     yield "mov.u32      %low, 0;"
     yield "mov.u32      %high, 0;"
     yield f"add.u64      %at, %len, {ROUND_BYTES - 1};"
@@ -179,12 +204,17 @@ def _next_block() -> Iterator[str]:
     yield f"mul.wide.u32 %t, %lane, {WORD_BYTES};"
     yield "add.u64      %at, %at, %t;"
     yield "or.b64       %t, %from, %len;"
+    if copies:
+        yield "or.b64       %t, %t, %to_at;"
     yield f"and.b64      %t, %t, {WORD_BYTES - 1};"
     yield "setp.ne.u64  %p, %t, 0;"
     yield "@%p bra      any_round;"
     yield "setp.ge.u64  %p, %at, %from;"
     yield "mov.u64      %word, 0;"
     yield "@%p ld.global.u64 %word, [%at];"
+    if copies:
+        yield from _copied_to()
+        yield "@%p st.global.u64 [%to_at], %word;"
     yield from _add_word()
     yield f"add.u64      %at, %at, {ROUND_BYTES};"
     yield "sub.u32      %rounds, %rounds, 1;"
@@ -233,7 +263,7 @@ def _begin() -> Iterator[str]:
     yield ".reg .b32  %tables, %copy, %a, %b, %low, %high;"
     yield f".reg .b32  %x<{NUM_NIBBLES}>, %y<{NUM_NIBBLES}>;"
     yield f".reg .b64  %word<{NUM_AHEAD}>;"
-    yield ".reg .b64  %blocks, %place, %from, %len, %at, %t, %word, %sum, %factor;"
+    yield ".reg .b64  %blocks, %place, %from, %len, %at, %t, %word, %sum, %factor, %to_at, %distance;"
     yield f".shared .align 8 .b8 tables[{NUM_NIBBLES * TABLE_BYTES}];"
     yield "ld.param.u64 %blocks, [blocks];"
     yield "ld.param.u32 %num, [num_blocks];"
@@ -254,23 +284,26 @@ def _begin() -> Iterator[str]:
     yield "mul.lo.u32   %num_warps, %a, %num_warps;"
 
 
-def kernel() -> str:
-    """The kernel's PTX."""
+def kernel(name: str) -> str:
+    """The PTX of a kernel's file."""
+    entry, copies = KERNELS[name]
     parts = (
         _begin(),
-        _next_block(),
-        _many_rounds(),
-        _each_round("aligned_round", _load_word),
-        _each_round("any_round", _load_bytes),
+        _next_block(copies=copies),
+        _many_rounds(copies=copies),
+        _each_round("aligned_round", _load_word(copies=copies)),
+        _each_round("any_round", _load_bytes(copies=copies)),
         _reduce(),
     )
     lines = [line for part in parts for line in part]
     body = "\n".join(line if line.endswith(":") else f"    {line}" for line in lines)
     moved, behind = _array("moved_bits", _moved_bits()), _array("moves_behind_lanes", _moves_behind_lanes())
+    item = "u64 from; u64 num_bytes; u64 digest" + ("; u64 to" if copies else "")
     return f"""\
-// Digests of blocks, one warp each. Written by scripts/digest_kernel.py, which says how it works.
+// Digests of blocks, one warp each{", which are copied" if copies else ""}. \
+Written by scripts/digest_kernel.py, which says how it works.
 //
-// blocks: num_blocks times {{ u64 from; u64 num_bytes; u64 digest }}, in memory that the GPU can read and write.
+// blocks: num_blocks times {{ {item} }}, in memory that the GPU can read and write.
 .version 6.3
 .target sm_75
 .address_size 64
@@ -279,7 +312,7 @@ def kernel() -> str:
 
 {behind}
 
-.visible .entry kvpipe_digest_blocks(.param .u64 blocks, .param .u32 num_blocks)
+.visible .entry {entry}(.param .u64 blocks, .param .u32 num_blocks)
 {{
 {body}
 }}
@@ -287,4 +320,5 @@ def kernel() -> str:
 
 
 if __name__ == "__main__":
-    OUTPUT.write_text(kernel())
+    for name in KERNELS:
+        (FOLDER / f"{name}.ptx").write_text(kernel(name))

@@ -22,6 +22,11 @@ def digesting():
 
 
 @pytest.fixture(scope="module")
+def copying_and_digesting():
+    return Kernel(CUDA / "copy_and_digest.ptx")
+
+
+@pytest.fixture(scope="module")
 def copying():
     return Kernel(CUDA / "copy_chunks.ptx")
 
@@ -51,8 +56,9 @@ def digests(kernel: Kernel, data: np.ndarray, blocks: list[tuple[int, int]], num
     return [int(digest) for digest in listed[:, 2]]
 
 
-def test_the_digest_kernel_is_what_its_script_writes():
-    assert digest_kernel.OUTPUT.read_text() == digest_kernel.kernel()
+@pytest.mark.parametrize("name", digest_kernel.KERNELS)
+def test_the_kernels_are_what_their_script_writes(name):
+    assert (CUDA / f"{name}.ptx").read_text() == digest_kernel.kernel(name)
 
 
 def test_a_digest_gives_the_checksum_of_the_catalogue(digesting):
@@ -93,7 +99,7 @@ def test_a_flipped_bit_and_words_that_changed_places_change_the_digest(digesting
 
 
 def test_a_kernel_with_another_constant_computes_other_digests(tmp_path, data):
-    text = digest_kernel.kernel()
+    text = digest_kernel.kernel("digest_blocks")
     constant = digest_kernel.over_bytes(1 << 33, digest_kernel.ROUND_BYTES)
     assert text.count(f"0x{constant:016x}") == 1
     broken = tmp_path / "broken.ptx"
@@ -119,7 +125,25 @@ def test_chunks_of_any_size_and_alignment_are_copied_and_nothing_beside_them(cop
         assert (copied == data[at : at + length]).all()
 
 
-@pytest.mark.parametrize("name", ["copy_chunks", "digest_blocks"])
+def test_what_is_copied_and_digested_is_what_was_read_and_nothing_beside_it(copying_and_digesting, data):
+    lengths = (0, 1, 7, 8, 9, 255, 256, 257, 264, 1024, 1280, 4096, 4099)
+    chunks = [(to, at, length) for length in lengths for to in (0, 3, 8) for at in (0, 3, 8)]
+    chunks += [(8, 16, 16_384), (0, 24, 256 * 7 + 48)]
+    memory, listed, copies = Memory(), np.zeros((len(chunks), 4), np.uint64), []
+    for index, (to, at, length) in enumerate(chunks):
+        source, target = BYTES * (2 * index + 1) + at, BYTES * (2 * index + 2) + to
+        copies.append(np.zeros(length, np.uint8))
+        memory.add(source, data[at : at + length])
+        memory.add(target, copies[-1])
+        listed[index, 0], listed[index, 1], listed[index, 3] = source, length, target
+    memory.add(LIST, listed.reshape(-1).view(np.uint8))
+    copying_and_digesting.run(2, 64, memory, LIST, len(chunks))
+    for (_, at, length), copied, digest in zip(chunks, copies, listed[:, 2], strict=True):
+        assert (copied == data[at : at + length]).all()
+        assert int(digest) == reference(data[at : at + length])
+
+
+@pytest.mark.parametrize("name", ["copy_chunks", *digest_kernel.KERNELS])
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90", "sm_100"])
 def test_the_assembler_takes_the_kernels_and_spills_no_register(name, architecture, tmp_path):
     backend = pytest.importorskip("triton.backends.nvidia", reason="the assembler ptxas comes with triton")

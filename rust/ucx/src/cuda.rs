@@ -20,9 +20,8 @@ mod event;
 mod kernel;
 mod staging;
 
-pub(crate) use copies::{
-    CHUNKS_CAP, DevicePiece, copy_pieces, num_pieces_of_launch, prepare_copies,
-};
+pub use copies::{Chunks, CopyDigests};
+pub(crate) use copies::{DevicePiece, copy_pieces, prepare_copies};
 pub use digests::{DeviceBlock, Digests, OnDigested};
 pub use event::CudaEvent;
 pub(crate) use staging::{StagedWrites, read_staged};
@@ -136,6 +135,7 @@ struct Device {
     stream: CUstream,
     /// Opened on first use.
     copier: OnceLock<Result<copies::Copier, CudaError>>,
+    digesting_copier: OnceLock<Option<copies::DigestingCopier>>,
     digester: OnceLock<Result<digests::Digester, CudaError>>,
     slots: staging::HostSlots,
 }
@@ -213,6 +213,7 @@ impl Driver {
             context,
             stream,
             copier: OnceLock::new(),
+            digesting_copier: OnceLock::new(),
             digester: OnceLock::new(),
             slots: staging::HostSlots::default(),
         })

@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use crate::buffer::MemoryKind;
-use crate::cuda::{self, DevicePiece};
+use crate::buffer::{Buffer, MemoryKind};
+use crate::cuda::{self, CopyDigests, CudaError, DevicePiece};
 use crate::endpoint::EndpointId;
 use crate::exit_gate::Inside;
 use crate::memory::Memory;
@@ -35,45 +35,105 @@ pub struct DeviceCopy<'a> {
     pub pieces: &'a [Piece],
     /// The peer's key.
     pub rkey: &'a RemoteKey,
+    /// Gets digests of what is copied, if they are wanted.
+    pub digests: Option<&'a Arc<CopyDigests>>,
     /// Comes back with `Done`.
     pub token: Token,
 }
 
 impl DeviceCopy<'_> {
-    /// No copy has more pieces.
-    pub const PIECES_CAP: usize = cuda::CHUNKS_CAP;
-
-    /// Number of these lengths, from the first one on, that one copy can have.
-    pub fn num_pieces(lens: impl Iterator<Item = usize>) -> usize {
-        cuda::num_pieces_of_launch(lens)
-    }
-
-    /// The addresses that the peer's memory has here, if all of it is in one mapping.
-    fn mapped(&self, worker: &Worker) -> Option<Vec<DevicePiece>> {
-        let first = self.pieces.iter().map(|piece| piece.from).min()?;
-        let ends = self.pieces.iter();
-        let ends = ends.map(|piece| piece.from.checked_add(piece.len as u64));
-        let past = ends.collect::<Option<Vec<_>>>()?.into_iter().max()?;
-        let here = worker.mapping(self.rkey, first)? as u64;
-        if cuda::is_of_one_range(here, past - first) != Ok(true) {
+    /// The addresses of the pieces here, if all of the peer's memory is in one mapping.
+    fn mapped(&self, worker: &Worker) -> Option<impl Iterator<Item = DevicePiece>> {
+        let (from, to) = Extent::of(self.pieces)?;
+        let here = worker.mapping(self.rkey, from.start)? as u64;
+        if cuda::is_of_one_range(here, from.end - from.start) != Ok(true) {
             return None;
         }
-        let buffer = self.local.buffer();
-        let address = |piece: &Piece| {
-            let to = buffer.writable_range(piece.to, piece.len)?;
-            Some((to as u64, here + (piece.from - first), piece.len))
-        };
-        self.pieces.iter().map(address).collect()
+        addresses(self.pieces, self.local.buffer(), (from.start, here), to)
     }
+}
+
+/// A range of addresses or offsets.
+#[derive(Clone, Copy)]
+struct Extent {
+    start: u64,
+    end: u64,
+}
+
+impl Extent {
+    /// The sources and the destinations of pieces; none if there are none, or they end behind all memory.
+    fn of(pieces: &[Piece]) -> Option<(Self, Self)> {
+        let first = pieces.first()?;
+        let whole = |start| Self { start, end: start };
+        let (mut from, mut to) = (whole(first.from), whole(first.to as u64));
+        for piece in pieces {
+            for (extent, start) in [(&mut from, piece.from), (&mut to, piece.to as u64)] {
+                let end = start.checked_add(piece.len as u64)?;
+                *extent = Self {
+                    start: extent.start.min(start),
+                    end: extent.end.max(end),
+                };
+            }
+        }
+        Some((from, to))
+    }
+}
+
+/// The addresses of pieces in a destination, and in the memory whose peer's address `theirs` is `ours` here; none if they
+/// are not inside of the destination.
+fn addresses(
+    pieces: &[Piece],
+    local: &Buffer,
+    (theirs, ours): (u64, u64),
+    to: Extent,
+) -> Option<impl Iterator<Item = DevicePiece>> {
+    let base = local.writable_range(0, usize::try_from(to.end).ok()?)?;
+    let base = base.addr() as u64;
+    let pieces = pieces.iter();
+    Some(pieces.map(move |piece| {
+        let from = ours + (piece.from - theirs);
+        (base + piece.to as u64, from, piece.len)
+    }))
+}
+
+/// Copies pieces between buffers of this process on the GPU of `to`, by the kernel that copies a peer's memory. `from` of a
+/// piece is an address. `on_copied` is called when it has ended, with true if the bytes are there; it runs on a thread of the
+/// CUDA driver's, and must not call CUDA.
+///
+/// # Errors
+/// The driver's error, or pieces that are not inside of both: nothing is copied, and `on_copied` is not called.
+///
+/// # Safety
+/// Both buffers live until `on_copied` is called. No piece overlaps another's destination.
+pub unsafe fn copy_between(
+    from: &Buffer,
+    to: &Buffer,
+    pieces: &[Piece],
+    digests: Option<&Arc<CopyDigests>>,
+    on_copied: Box<dyn FnOnce(bool) + Send>,
+) -> Result<(), CudaError> {
+    let outside = || CudaError::new("pieces that are not inside of two buffers of GPUs");
+    let MemoryKind::Cuda { device } = to.kind() else {
+        return Err(outside());
+    };
+    let (theirs, ours) = Extent::of(pieces).ok_or_else(outside)?;
+    let start = from.address() as u64;
+    let is_inside = matches!(from.kind(), MemoryKind::Cuda { .. })
+        && start <= theirs.start
+        && theirs.end - start <= from.len() as u64;
+    let pieces = addresses(pieces, to, (start, start), ours).filter(|_| is_inside);
+    let pieces = pieces.ok_or_else(outside)?;
+    // SAFETY: all pieces are inside of both; the rest is the caller's promise.
+    unsafe { cuda::copy_pieces(device, pieces, digests, on_copied) }
 }
 
 impl Worker {
     /// Copies pieces of a peer's GPU memory by one launch of a kernel. `Done` means that the bytes are there.
     ///
     /// # Errors
-    /// `UCS_ERR_UNSUPPORTED` when the memory is not mapped here, not all in one mapping, or cannot be copied by a kernel:
-    /// [`get`](Self::get) may still read it. `UCS_ERR_INVALID_PARAM` for memory of another context, a key of another
-    /// endpoint, or too many pieces; `UCS_ERR_NOT_CONNECTED` or the endpoint's failure. No `Done` follows an error.
+    /// `UCS_ERR_UNSUPPORTED` when the memory is not mapped here, not all in one mapping, cannot be copied by a kernel, or has
+    /// more [chunks](crate::Chunks::CAP): [`get`](Self::get) may still read it. `UCS_ERR_INVALID_PARAM` for memory of another
+    /// context, or a key of another endpoint; `UCS_ERR_NOT_CONNECTED` or the endpoint's failure. No `Done` follows an error.
     pub fn copy(&self, endpoint: EndpointId, copy: DeviceCopy<'_>) -> Result<(), Status> {
         const CALL: &str = "cuLaunchKernel";
         let unsupported = Status::new(sys::UCS_ERR_UNSUPPORTED, CALL);
@@ -81,11 +141,7 @@ impl Worker {
             return Err(unsupported);
         };
         let key = &copy.rkey.key;
-        let fitting = DeviceCopy::num_pieces(copy.pieces.iter().map(|piece| piece.len));
-        if !key.is_of(endpoint)
-            || !self.inner.is_of_context(copy.local)
-            || fitting < copy.pieces.len()
-        {
+        if !key.is_of(endpoint) || !self.inner.is_of_context(copy.local) {
             return Err(Status::new(sys::UCS_ERR_INVALID_PARAM, CALL));
         }
         let endpoint = self.inner.endpoint(endpoint, CALL)?;
@@ -116,8 +172,8 @@ impl Worker {
         let ended = Arc::clone(self.inner.ended_copies());
         let on_copied = Box::new(move |is_copied| ended.push(in_flight, is_copied));
         // SAFETY: the sources are mapped here, the destinations are memory of this device, and the operation holds both;
-        // one launch has so many pieces; destinations that overlap would harm their own bytes only.
-        let launched = unsafe { cuda::copy_pieces(device, &pieces, on_copied) };
+        // destinations that overlap would harm their own bytes only.
+        let launched = unsafe { cuda::copy_pieces(device, pieces, copy.digests, on_copied) };
         launched
             .inspect_err(|error| tracing::debug!(%error, "cuda.not_launched"))
             .is_ok()

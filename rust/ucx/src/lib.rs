@@ -56,10 +56,10 @@ pub use buffer::{Buffer, DeviceWrites, MemoryKind};
 pub use config::Config;
 pub use context::Context;
 pub use cuda::{
-    CudaError, CudaEvent, DeviceBlock, Digests, OnDigested, device_of, flush_remote_writes,
-    has_cuda_devices, is_exportable,
+    Chunks, CopyDigests, CudaError, CudaEvent, DeviceBlock, Digests, OnDigested, device_of,
+    flush_remote_writes, has_cuda_devices, is_exportable,
 };
-pub use device_copy::DeviceCopy;
+pub use device_copy::{DeviceCopy, copy_between};
 pub use endpoint::{EndpointId, EndpointProgress};
 pub use event::Event;
 pub use lane::{Lane, LanesError};

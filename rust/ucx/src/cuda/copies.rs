@@ -1,17 +1,19 @@
 //! Copies of many pieces of GPU memory by one launch of a kernel. A copy of the CUDA driver's own costs several
-//! microseconds for each piece, whatever its size.
+//! microseconds for each piece, whatever its size. Another kernel computes digests of what it copies.
+
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::kernel::{Code, ITEMS_CAP, Kernel, Report};
 use super::{CUdeviceptr, Calls, CudaError, Current, Device, driver};
 
-const CODE: Code = Code {
+const COPY: Code = Code {
     ptx: concat!(include_str!("copy_chunks.ptx"), "\0"),
     entry: c"kvpipe_copy_chunks",
 };
-/// A chunk is what a thread block copies at a time.
-const CHUNK_BYTES: usize = 32 << 10;
-/// Most chunks of one launch.
-pub(crate) const CHUNKS_CAP: usize = ITEMS_CAP;
+const COPY_AND_DIGEST: Code = Code {
+    ptx: concat!(include_str!("copy_and_digest.ptx"), "\0"),
+    entry: c"kvpipe_copy_and_digest",
+};
 
 /// A part of a piece, as the kernel reads it.
 #[repr(C)]
@@ -20,6 +22,105 @@ pub(super) struct Chunk {
     pub(super) to: CUdeviceptr,
     pub(super) from: CUdeviceptr,
     pub(super) num_bytes: u64,
+}
+
+/// The same with its digest, which the kernel writes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct DigestedChunk {
+    pub(super) from: CUdeviceptr,
+    pub(super) num_bytes: u64,
+    pub(super) digest: u64,
+    pub(super) to: CUdeviceptr,
+}
+
+/// Division of pieces into chunks, of which one launch copies [`CAP`](Self::CAP).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chunks {
+    /// No chunk has bytes of two such blocks.
+    block_bytes: usize,
+    chunk_bytes: usize,
+}
+
+impl Chunks {
+    /// Most chunks of a launch.
+    pub const CAP: usize = ITEMS_CAP;
+    /// Bytes of a chunk that is digested, unless its block ends before: what a warp copies at a time.
+    pub const DIGESTED_BYTES: usize = 16 << 10;
+    /// Of a copy without digests: what a thread block copies at a time.
+    pub const COPIED: Self = Self {
+        block_bytes: usize::MAX,
+        chunk_bytes: 32 << 10,
+    };
+
+    /// Of a copy with digests of blocks of so many bytes.
+    #[must_use]
+    pub const fn digested(block_bytes: usize) -> Self {
+        Self {
+            block_bytes: if block_bytes == 0 { 1 } else { block_bytes },
+            chunk_bytes: Self::DIGESTED_BYTES,
+        }
+    }
+
+    /// Number of the chunks of a piece.
+    #[must_use]
+    pub const fn num_of(self, len: usize) -> usize {
+        let of_blocks = len / self.block_bytes * self.num_of_block();
+        of_blocks + (len % self.block_bytes).div_ceil(self.chunk_bytes)
+    }
+
+    const fn num_of_block(self) -> usize {
+        self.block_bytes.div_ceil(self.chunk_bytes)
+    }
+
+    /// Length of the longest piece that has at most so many chunks and bytes. It ends with a block, if there are digests.
+    #[must_use]
+    pub fn room(self, num_chunks: usize, num_bytes: usize) -> usize {
+        if self.block_bytes == usize::MAX {
+            return num_bytes.min(num_chunks * self.chunk_bytes);
+        }
+        let num_blocks = num_bytes / self.block_bytes;
+        num_blocks.min(num_chunks / self.num_of_block()) * self.block_bytes
+    }
+
+    /// Offset and length of each chunk of a piece.
+    pub(super) fn of(self, len: usize) -> impl Iterator<Item = (usize, usize)> {
+        let blocks = (0..len).step_by(self.block_bytes);
+        blocks.flat_map(move |block| {
+            let end = block.saturating_add(self.block_bytes).min(len);
+            let chunks = (block..end).step_by(self.chunk_bytes);
+            chunks.map(move |at| (at, self.chunk_bytes.min(end - at)))
+        })
+    }
+}
+
+/// Digests that a copy computes of what it reads: raw CRC-64/NVME from the state 0.
+#[derive(Debug)]
+pub struct CopyDigests {
+    block_bytes: usize,
+    digests: Mutex<Vec<u64>>,
+}
+
+impl CopyDigests {
+    /// For pieces that consist of blocks of so many bytes.
+    #[must_use]
+    pub const fn new(block_bytes: usize) -> Self {
+        Self {
+            block_bytes,
+            digests: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// Those of the [chunks](Chunks::digested) of all pieces, in order. Empty until the copy has ended well, and if its
+    /// device computes none.
+    #[must_use]
+    pub fn take(&self) -> Vec<u64> {
+        std::mem::take(&mut self.digests.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn set(&self, digests: Vec<u64>) {
+        *self.digests.lock().unwrap_or_else(PoisonError::into_inner) = digests;
+    }
 }
 
 /// One piece to be copied: addresses of the destination and of the source, and its length in bytes.
@@ -35,7 +136,7 @@ pub(super) struct Copier(Kernel<Chunk>);
 impl Copier {
     /// Loads the kernel into the current context.
     pub(super) fn new(calls: &Calls, current: &Current<'_>) -> Result<Self, CudaError> {
-        Kernel::new(calls, current, CODE).map(Self)
+        Kernel::new(calls, current, COPY).map(Self)
     }
 
     /// Number of lists that no launch uses.
@@ -55,41 +156,68 @@ impl Copier {
         &'static self,
         calls: &Calls,
         current: &Current<'_>,
-        pieces: &[DevicePiece],
+        pieces: impl Iterator<Item = DevicePiece>,
         on_copied: OnCopied,
     ) -> Result<(), CudaError> {
-        let chunks = chunks(pieces);
+        let chunks = pieces.flat_map(|(to, from, len)| {
+            Chunks::COPIED.of(len).map(move |(at, num_bytes)| Chunk {
+                to: to + at as u64,
+                from: from + at as u64,
+                num_bytes: num_bytes as u64,
+            })
+        });
         let on_ended = move |chunks: Option<&[Chunk]>| -> Report {
             let is_copied = chunks.is_some();
             Box::new(move || on_copied(is_copied))
         };
         // SAFETY: the caller's promise.
-        unsafe { self.0.launch(calls, current, &chunks, Box::new(on_ended)) }.map(drop)
+        unsafe { self.0.launch(calls, current, chunks, Box::new(on_ended)) }.map(drop)
     }
 }
 
-/// The chunks of these pieces.
-fn chunks(pieces: &[DevicePiece]) -> Vec<Chunk> {
-    let mut chunks = Vec::with_capacity(pieces.len());
-    for &(to, from, len) in pieces {
-        let parts = (0..len).step_by(CHUNK_BYTES);
-        chunks.extend(parts.map(|at| Chunk {
-            to: to + at as u64,
-            from: from + at as u64,
-            num_bytes: (len - at).min(CHUNK_BYTES) as u64,
-        }));
-    }
-    chunks
-}
+/// A device's kernel that computes digests of what it copies.
+pub(super) struct DigestingCopier(Kernel<DigestedChunk>);
 
-/// Number of these lengths, from the first one on, that one launch copies.
-pub(crate) fn num_pieces_of_launch(lens: impl Iterator<Item = usize>) -> usize {
-    let mut num_chunks = 0;
-    lens.take_while(|len| {
-        num_chunks += len.div_ceil(CHUNK_BYTES);
-        num_chunks <= CHUNKS_CAP
-    })
-    .count()
+impl DigestingCopier {
+    /// Loads the kernel into the current context.
+    pub(super) fn new(calls: &Calls, current: &Current<'_>) -> Result<Self, CudaError> {
+        Kernel::new(calls, current, COPY_AND_DIGEST).map(Self)
+    }
+
+    /// As [`Copier::launch`]; the digests are there when `on_copied` is called.
+    ///
+    /// # Errors
+    /// The same.
+    ///
+    /// # Safety
+    /// The same.
+    pub(super) unsafe fn launch(
+        &'static self,
+        calls: &Calls,
+        current: &Current<'_>,
+        pieces: impl Iterator<Item = DevicePiece>,
+        digests: Arc<CopyDigests>,
+        on_copied: OnCopied,
+    ) -> Result<(), CudaError> {
+        let division = Chunks::digested(digests.block_bytes);
+        let chunks = pieces.flat_map(|(to, from, len)| {
+            division.of(len).map(move |(at, num_bytes)| DigestedChunk {
+                from: from + at as u64,
+                num_bytes: num_bytes as u64,
+                digest: 0,
+                to: to + at as u64,
+            })
+        });
+        let on_ended = move |chunks: Option<&[DigestedChunk]>| -> Report {
+            if let Some(chunks) = chunks {
+                digests.set(chunks.iter().map(|chunk| chunk.digest).collect());
+            }
+            let is_copied = chunks.is_some();
+            Box::new(move || on_copied(is_copied))
+        };
+        // SAFETY: the caller's promise.
+        unsafe { self.0.launch(calls, current, chunks, Box::new(on_ended)) }.map(drop)
+    }
 }
 
 /// Makes ready what copies need on a device, unless that was done: it takes milliseconds, for which no transfer should wait.
@@ -108,25 +236,50 @@ impl Device {
         });
         copier.as_ref().map_err(Clone::clone)
     }
+
+    /// The kernel that copies and computes digests; none if it does not load, which is logged.
+    fn digesting_copier(&self, calls: &Calls, current: &Current<'_>) -> Option<&DigestingCopier> {
+        let copier = self.digesting_copier.get_or_init(|| {
+            let new = DigestingCopier::new(calls, current);
+            let kernel = "copy_and_digest";
+            new.inspect_err(|error| tracing::warn!(%error, kernel, "cuda.no_kernel"))
+                .ok()
+        });
+        copier.as_ref()
+    }
+
+    /// Loads the kernel, unless that was done.
+    pub(super) fn prepare_digesting_copier(&self, calls: &Calls, current: &Current<'_>) {
+        self.digesting_copier(calls, current);
+    }
 }
 
-/// Copies pieces on a stream of its own, which waits for no other. `on_copied` is called once they are there, or with
-/// `false` after an error of the device's.
+/// Copies pieces on a stream of its own, which waits for no other, and computes digests if they are wanted and the device
+/// can. `on_copied` is called once the bytes are there, or with `false` after an error of the device's.
 ///
 /// # Errors
-/// The driver's error: nothing is copied, and `on_copied` is not called.
+/// The driver's error, or there are more [chunks](Chunks::CAP): nothing is copied, and `on_copied` is not called.
 ///
 /// # Safety
 /// Sources and destinations must be memory that this device can reach, until `on_copied` is called. No piece may overlap
-/// another's destination. One launch copies all of them ([`num_pieces_of_launch`]).
+/// another's destination.
 pub(crate) unsafe fn copy_pieces(
     ordinal: u32,
-    pieces: &[DevicePiece],
+    pieces: impl Iterator<Item = DevicePiece>,
+    digests: Option<&Arc<CopyDigests>>,
     on_copied: OnCopied,
 ) -> Result<(), CudaError> {
     let driver = driver()?;
     let (current, device) = driver.enter(ordinal)?;
-    let copier = device.copier(&driver.calls, &current)?;
+    let calls = &driver.calls;
+    if let Some(digests) = digests
+        && let Some(copier) = device.digesting_copier(calls, &current)
+    {
+        let digests = Arc::clone(digests);
+        // SAFETY: the caller's promise is the same.
+        return unsafe { copier.launch(calls, &current, pieces, digests, on_copied) };
+    }
+    let copier = device.copier(calls, &current)?;
     // SAFETY: the caller's promise is the same.
-    unsafe { copier.launch(&driver.calls, &current, pieces, on_copied) }
+    unsafe { copier.launch(calls, &current, pieces, on_copied) }
 }

@@ -86,7 +86,9 @@ impl Digests {
         };
         let driver = driver()?;
         let (current, device) = driver.enter(ordinal)?;
-        device.digester(&driver.calls, &current).map(drop)
+        device.digester(&driver.calls, &current)?;
+        device.prepare_digesting_copier(&driver.calls, &current);
+        Ok(())
     }
 
     /// Computes digests on a stream that waits for none of others: of the bytes that are there now, if nothing writes them.
@@ -155,6 +157,7 @@ impl Digester {
         };
         let items: Option<Vec<_>> = blocks.iter().map(item).collect();
         let items = items.ok_or_else(|| CudaError::new("blocks that are not all of one GPU"))?;
+        let items = items.into_iter();
         let outcome = Arc::new(Mutex::new(None));
         let shared = Arc::clone(&outcome);
         let on_ended = move |items: Option<&[DigestedBlock]>| -> Report {
@@ -166,7 +169,7 @@ impl Digester {
         };
         // SAFETY: each block is in bounds of memory of this device, by the contract of Buffer::from_raw_parts; what is
         // returned keeps it until the kernel has ended.
-        let stream = unsafe { self.0.launch(calls, current, &items, Box::new(on_ended)) }?;
+        let stream = unsafe { self.0.launch(calls, current, items, Box::new(on_ended)) }?;
         Ok(Digests {
             ordinal,
             stream,

@@ -163,22 +163,26 @@ impl<T: Copy + Send> Kernel<T> {
         &'static self,
         calls: &Calls,
         _current: &Current<'_>,
-        items: &[T],
+        items: impl Iterator<Item = T>,
         on_ended: OnEnded<T>,
     ) -> Result<CUstream, CudaError> {
-        let num_items = u32::try_from(items.len()).unwrap_or(u32::MAX);
-        if items.len() > ITEMS_CAP {
-            let text = format!("{num_items} items: a launch has at most {ITEMS_CAP}");
-            return Err(CudaError(text));
-        }
         let list = self.acquire_list(calls)?;
-        let (place, len) = (list.items, items.len());
-        // SAFETY: the list has room for so many, and no other thread uses it.
-        unsafe { place.copy_from_nonoverlapping(items.as_ptr(), len) };
+        let mut len = 0;
+        for item in items {
+            if len == ITEMS_CAP {
+                self.give_back(list);
+                let text = format!("a launch has at most {ITEMS_CAP} items");
+                return Err(CudaError(text));
+            }
+            let place = list.items.wrapping_add(len);
+            // SAFETY: the list has room for so many, and no other thread uses it.
+            unsafe { place.write(item) };
+            len += 1;
+        }
         let stream = list.stream;
-        let (mut address, mut num) = (list.items as CUdeviceptr, num_items);
+        let (mut address, mut num) = (list.items as CUdeviceptr, len as u32);
+        let num_blocks = num.clamp(1, THREAD_BLOCKS_CAP);
         let mut parameters = [(&raw mut address).cast(), (&raw mut num).cast::<c_void>()];
-        let num_blocks = num_items.clamp(1, THREAD_BLOCKS_CAP);
         // SAFETY: a context is current, the kernel has these two parameters, and the list lives until the callback.
         let code = unsafe {
             (calls.cuLaunchKernel)(

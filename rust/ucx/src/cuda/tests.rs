@@ -10,7 +10,7 @@
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Mutex};
 
-use super::copies::{Chunk, Copier};
+use super::copies::{Chunk, Copier, DigestedChunk, DigestingCopier};
 use super::digests::{DigestedBlock, Digester};
 use super::*;
 use crate::{Buffer, MemoryKind};
@@ -143,6 +143,7 @@ thread_local! {
 
 const COPYING: usize = 1;
 const DIGESTING: usize = 2;
+const COPYING_AND_DIGESTING: usize = 3;
 
 unsafe extern "C" fn load(_: *mut CUmodule, _: *const c_void) -> CUresult {
     note("load")
@@ -154,6 +155,7 @@ unsafe extern "C" fn find(function: *mut CUfunction, _: CUmodule, name: *const c
     let known = [
         ("kvpipe_copy_chunks", COPYING),
         ("kvpipe_digest_blocks", DIGESTING),
+        ("kvpipe_copy_and_digest", COPYING_AND_DIGESTING),
     ];
     let (_, found) = known.into_iter().find(|(known, _)| *known == name).unwrap();
     // SAFETY: the caller's place.
@@ -199,6 +201,19 @@ unsafe extern "C" fn launch_kernel(
             }
         }
         return note(format!("launch {num} chunks by {blocks} blocks"));
+    }
+    if function.addr() == COPYING_AND_DIGESTING {
+        // SAFETY: the same.
+        unsafe {
+            let chunks = std::slice::from_raw_parts_mut(list.cast::<DigestedChunk>(), num as usize);
+            for chunk in chunks {
+                let (from, to) = (chunk.from as *mut u8, chunk.to as *mut u8);
+                let len = chunk.num_bytes as usize;
+                std::ptr::copy_nonoverlapping(from, to, len);
+                chunk.digest = SharedBytes::new(from, len).update_crc64(0);
+            }
+        }
+        return note(format!("launch {num} digested chunks by {blocks} blocks"));
     }
     // SAFETY: blocks, whose addresses are the test's buffers.
     unsafe {
@@ -370,6 +385,7 @@ impl Copies {
         let current = self.driver.push(null_mut()).unwrap();
         // SAFETY: the pieces are the test's buffers.
         unsafe {
+            let pieces = pieces.iter().copied();
             self.copier
                 .launch(&self.driver.calls, &current, pieces, on_copied)
         }
@@ -458,7 +474,7 @@ fn the_list_of_a_copy_is_free_when_its_end_is_reported() {
     let on_copied = Box::new(move |_| *at_end.lock().unwrap() = kernel.num_free());
     let current = copies.driver.push(null_mut()).unwrap();
     // SAFETY: there are no pieces.
-    unsafe { kernel.launch(&copies.driver.calls, &current, &[], on_copied) }.unwrap();
+    unsafe { kernel.launch(&copies.driver.calls, &current, [].into_iter(), on_copied) }.unwrap();
     assert_eq!(*found.lock().unwrap(), num_free);
 }
 
@@ -476,12 +492,99 @@ fn the_list_of_a_copy_that_may_run_yet_is_not_used_again() {
 }
 
 #[test]
-fn a_launch_takes_no_more_pieces_than_its_list_has_room_for() {
-    let small = std::iter::repeat_n(1, 10_000);
-    assert_eq!(num_pieces_of_launch(small), 8192);
-    let large = std::iter::repeat_n(1 << 20, 10_000);
-    assert_eq!(num_pieces_of_launch(large), 256);
-    assert_eq!(num_pieces_of_launch([5, 7].into_iter()), 2);
+fn a_copy_of_more_chunks_than_a_list_has_room_for_is_refused_and_the_list_stays_free() {
+    let copies = Copies::new();
+    let num_free = copies.copier.num_free();
+    let error = copies.copy(&vec![(0, 0, 1); 8193]).unwrap_err();
+    assert!(error.to_string().contains("at most 8192"), "{error}");
+    assert!(copies.ended().is_empty());
+    assert_eq!(copies.copier.num_free(), num_free);
+}
+
+#[test]
+fn a_piece_has_as_much_room_as_chunks_and_bytes_are_left_and_ends_with_a_block_if_it_is_digested() {
+    let (copied, digested) = (Chunks::COPIED, Chunks::digested(20_000));
+    assert_eq!([copied.num_of(0), copied.num_of(1 << 20)], [0, 32]);
+    assert_eq!(copied.room(2, 1 << 20), 64 << 10);
+    assert_eq!(copied.room(8192, 1000), 1000);
+    // Each block is a chunk and the beginning of another one.
+    assert_eq!([digested.num_of(20_000), digested.num_of(60_000)], [2, 6]);
+    assert_eq!(digested.room(5, 1 << 20), 40_000);
+    assert_eq!(digested.room(8192, 59_999), 40_000);
+    assert_eq!(digested.room(1, 1 << 20), 0);
+}
+
+#[test]
+fn a_copy_has_the_digest_of_each_chunk_of_each_block() {
+    let driver = stand_in();
+    let current = driver.push(null_mut()).unwrap();
+    let copier = DigestingCopier::new(&driver.calls, &current).unwrap();
+    let copier: &'static DigestingCopier = Box::leak(Box::new(copier));
+    let source: Vec<u8> = (0..70_000u32).map(|at| (at % 251) as u8).collect();
+    let mut target = vec![0; source.len()];
+    let (from, to) = (source.as_ptr() as u64, target.as_mut_ptr() as u64);
+    let pieces = [(to + 40_000, from, 20_000), (to, from + 20_000, 40_000)];
+    let digests = Arc::new(CopyDigests::new(20_000));
+    let found = Arc::new(Mutex::new(None));
+    let (at_end, shared) = (Arc::clone(&digests), Arc::clone(&found));
+    // They are there when the end is reported.
+    let on_copied = Box::new(move |is_copied| {
+        *shared.lock().unwrap() = Some((is_copied, at_end.take()));
+    });
+    // SAFETY: the pieces are the test's buffers.
+    unsafe {
+        copier.launch(
+            &driver.calls,
+            &current,
+            pieces.into_iter(),
+            digests,
+            on_copied,
+        )
+    }
+    .unwrap();
+    let raw = |range: std::ops::Range<usize>| SharedBytes::from(&source[range]).update_crc64(0);
+    let expected = (0..3).flat_map(|block| {
+        let (start, end) = (block * 20_000, (block + 1) * 20_000);
+        [raw(start..start + 16_384), raw(start + 16_384..end)]
+    });
+    assert_eq!(
+        found.lock().unwrap().take(),
+        Some((true, expected.collect()))
+    );
+    assert_eq!(target[40_000..60_000], source[..20_000]);
+    assert_eq!(target[..40_000], source[20_000..60_000]);
+}
+
+#[test]
+fn a_copy_that_the_device_fails_has_no_digests() {
+    let driver = stand_in();
+    let current = driver.push(null_mut()).unwrap();
+    let copier = DigestingCopier::new(&driver.calls, &current).unwrap();
+    let copier: &'static DigestingCopier = Box::leak(Box::new(copier));
+    let (source, mut target) = ([7u8; 64], [0u8; 64]);
+    let piece = (target.as_mut_ptr() as u64, source.as_ptr() as u64, 64);
+    let digests = Arc::new(CopyDigests::new(64));
+    let ended = Arc::new(Mutex::new(None));
+    let shared = Arc::clone(&ended);
+    let on_copied = Box::new(move |is_copied| *shared.lock().unwrap() = Some(is_copied));
+    ENDED.set(REFUSED);
+    let pieces = [piece].into_iter();
+    // SAFETY: the piece is the test's buffers.
+    unsafe {
+        copier.launch(
+            &driver.calls,
+            &current,
+            pieces,
+            Arc::clone(&digests),
+            on_copied,
+        )
+    }
+    .unwrap();
+    ENDED.set(CUDA_SUCCESS);
+    assert_eq!(
+        (*ended.lock().unwrap(), digests.take()),
+        (Some(false), Vec::new())
+    );
 }
 
 /// Host memory that passes for a GPU's, and its bytes.
@@ -642,7 +745,7 @@ fn on_a_gpu_pieces_of_any_size_and_alignment_are_copied() {
         |&(into, at, len): &(usize, usize, usize)| (to + into as u64, from + at as u64, len);
     let on_device: Vec<DevicePiece> = pieces.iter().map(address).collect();
     // SAFETY: all in what was allocated above; the destinations are apart.
-    unsafe { copy_pieces(0, &on_device, on_copied) }.unwrap();
+    unsafe { copy_pieces(0, on_device.into_iter(), None, on_copied) }.unwrap();
     let mut is_copied = copied.0.lock().unwrap();
     while is_copied.is_none() {
         is_copied = copied.1.wait(is_copied).unwrap();
@@ -655,6 +758,39 @@ fn on_a_gpu_pieces_of_any_size_and_alignment_are_copied() {
     // SAFETY: allocated above with this length.
     let back = unsafe { read(0, to, LEN) }.unwrap();
     assert!(back == expected);
+}
+
+#[test]
+fn on_a_gpu_what_is_copied_and_digested_is_what_was_read() {
+    const LEN: usize = 1 << 20;
+    const BLOCK: usize = 50_003;
+    let (_library, from) = match on_gpu(LEN) {
+        Ok(allocated) => allocated,
+        Err(error) => return eprintln!("skipped: {error}"),
+    };
+    let (_library, to) = on_gpu(LEN).unwrap();
+    let bytes: Vec<u8> = (0..LEN).map(|at| (at * 7 % 251) as u8).collect();
+    // SAFETY: allocated above with this length, and never freed.
+    unsafe {
+        copy(0, from, bytes[..].into()).unwrap();
+        copy(0, to, vec![0; LEN][..].into()).unwrap();
+    }
+    // Aligned, and not.
+    for (into, at) in [(0, 0), (8, 65_536), (3, 7)] {
+        let digests = Arc::new(CopyDigests::new(BLOCK));
+        let (ended, is_ended) = std::sync::mpsc::channel();
+        let on_copied = Box::new(move |is_copied| ended.send(is_copied).unwrap());
+        let piece = (to + into, from + at as u64, 3 * BLOCK);
+        // SAFETY: both ranges are in what was allocated above.
+        unsafe { copy_pieces(0, [piece].into_iter(), Some(&digests), on_copied) }.unwrap();
+        assert_eq!(is_ended.recv(), Ok(true));
+        let raw = |(begin, len)| SharedBytes::from(&bytes[at + begin..][..len]).update_crc64(0);
+        let chunks = Chunks::digested(BLOCK).of(3 * BLOCK);
+        assert_eq!(digests.take(), chunks.map(raw).collect::<Vec<_>>());
+        // SAFETY: allocated above with this length.
+        let back = unsafe { read(0, to + into, 3 * BLOCK) }.unwrap();
+        assert!(back == bytes[at..at + 3 * BLOCK]);
+    }
 }
 
 #[test]
