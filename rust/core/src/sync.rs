@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rustix::event::EventfdFlags;
+use rustix::event::{EventfdFlags, PollFd, PollFlags};
 
 use crate::error::{Error, Result};
 
@@ -21,6 +21,11 @@ pub(crate) fn eventfd() -> Result<OwnedFd> {
 pub(crate) fn signal(eventfd: &OwnedFd) {
     // Fails only when the counter is full, and then the descriptor is readable already.
     let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
+}
+
+/// Returns when it is readable, or a signal came.
+pub(crate) fn wait(eventfd: &OwnedFd) {
+    let _ = rustix::event::poll(&mut [PollFd::new(eventfd, PollFlags::IN)], None);
 }
 
 pub(crate) fn clear(eventfd: &OwnedFd) {

@@ -120,6 +120,7 @@ impl PeerTransfers {
             can_checksum: !source.is_cuda,
             cursor: Cursor::default(),
             verifier,
+            digests: Vec::new(),
             has_asked,
             has_lost_reads: false,
         }))

@@ -30,12 +30,14 @@ pub(crate) struct Completion {
     pub(crate) elapsed: Duration,
     /// Checksum for an owner that compares, once all has come.
     pub(crate) checksum: Option<RunningChecksum>,
+    /// Digests of the [chunks](kvpipe_ucx::Chunks::digested) of all blocks, if the owner compares and kernels have copied.
+    pub(crate) digests: Option<Vec<u64>>,
     pub(crate) outcome: std::result::Result<(), TransferError>,
 }
 
 impl Completion {
     pub(super) fn of(transfer: Transfer, outcome: std::result::Result<(), TransferError>) -> Self {
-        let checksum = transfer.checksum();
+        let (checksum, digests) = (transfer.checksum(), transfer.digests());
         let request = transfer.request;
         Self {
             owner: request.owner,
@@ -46,6 +48,7 @@ impl Completion {
                 .began
                 .map_or(Duration::ZERO, |began| began.elapsed()),
             checksum,
+            digests,
             outcome,
         }
     }

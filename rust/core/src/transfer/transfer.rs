@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{DeviceCopy, Piece, ProcessVmError};
+use kvpipe_ucx::{Chunks, CopyDigests, Piece, ProcessVmError};
 
 use super::incoming_stream::IncomingStream;
 use super::message::Message;
@@ -105,6 +105,8 @@ pub(super) struct ReadingState {
     pub(super) cursor: Cursor,
     /// Hashes what comes, if anything does.
     pub(super) verifier: Option<Verifier>,
+    /// Of each copy, in the order of the bytes; of all of them, unless the device or UCX's reads give none.
+    pub(super) digests: Vec<Arc<CopyDigests>>,
     /// True if the source was asked for checksums.
     pub(super) has_asked: bool,
     /// A read has failed: it begins again as a stream when no other is in flight.
@@ -211,6 +213,24 @@ impl Transfer {
         }
     }
 
+    /// Digests of the chunks of all blocks for its owner, once all is here, if copies have computed them.
+    pub(super) fn digests(&self) -> Option<Vec<u64>> {
+        let State::Reading(reading) = &self.state else {
+            return None;
+        };
+        let chunks = self.chunks().filter(|_| self.is_over())?;
+        let digests: Vec<u64> = reading.digests.iter().flat_map(|it| it.take()).collect();
+        let num_chunks = chunks.num_of(self.request.pieces.num_bytes as usize);
+        (digests.len() == num_chunks).then_some(digests)
+    }
+
+    /// The chunks of which copies compute digests; none if they are not to, or a block is more than one copy has.
+    fn chunks(&self) -> Option<Chunks> {
+        let unit_bytes = self.request.pieces.unit_bytes;
+        let is_digested = self.request.checksums == Checksums::OfCopies && unit_bytes <= COPY_BYTES;
+        is_digested.then(|| Chunks::digested(unit_bytes as usize))
+    }
+
     /// Bytes that have not been asked for, or have not come as a stream.
     pub(super) fn bytes_left(&self) -> u64 {
         let num_bytes = self.request.pieces.num_bytes;
@@ -291,6 +311,7 @@ impl Transfer {
 
     /// Posts one copy of the next pieces. Where that cannot be done, UCX reads from now on.
     fn post_copy(&mut self, links: &mut Links, id: u64) -> Option<u64> {
+        let digested = self.chunks();
         let State::Reading(reading) = &mut self.state else {
             return None;
         };
@@ -298,36 +319,36 @@ impl Transfer {
             return None;
         };
         let (request, posted) = (&self.request, &mut self.posted);
-        let runs = &request.pieces.runs;
+        let (runs, chunks) = (&request.pieces.runs, digested.unwrap_or(Chunks::COPIED));
         let (mut cursor, mut pieces, mut len) = (reading.cursor, Vec::new(), 0);
-        while pieces.len() < DeviceCopy::PIECES_CAP
-            && let Some(run) = cursor.piece(runs, COPY_BYTES - len)
+        let mut chunks_left = Chunks::CAP;
+        while let room = chunks.room(chunks_left, (COPY_BYTES - len) as usize) as u64
+            && let Some(run) = cursor.piece(runs, room)
             && run.len > 0
         {
             pieces.push(piece(reading.base, run));
             cursor.advance(runs, run.len);
+            chunks_left -= chunks.num_of(run.len as usize);
             len += run.len;
-        }
-        let fitting = DeviceCopy::num_pieces(pieces.iter().map(|piece| piece.len));
-        for left_out in pieces.drain(fitting..) {
-            len -= left_out.len as u64;
         }
         if pieces.is_empty() {
             return None;
         }
+        let unit_bytes = request.pieces.unit_bytes as usize;
+        let digests = digested.map(|_| Arc::new(CopyDigests::new(unit_bytes)));
         let copy = transport::DeviceCopy {
             local: &request.memory,
             pieces: &pieces,
             key,
+            digests: digests.as_ref(),
             token: posted.next_token(id),
         };
         if !links.copy(request.session, copy) {
             reading.path = ReadPath::RemoteRead(Rc::clone(key));
             return None;
         }
-        for piece in &pieces {
-            reading.cursor.advance(runs, piece.len as u64);
-        }
+        reading.cursor = cursor;
+        reading.digests.extend(digests);
         posted.post(len);
         Some(len)
     }

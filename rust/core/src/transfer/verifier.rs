@@ -17,6 +17,8 @@ pub(crate) enum Checksums {
     All,
     /// None here: the owner compares. The completion has the checksum of these bytes before, and of all that has come.
     OfOwner(RunningChecksum),
+    /// None here: the owner compares. The completion has the digests of the blocks, if a kernel has copied all of them.
+    OfCopies,
 }
 
 impl Checksums {
@@ -38,7 +40,7 @@ impl Checksums {
     pub(super) fn of_owner(self) -> Option<RunningChecksum> {
         match self {
             Self::OfOwner(before) => Some(before),
-            Self::None | Self::OfStream | Self::All => None,
+            Self::None | Self::OfStream | Self::All | Self::OfCopies => None,
         }
     }
 }

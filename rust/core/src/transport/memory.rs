@@ -3,7 +3,8 @@
 //! is written for them afterwards. The other side's end is reported as `EndpointFailed`.
 //!
 //! `progress` does one read a call, so that operations are under way for a while; the last one first, because UCX promises
-//! no order. It is stricter than CMA: memory that is deregistered cannot be read.
+//! no order. It is stricter than CMA: memory that is deregistered cannot be read. Between GPUs the CUDA driver copies, by the
+//! kernels that copy a peer's memory.
 
 mod regions;
 
@@ -13,11 +14,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use kvpipe_ucx::{Buffer, EndpointId, EndpointProgress, Event, Lane, MemoryKind, Piece, Status};
+use kvpipe_ucx::{Buffer, EndpointId, EndpointProgress, Event, Lane, Piece, Status};
 
 use super::{FOREIGN, Memory, MemoryPath, RemoteKey, UcxResult};
 use crate::error::{Error, Result};
-use crate::sync::{clear, eventfd, lock, signal};
+use crate::sync::{clear, eventfd, lock, signal, wait};
 
 pub(super) use regions::{MemoryKey, TwinMemory};
 
@@ -58,6 +59,8 @@ struct Port {
 
 #[derive(Debug, Default)]
 struct PortInbox {
+    /// Tokens of copies that have ended, and whether they went well.
+    copied: Vec<(u64, bool)>,
     /// Endpoints of this worker whose other side has ended.
     ended: Vec<EndpointId>,
     /// The endpoints to this worker, with the workers that own them.
@@ -65,6 +68,11 @@ struct PortInbox {
 }
 
 impl Port {
+    fn push_copied(&self, token: u64, is_copied: bool) {
+        lock(&self.inbox).copied.push((token, is_copied));
+        signal(&self.wake);
+    }
+
     fn push_ended(&self, endpoint: EndpointId) {
         lock(&self.inbox).ended.push(endpoint);
         // After the push, see `arm`.
@@ -77,26 +85,34 @@ fn port(number: u32) -> Option<Arc<Port>> {
     lock(&PORTS).get(&number).cloned()
 }
 
-/// A read or copy that has not been done.
+/// A read that has not been done.
 #[derive(Debug)]
 struct PendingGet {
     endpoint: EndpointId,
     local: Buffer,
-    pieces: Vec<Piece>,
+    piece: Piece,
     key: MemoryKey,
     token: u64,
+}
+
+/// A copy that a GPU does.
+#[derive(Debug)]
+struct RunningCopy {
+    endpoint: EndpointId,
+    /// Source and destination, which it needs until it has ended.
+    _memory: (Buffer, Buffer),
 }
 
 impl PendingGet {
     fn run(&self) -> UcxResult<()> {
         let source = self.key.find().ok_or(INVALID_PARAM)?;
-        let mut pieces = self.pieces.iter();
-        let is_written = pieces.all(|piece| self.copy(&source, *piece).is_some_and(|it| it));
+        let is_written = self.copy(&source).is_some_and(|it| it);
         is_written.then_some(()).ok_or(OUT_OF_RANGE)
     }
 
-    /// True if a piece was written; none if it is not of the source.
-    fn copy(&self, source: &Buffer, piece: Piece) -> Option<bool> {
+    /// True if the piece was written; none if it is not of the source.
+    fn copy(&self, source: &Buffer) -> Option<bool> {
+        let piece = self.piece;
         let start = piece.from.checked_sub(source.address() as u64)?;
         let start = usize::try_from(start).ok()?;
         if let Some(bytes) = source.bytes(start, piece.len) {
@@ -119,6 +135,8 @@ pub(crate) struct MemoryWorker {
     /// Reads of all endpoints that have ended.
     ended: Cell<u64>,
     gets: RefCell<Vec<PendingGet>>,
+    /// By their tokens.
+    copies: RefCell<BTreeMap<u64, RunningCopy>>,
     events: RefCell<VecDeque<Event>>,
 }
 
@@ -139,6 +157,7 @@ impl MemoryWorker {
             endpoints: RefCell::default(),
             ended: Cell::new(0),
             gets: RefCell::default(),
+            copies: RefCell::default(),
             events: RefCell::default(),
         })
     }
@@ -210,9 +229,11 @@ impl MemoryWorker {
 
     pub(super) fn progress_of(&self, endpoint: EndpointId) -> Option<EndpointProgress> {
         self.endpoints.borrow().get(&endpoint)?;
-        let gets = self.gets.borrow();
+        let (gets, copies) = (self.gets.borrow(), self.copies.borrow());
+        let gets = gets.iter().map(|get| get.endpoint);
+        let operations = gets.chain(copies.values().map(|copy| copy.endpoint));
         Some(EndpointProgress {
-            in_flight: gets.iter().filter(|get| get.endpoint == endpoint).count(),
+            in_flight: operations.filter(|of| *of == endpoint).count(),
             ended: self.ended.get(),
         })
     }
@@ -223,44 +244,53 @@ impl MemoryWorker {
             from: get.remote,
             len: get.len,
         };
-        self.post(endpoint, (get.local, get.key), vec![piece], get.token)
-    }
-
-    /// As UCX, it refuses memory that is not on a GPU.
-    pub(super) fn copy(&self, endpoint: EndpointId, copy: super::DeviceCopy<'_>) -> UcxResult<()> {
-        if copy.local.buffer().kind() == MemoryKind::Host {
-            return Err(INVALID_PARAM);
-        }
-        let ends = (copy.local, copy.key);
-        self.post(endpoint, ends, copy.pieces.to_vec(), copy.token)
-    }
-
-    fn post(
-        &self,
-        endpoint: EndpointId,
-        (local, key): (&Memory, &RemoteKey),
-        pieces: Vec<Piece>,
-        token: u64,
-    ) -> UcxResult<()> {
-        self.peer(endpoint)?;
-        let (Memory::Twin(local), RemoteKey::Twin(key)) = (local, key) else {
-            return Err(FOREIGN);
-        };
-        let is_inside = |piece: &Piece| {
-            let end = piece.to.checked_add(piece.len);
-            end.is_some_and(|end| end <= local.buffer().len())
-        };
-        if !pieces.iter().all(is_inside) {
+        let (local, key) = self.ends(endpoint, get.local, get.key)?;
+        let end = piece.to.checked_add(piece.len);
+        if end.is_none_or(|end| end > local.len()) {
             return Err(OUT_OF_RANGE);
         }
         self.gets.borrow_mut().push(PendingGet {
             endpoint,
-            local: local.buffer().clone(),
-            pieces,
-            key: *key,
-            token,
+            local,
+            piece,
+            key,
+            token: get.token,
         });
         Ok(())
+    }
+
+    /// As UCX, it refuses memory that is not on a GPU.
+    #[expect(unsafe_code, reason = "a kernel copies")]
+    pub(super) fn copy(&self, endpoint: EndpointId, copy: super::DeviceCopy<'_>) -> UcxResult<()> {
+        let (local, key) = self.ends(endpoint, copy.local, copy.key)?;
+        let source = key.find().ok_or(INVALID_PARAM)?;
+        let (port, token) = (Arc::clone(&self.port), copy.token);
+        let on_copied = Box::new(move |is_copied| port.push_copied(token, is_copied));
+        // SAFETY: the running copy keeps both buffers; destinations that overlap would harm their own bytes only.
+        let begun = unsafe {
+            kvpipe_ucx::copy_between(&source, &local, copy.pieces, copy.digests, on_copied)
+        };
+        begun.map_err(|_| INVALID_PARAM)?;
+        let running = RunningCopy {
+            endpoint,
+            _memory: (source, local),
+        };
+        self.copies.borrow_mut().insert(token, running);
+        Ok(())
+    }
+
+    /// The memory of an operation on an endpoint that can be used, and the key of the peer's.
+    fn ends(
+        &self,
+        endpoint: EndpointId,
+        local: &Memory,
+        key: &RemoteKey,
+    ) -> UcxResult<(Buffer, MemoryKey)> {
+        self.peer(endpoint)?;
+        match (local, key) {
+            (Memory::Twin(local), RemoteKey::Twin(key)) => Ok((local.buffer().clone(), *key)),
+            _ => Err(FOREIGN),
+        }
     }
 
     pub(super) fn event_fd(&self) -> BorrowedFd<'_> {
@@ -270,6 +300,7 @@ impl MemoryWorker {
     pub(super) fn arm(&self) -> bool {
         let inbox = lock(&self.port.inbox);
         let is_idle = inbox.ended.is_empty()
+            && inbox.copied.is_empty()
             && self.gets.borrow().is_empty()
             && self.events.borrow().is_empty();
         if is_idle {
@@ -285,6 +316,7 @@ impl MemoryWorker {
         for endpoint in ended {
             self.fail(endpoint);
         }
+        num_done += self.finish_copies();
         let get = self.gets.borrow_mut().pop();
         if let Some(get) = get {
             let (token, result) = (get.token, get.run());
@@ -295,12 +327,31 @@ impl MemoryWorker {
         num_done
     }
 
+    /// Reports copies that have ended; their number. That of an endpoint that is gone ends with an error.
+    fn finish_copies(&self) -> u32 {
+        let copied = std::mem::take(&mut lock(&self.port.inbox).copied);
+        let num_ended = copied.len() as u32;
+        for (token, is_copied) in copied {
+            let copy = self.copies.borrow_mut().remove(&token);
+            let peer = copy.map(|copy| self.peer(copy.endpoint).map(drop));
+            let result = match peer {
+                Some(Ok(())) if !is_copied => Err(OUT_OF_RANGE),
+                Some(Err(NOT_CONNECTED)) => Err(CANCELED),
+                Some(result) => result,
+                None => continue,
+            };
+            self.ended.set(self.ended.get() + 1);
+            self.report(Event::Done { token, result });
+        }
+        num_ended
+    }
+
     pub(super) fn next_event(&self) -> Option<Event> {
         self.events.borrow_mut().pop_front()
     }
 
     pub(super) fn outstanding(&self) -> usize {
-        self.gets.borrow().len()
+        self.gets.borrow().len() + self.copies.borrow().len()
     }
 
     fn report(&self, event: Event) {
@@ -334,6 +385,12 @@ impl MemoryWorker {
 
 impl Drop for MemoryWorker {
     fn drop(&mut self) {
+        // What a GPU writes yet stays valid.
+        while !self.copies.get_mut().is_empty() {
+            wait(&self.port.wake);
+            clear(&self.port.wake);
+            self.finish_copies();
+        }
         lock(&PORTS).remove(&self.number);
         let connected = std::mem::take(&mut lock(&self.port.inbox).connected);
         for (endpoint, owner) in connected {

@@ -106,10 +106,10 @@ impl HandoffService {
             grant: grant(batch.epoch),
             memory,
             pieces: transfer.pieces,
-            // Without checksums of the blocks, the parts of a stream have some.
             checksums: if batch.has_checksums() {
-                Checksums::None
+                Checksums::OfCopies
             } else {
+                // The parts of a stream have some.
                 Checksums::OfStream
             },
             is_verified_by_owner: true,
@@ -151,6 +151,16 @@ impl HandoffService {
         };
         let (batch, layout) = (&arrived.reading.batch, &arrived.reading.layout);
         if is_on_device(&arrived.memory) && batch.blocks.iter().any(|it| it.checksum.is_some()) {
+            if let Some(chunks) = completion.digests {
+                let of_blocks = self.join_digests(layout.block_bytes, &chunks);
+                let to_ids = &completion.pieces.to_ids;
+                let digests = batch.local_ids.iter().filter_map(|id| {
+                    let index = to_ids.binary_search(id).ok()?;
+                    of_blocks.get(index).copied()
+                });
+                let digests = digests.collect();
+                return self.batch_digested(cx, &arrived, Ok(digests));
+            }
             let blocks = batch.local_ids.iter();
             let blocks = blocks.filter_map(|id| device_block(&arrived.memory, layout, *id));
             let blocks = blocks.collect();

@@ -1,10 +1,11 @@
 //! Digests that GPUs compute for handoffs: of blocks that are ready, before they are announced, and of blocks that have come,
-//! before they count. A few launches are under way at a time. The bytes do not change meanwhile, or the handoff ends.
+//! before they count. The latter are computed as the blocks are copied where a kernel copies them. Of the launches that only
+//! compute digests a few are under way at a time. The bytes do not change meanwhile, or the handoff ends.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use kvpipe_ucx::{DeviceBlock, Digests, MemoryKind};
+use kvpipe_ucx::{Chunks, DeviceBlock, Digests, MemoryKind};
 
 use super::announcements::ReadyAnnouncement;
 use super::batches::ArrivedBatch;
@@ -49,7 +50,7 @@ pub(super) struct DigestQueue {
     /// By the numbers of the launches.
     running: HashMap<u64, Running>,
     waiting: VecDeque<(Vec<DeviceBlock>, Digested)>,
-    /// Over the bytes of a block, by their number.
+    /// Over the bytes of a block, or of its chunks, by their number.
     shifts: HashMap<u64, Shift>,
 }
 
@@ -83,7 +84,7 @@ impl DigestQueue {
     }
 
     /// The checksum of a block at a place, from the digest of its bytes. Their number is one for which
-    /// [`HandoffService::digest`] was called.
+    /// [`HandoffService::digest`] or [`HandoffService::join_digests`] was called.
     pub(super) fn checksum(
         &self,
         mut place: RunningChecksum,
@@ -99,19 +100,47 @@ impl HandoffService {
     /// Has the digests of blocks of one GPU computed, at most [`Digests::BLOCKS_CAP`]; `digested` goes on then.
     pub(super) fn digest(&mut self, cx: &mut Cx<'_>, blocks: Vec<DeviceBlock>, digested: Digested) {
         for block in &blocks {
-            let len = block.len as u64;
-            if !self.digests.shifts.contains_key(&len) {
-                self.add_shift(len);
-            }
+            self.need_shift(block.len as u64);
         }
         self.digests.waiting.push_back((blocks, digested));
         self.begin_waiting(cx);
     }
 
-    /// Makes the shift over so many bytes, and forgets those of which no region has blocks any more.
-    fn add_shift(&mut self, len: u64) {
+    /// The digests of blocks of one length from those of their [chunks](Chunks::digested).
+    pub(super) fn join_digests(&mut self, block_bytes: u64, chunks: &[u64]) -> Vec<u64> {
+        let chunk = Chunks::DIGESTED_BYTES as u64;
+        let last = last_chunk(block_bytes);
+        for len in [chunk, last, block_bytes] {
+            self.need_shift(len);
+        }
+        let shifts = &self.digests.shifts;
+        let (Some(over_chunk), Some(over_last)) = (shifts.get(&chunk), shifts.get(&last)) else {
+            return Vec::new();
+        };
+        let num_chunks = Chunks::digested(block_bytes as usize).num_of(block_bytes as usize);
+        let join = |of_block: &[u64]| {
+            let last = of_block.len().saturating_sub(1);
+            let (whole, last) = of_block.split_at(last);
+            let join = |sum: u64, chunk: &u64| over_chunk.join(sum, *chunk);
+            let whole = whole.iter().fold(0, join);
+            last.iter()
+                .fold(whole, |sum, last| over_last.join(sum, *last))
+        };
+        chunks.chunks(num_chunks.max(1)).map(join).collect()
+    }
+
+    /// Makes the shift over so many bytes, unless there is one. Those that no region needs any more are forgotten then.
+    fn need_shift(&mut self, len: u64) {
+        if self.digests.shifts.contains_key(&len) {
+            return;
+        }
         let regions = &self.agent.regions;
-        let is_used = |len: &u64| regions.values().any(|it| it.layout.block_bytes == *len);
+        let is_used = |len: &u64| {
+            let mut blocks = regions.values().map(|it| it.layout.block_bytes);
+            blocks.any(|block| {
+                [block, last_chunk(block), Chunks::DIGESTED_BYTES as u64].contains(len)
+            })
+        };
         if self.digests.len() == 0 {
             self.digests.shifts.retain(|len, _| is_used(len));
         }
@@ -191,6 +220,15 @@ impl HandoffService {
         for digested in ended {
             self.go_on(cx, digested, Err(reason.to_owned()));
         }
+    }
+}
+
+/// Length of the last chunk of a block.
+fn last_chunk(block_bytes: u64) -> u64 {
+    let chunk = Chunks::DIGESTED_BYTES as u64;
+    match block_bytes % chunk {
+        0 => chunk.min(block_bytes),
+        rest => rest,
     }
 }
 

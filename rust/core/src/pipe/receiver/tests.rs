@@ -183,6 +183,7 @@ fn a_tensor_that_a_sender_leaves_behind_at_the_end_of_its_pipe_ends_with_the_pip
         pieces: Arc::new(Pieces::whole(8, 8)),
         elapsed: Duration::ZERO,
         checksum: None,
+        digests: None,
         outcome: Err(TransferError::Failed(lost)),
     };
     receiver.call(&mut links, |receiver, cx| {
