@@ -5,14 +5,15 @@
 It prints a line for each thing that a test looks for.
 """
 
+import random
 import sys
 import time
 from collections.abc import Callable
 
 from kvpipe import KVPipeError
 from kvpipe.testing import memory_transport
-from tests.fake_cuda.driver import FakeDriver
-from tests.fake_cuda.injected_faults import TIMEOUT_S, Worker
+from tests.fake_cuda.driver import FakeDriver, FakeMemory
+from tests.fake_cuda.injected_faults import TIMEOUT_S, HostMemory, Worker
 
 HANDOFF = b"\7" * 16
 # Blocks of a launch, at most.
@@ -43,12 +44,15 @@ def ends_of(worker: Worker, num_loads: int) -> list[str]:
 
 
 class Pair:
-    """A producer and a consumer, each on a GPU."""
+    """A producer, on a GPU or without one, and a consumer on a GPU."""
 
-    def __init__(self, driver: FakeDriver, num_blocks: int, block: int) -> None:
+    source: FakeMemory | HostMemory
+
+    def __init__(self, driver: FakeDriver, num_blocks: int, block: int, *, has_gpu: bool = True) -> None:
         self.driver = driver
-        self.source, self.target = driver.memory(num_blocks * block), driver.memory(num_blocks * block, device=1)
-        self.source.put(bytes(range(256)) * (num_blocks * block // 256))
+        self.source = driver.memory(num_blocks * block) if has_gpu else HostMemory(num_blocks * block)
+        self.target = driver.memory(num_blocks * block, device=1)
+        self.source.put(random.Random(46).randbytes(num_blocks * block))
         self.producer, self.consumer = Worker(self.source, 0, block), Worker(self.target, 1, block)
 
     def until_launched(self, num_launches: int) -> None:
@@ -63,8 +67,8 @@ class Pair:
 
 
 def refused(driver: FakeDriver) -> None:
-    """More batches than launches run at once, of which several in a row are refused."""
-    pair = Pair(driver, num_blocks=40, block=512)
+    """More batches than launches run at once, of which several in a row are refused. No kernel copies them."""
+    pair = Pair(driver, num_blocks=40, block=512, has_gpu=False)
     handoffs = [bytes([number]) * 16 for number in range(14)]
     for number, handoff in enumerate(handoffs):
         pair.producer.ready(handoff, [2 * number, 2 * number + 1])
@@ -83,6 +87,21 @@ def refused(driver: FakeDriver) -> None:
     pair.producer.ready(HANDOFF, [30])
     pair.consumer.load(pair.producer, HANDOFF, [30], None)
     print(*ends_of(pair.consumer, 1))
+
+
+def chunks(driver: FakeDriver) -> None:
+    """Blocks of several chunks, of which the last one is shorter or is not, come in an order of their own."""
+    for block in (40_960, 32_768, 512):
+        pair = Pair(driver, num_blocks=8, block=block)
+        here, there = [6, 1, 2, 3, 0], [0, 1, 2, 3, 7]
+        handoff = block.to_bytes(16, "little")
+        pair.producer.ready(handoff, there)
+        pair.consumer.load(pair.producer, handoff, here, None)
+        print(*ends_of(pair.consumer, 1))
+        source, target = pair.source.content(), pair.target.content()
+        pairs = zip(here, there, strict=True)
+        print(all(target[block * to :][:block] == source[block * at :][:block] for to, at in pairs))
+    print(driver.num_calls("cuLaunchKernel"))
 
 
 def divided(driver: FakeDriver) -> None:
@@ -129,7 +148,8 @@ def not_loaded(driver: FakeDriver) -> None:
 def main() -> None:
     library, case = sys.argv[1:]
     with memory_transport():
-        {"refused": refused, "divided": divided, "closed": closed, "not_loaded": not_loaded}[case](FakeDriver(library))
+        cases = {"refused": refused, "chunks": chunks, "divided": divided, "closed": closed, "not_loaded": not_loaded}
+        cases[case](FakeDriver(library))
 
 
 if __name__ == "__main__":

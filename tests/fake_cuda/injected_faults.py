@@ -1,6 +1,6 @@
 """Loads from a GPU of the stand-in with integrity=checksum, while blocks change behind P's back, or copies go wrong.
 
-    python -m tests.fake_cuda.injected_faults LIBRARY COUNT SEED
+    python -m tests.fake_cuda.injected_faults LIBRARY COUNT SEED [KERNEL]    KERNEL does not load
     python -m tests.fake_cuda.injected_faults cuda:0 COUNT SEED    on a GPU, where no copies go wrong
 
 Each fault is made after the blocks were announced, and before a consumer reads them: whole blocks, or one half of each,
@@ -49,6 +49,19 @@ class TorchMemory:
         return bytes(self._bytes.cpu().numpy().tobytes())
 
 
+class HostMemory:
+    """Bytes of the host."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.array = np.zeros(num_bytes, np.uint8)
+
+    def put(self, content: bytes) -> None:
+        self.array[:] = np.frombuffer(content, np.uint8)
+
+    def content(self) -> bytes:
+        return self.array.tobytes()
+
+
 class Gpu:
     """A GPU in place of the stand-in."""
 
@@ -62,12 +75,16 @@ class Gpu:
 
 
 class Worker:
-    """An agent with one region on a GPU."""
+    """An agent with one region, on a GPU or of the host."""
 
-    def __init__(self, memory: FakeMemory | TorchMemory, device: int, block: int) -> None:
+    def __init__(self, memory: FakeMemory | TorchMemory | HostMemory, device: int, block: int) -> None:
         self.block, self.memory = block, memory
         self.agent = _kvpipe.Agent("127.0.0.1:0", b"", transport(), integrity="checksum")
-        described = _kvpipe.CudaMemory(self.memory.address, len(memory.content()), device, self.memory)
+        described: Any
+        if isinstance(memory, HostMemory):
+            described = memory.array
+        else:
+            described = _kvpipe.CudaMemory(memory.address, len(memory.content()), device, memory)
         registered = self.agent.register("kv", described, block, block)
         registered.wait(TIMEOUT_S)
         self.region = registered.result()
@@ -174,8 +191,11 @@ class Trial:
 
 
 def main() -> None:
-    place, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    place, count, seed, kernels = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
     driver = Gpu(place) if place.startswith("cuda:") else FakeDriver(place)
+    if isinstance(driver, FakeDriver):
+        for kernel in kernels:
+            driver.fail(kernel, times=9)
     kinds, rng = AT_SOURCE if isinstance(driver, Gpu) else AT_SOURCE + AT_COPIES, random.Random(seed)
     outcomes: Counter[str] = Counter()
     with memory_transport():

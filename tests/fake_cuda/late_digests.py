@@ -1,6 +1,6 @@
 """Handoffs between GPUs of the stand-in with integrity=checksum, whose kernels run late, in a random order of events.
 
-    python -m tests.fake_cuda.late_digests LIBRARY COUNT SEED
+    python -m tests.fake_cuda.late_digests LIBRARY COUNT SEED [KERNEL]    KERNEL does not load
 
 A producer makes blocks ready, ends handoffs and then writes other bytes into their blocks. Consumers load and cancel.
 Kernels are held and released meanwhile. It prints a line of JSON with the numbers of loads by their ends.
@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 
+from kvpipe import KVPipeError
 from kvpipe.testing import memory_transport
 from tests.fake_cuda.driver import FakeDriver, FakeMemory
 from tests.fake_cuda.injected_faults import Worker
@@ -119,12 +120,18 @@ class Run:
         for worker in (self.producer, *self.consumers.values()):
             # When no launch uses the region any more.
             closed = worker.agent.close_region(worker.region, TIMEOUT_S)
-            self.ends["REGION IN USE"] += not closed.wait(TIMEOUT_S)
+            try:
+                closed.wait()
+                closed.result()
+            except KVPipeError:
+                self.ends["REGION IN USE"] += 1
 
 
 def main() -> None:
-    library, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    library, count, seed, kernels = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
     driver, rng = FakeDriver(library), random.Random(seed)
+    for kernel in kernels:
+        driver.fail(kernel, times=9)
     ends: Counter[str] = Counter()
     memories = [driver.memory(BLOCK * NUM_BLOCKS, device=int(index > 0)) for index in range(1 + len(HALVES))]
     with memory_transport():

@@ -1,7 +1,8 @@
 /* A stand-in for the CUDA driver, for tests on machines without a GPU. It is not CUDA.
  *
  * "Memory of a GPU" is memory of the host that fake_cuda_alloc has made. Each stream runs on a thread of its own, in the
- * order of its work, and a test decides when it goes on (fake_cuda_hold). Any call can be made to fail (fake_cuda_fail).
+ * order of its work, and a test decides when it goes on (fake_cuda_hold). Any call can be made to fail, and any kernel not to
+ * load, by its name (fake_cuda_fail).
  * Names and prototypes are those of cuda.h; functions that begin with fake_ are the tests' own.
  */
 #define _GNU_SOURCE
@@ -149,7 +150,7 @@ CUresult cuMemHostAlloc(void **memory, size_t len, unsigned flags) {
 
 /* --- streams and events */
 
-enum { COPY, FILL, EVENT, CALLBACK, HOLD, DIGEST };
+enum { COPY, FILL, EVENT, CALLBACK, HOLD, DIGEST, COPY_AND_DIGEST };
 
 typedef struct Job {
     int kind;
@@ -214,10 +215,26 @@ static uint64_t digest(const uint8_t *bytes, size_t len) {
     return state;
 }
 
+typedef struct { uint64_t from, num_bytes, digest, to; } DigestedChunk;
+
+/* The kernel writes and digests what it has read. */
+static void copy_and_digest(DigestedChunk *chunk) {
+    uint8_t *to = (uint8_t *)chunk->to;
+    if (takes_one(&num_lost)) {
+        return;
+    }
+    memcpy(to, (const void *)chunk->from, chunk->num_bytes);
+    if (chunk->num_bytes > 0 && takes_one(&num_flipped)) {
+        to[chunk->num_bytes / 2] ^= 16;
+    }
+    chunk->digest = digest(to, chunk->num_bytes);
+}
+
 static void run(CUstream stream, Job *job) {
     switch (job->kind) {
     case DIGEST: *(uint64_t *)job->to = digest(job->from, job->len); break;
     case COPY: copy(job->to, job->from, job->len); break;
+    case COPY_AND_DIGEST: copy_and_digest(job->data); break;
     case FILL: memcpy(job->to, job->from, job->len); break;
     case CALLBACK: job->callback(stream, status_of_work, job->data); break;
     default: break;
@@ -523,7 +540,7 @@ CUresult cuFlushGPUDirectRDMAWrites(int target, int scope) {
 
 typedef struct { uint64_t to, from, num_bytes; } Chunk;
 typedef struct { uint64_t from, num_bytes, digest; } Block;
-static char copying, digesting;
+static char copying, digesting, copying_and_digesting;
 
 CUresult cuModuleLoadData(void **module, const void *image) {
     (void)image;
@@ -536,10 +553,16 @@ CUresult cuModuleLoadData(void **module, const void *image) {
 CUresult cuModuleGetFunction(void **function, void *module, const char *name) {
     (void)module;
     MAY_FAIL;
+    CUresult code = outcome(name);
+    if (code != SUCCESS) {
+        return code;
+    }
     if (strcmp(name, "kvpipe_copy_chunks") == 0) {
         *function = &copying;
     } else if (strcmp(name, "kvpipe_digest_blocks") == 0) {
         *function = &digesting;
+    } else if (strcmp(name, "kvpipe_copy_and_digest") == 0) {
+        *function = &copying_and_digesting;
     } else {
         return NOT_FOUND;
     }
@@ -554,17 +577,25 @@ CUresult cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsign
     MAY_FAIL;
     NEEDS_CONTEXT;
     uint32_t num_items = *(uint32_t *)parameters[1];
+    /* Numbered at once: the last number after kernels are held no more is that of the last one that is. */
     pthread_mutex_lock(&lock);
-    int is_held = holds_kernels;
+    long number = holds_kernels ? ++num_holds : 0;
     pthread_mutex_unlock(&lock);
-    if (is_held) {
-        fake_cuda_hold(stream);
+    if (number > 0) {
+        append(known(stream), (Job){.kind = HOLD, .hold = number});
     }
     if (function == &digesting) {
         Block *blocks = *(Block **)parameters[0];
         for (uint32_t at = 0; at < num_items; at++) {
             append(known(stream), (Job){.kind = DIGEST, .to = &blocks[at].digest, .from = (const void *)blocks[at].from,
                                         .len = blocks[at].num_bytes});
+        }
+        return SUCCESS;
+    }
+    if (function == &copying_and_digesting) {
+        DigestedChunk *chunks = *(DigestedChunk **)parameters[0];
+        for (uint32_t at = 0; at < num_items; at++) {
+            append(known(stream), (Job){.kind = COPY_AND_DIGEST, .data = &chunks[at]});
         }
         return SUCCESS;
     }

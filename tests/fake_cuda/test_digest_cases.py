@@ -20,6 +20,11 @@ def test_launches_that_are_refused_while_others_wait_hold_up_no_load(library):
     assert run(library, "refused") == ["14", "load_completed"]
 
 
+def test_blocks_of_any_number_of_chunks_are_copied_and_digested_by_one_launch(library):
+    # And one of the producer's for each.
+    assert run(library, "chunks") == ["load_completed", "True"] * 3 + ["6"]
+
+
 def test_blocks_that_are_divided_while_their_digests_are_computed_are_announced_in_more_launches(library):
     assert run(library, "divided") == ["load_completed load_completed", "True", "True"]
 

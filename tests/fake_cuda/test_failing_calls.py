@@ -13,7 +13,7 @@ pytestmark = pytest.mark.fake_cuda
 AT_START = ["cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuStreamCreate"]
 # Their failure is logged, and harms nothing.
 HARMLESS = ["cuCtxPopCurrent_v2", "cuEventDestroy_v2"]
-# They move the bytes of a read.
+# They move the bytes of a read where no kernel can be launched.
 OF_READS = ["cuStreamSynchronize", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"]
 LATER = ["cuStreamIsCapturing", "cuStreamQuery", "cuPointerGetAttribute", "cuEventCreate", "cuEventRecord"]
 LATER += ["cuEventSynchronize", "cuDeviceGetAttribute", "cuFlushGPUDirectRDMAWrites"]
@@ -62,10 +62,17 @@ def test_a_call_that_fails_once_fails_one_operation(library, operation, call):
 @pytest.mark.parametrize("operation", ["send", "read"])
 @pytest.mark.parametrize("call", OF_READS)
 def test_a_read_that_fails_once_begins_again_as_a_stream(library, operation, call):
-    first, second, logged = run(library, operation, call)
+    first, second, logged = run(library, operation, "cuLaunchKernel", call)
     assert (first, second) == ("right", "right")
     assert f"{call.removesuffix('_v2')}: CUDA_ERROR_UNKNOWN ({FAILURE})" in logged
     assert "session.stream " in logged
+
+
+@pytest.mark.parametrize("operation", ["send", "read"])
+def test_a_read_for_which_no_kernel_can_be_launched_goes_piece_by_piece(library, operation):
+    first, second, logged = run(library, operation, "cuLaunchKernel")
+    assert (first, second) == ("right", "right")
+    assert "session.stream " not in logged
 
 
 @pytest.mark.parametrize("call", AT_START)
