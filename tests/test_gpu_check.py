@@ -87,6 +87,8 @@ LAUNCHES = """\
 =========   Grid:   (1,1,1)
 ========= Launch #2
 =========   Kernel: kvpipe_digest_blocks
+========= Launch #3
+=========   Kernel: kvpipe_copy_and_digest
 """
 INVALID = "========= Invalid __global__ read of size 4 bytes\n"
 NO_ERRORS = LAUNCHES + "========= ERROR SUMMARY: 0 errors\n"
@@ -174,9 +176,9 @@ def test_a_sanitizer_that_is_missing_is_named_with_the_remedy_and_is_skipped(
 @pytest.mark.parametrize(
     ("reported", "end", "reason"),
     [
-        (LAUNCHES.replace("kvpipe_copy", "other"), "exit 0", "not look at all launches of kvpipe_copy_chunks:"),
+        (LAUNCHES.replace("kvpipe_copy_chunks", "other"), "exit 0", "not look at all launches of kvpipe_copy_chunks:"),
         (NOT_BEGUN, "exit 255", "not begun"),
-        (NO_ERRORS + UNTRACKED, "exit 0", "launches of kvpipe_copy_chunks, kvpipe_digest_blocks:"),
+        (NO_ERRORS + UNTRACKED, "exit 0", "launches of kvpipe_copy_chunks, kvpipe_digest_blocks, kvpipe_copy_"),
         (LAUNCHES, "rm $2; echo unrecognised option; exit 1", "unrecognised option"),
     ],
 )
