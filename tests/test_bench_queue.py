@@ -272,20 +272,24 @@ def test_a_run_is_clean_only_if_nothing_is_lost_repeated_or_left(name):
     assert not Survival(answered=9, **{name: 1}).is_clean
 
 
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    with BrokerProcess(tmp_path_factory.mktemp("broker"), "+S 1:1") as broker:
+        yield broker
+
+
 @NEEDS_BROKER
-def test_queues_and_messages_that_stay_in_the_broker_are_seen(tmp_path):
+def test_queues_and_messages_that_stay_in_the_broker_are_seen(broker):
     declare = 'rabbit_amqqueue:declare(rabbit_misc:r(<<"/">>, queue, <<"{}">>), true, false, [], none, <<"test">>)'
-    with BrokerProcess(tmp_path) as broker:
-        broker.call(declare.format("kvpipe.requests"))
-        assert left_in(broker) == (0, 0)
-        broker.call(declare.format("kvpipe.front.x"))
-        assert left_in(broker) == (1, 0)
+    broker.call(declare.format("kvpipe.requests"))
+    assert left_in(broker) == (0, 0)
+    broker.call(declare.format("kvpipe.front.x"))
+    assert left_in(broker) == (1, 0)
 
 
 @NEEDS_BROKER
-def test_arguments_for_the_brokers_erlang_machine_reach_it(tmp_path):
-    with BrokerProcess(tmp_path, "+S 1:1") as broker:
-        assert broker.call("erlang:system_info(schedulers)") == "1"
+def test_arguments_for_the_brokers_erlang_machine_reach_it(broker):
+    assert broker.call("erlang:system_info(schedulers)") == "1"
 
 
 @NEEDS_BROKER
