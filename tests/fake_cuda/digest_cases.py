@@ -9,6 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from kvpipe import KVPipeError
 from kvpipe.testing import memory_transport
@@ -30,17 +31,21 @@ def until(is_so: Callable[[], bool]) -> bool:
     return True
 
 
-def ends_of(worker: Worker, num_loads: int) -> list[str]:
-    """How loads have ended."""
-    found: list[str] = []
+def events_of(worker: Worker, num_loads: int) -> list[dict[str, Any]]:
+    """The ends of loads."""
+    found: list[dict[str, Any]] = []
 
     def all_ended() -> bool:
-        events = [event["event"] for event in worker.agent.drain()]
-        found.extend(event for event in events if event in ("load_completed", "load_failed"))
+        found.extend(event for event in worker.agent.drain() if event["event"] in ("load_completed", "load_failed"))
         return len(found) >= num_loads
 
     until(all_ended)
     return found
+
+
+def ends_of(worker: Worker, num_loads: int) -> list[str]:
+    """How loads have ended."""
+    return [event["event"] for event in events_of(worker, num_loads)]
 
 
 class Pair:
@@ -135,9 +140,42 @@ def closed(driver: FakeDriver) -> None:
     print(work.is_completed())
 
 
+def closed_there(driver: FakeDriver) -> None:
+    """The consumer closes its region while the first copy of blocks with digests runs."""
+    pair = Pair(driver, num_blocks=4, block=40_960)
+    pair.producer.ready(HANDOFF, [0, 1])
+    pair.until_launched(1)
+    time.sleep(0.1)
+    pair.hold()
+    pair.consumer.load(pair.producer, HANDOFF, [2, 3], None)
+    pair.until_launched(2)
+    work = pair.consumer.agent.close_region(pair.consumer.region, TIMEOUT_S)
+    time.sleep(0.1)
+    print(work.is_completed())
+    pair.release()
+    print(*(f"corrupt: {event['num_corrupt']}" for event in events_of(pair.consumer, 1)))
+    work.wait(TIMEOUT_S)
+    print(work.is_completed())
+
+
+def stuck(driver: FakeDriver) -> None:
+    """The consumer's agent is closed while a copy does not end."""
+    pair = Pair(driver, num_blocks=4, block=512)
+    pair.producer.ready(HANDOFF, [0, 1])
+    pair.until_launched(1)
+    time.sleep(0.1)
+    pair.hold()
+    pair.consumer.load(pair.producer, HANDOFF, [2, 3], None)
+    pair.until_launched(2)
+    pair.consumer.agent.close()
+    print("closed")
+    pair.release()
+    pair.producer.agent.close()
+
+
 def not_loaded(driver: FakeDriver) -> None:
     """The kernel does not load."""
-    driver.fail("cuModuleLoadData")
+    driver.fail("kvpipe_digest_blocks")
     for _ in range(2):
         try:
             Worker(driver.memory(512), 0, 512)
@@ -148,8 +186,8 @@ def not_loaded(driver: FakeDriver) -> None:
 def main() -> None:
     library, case = sys.argv[1:]
     with memory_transport():
-        cases = {"refused": refused, "chunks": chunks, "divided": divided, "closed": closed, "not_loaded": not_loaded}
-        cases[case](FakeDriver(library))
+        cases = [refused, chunks, divided, closed, closed_there, stuck, not_loaded]
+        {function.__name__: function for function in cases}[case](FakeDriver(library))
 
 
 if __name__ == "__main__":

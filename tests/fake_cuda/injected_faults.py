@@ -112,7 +112,7 @@ class Consumer(Worker):
 
     def load_all(self, producer: Worker, handoff: bytes) -> dict[str, Any]:
         """Loads all blocks; the event of its end."""
-        self.memory.put(bytes(self.block * NUM_BLOCKS))
+        self.memory.put(b"\xa5" * (self.block * NUM_BLOCKS))
         self.load(producer, handoff, BLOCKS, self.half)
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
@@ -158,7 +158,9 @@ class Trial:
         """Ends the handoff, and makes new blocks ready, whose digests are known when this returns."""
         self.producer.agent.end(self.handoff, "over")
         self.before, self.handoff = self.content, self.rng.randbytes(16)
-        self.content = np.frombuffer(self.rng.randbytes(BLOCK * NUM_BLOCKS), np.uint8).reshape(NUM_BLOCKS, BLOCK)
+        self.content = np.frombuffer(self.rng.randbytes(BLOCK * NUM_BLOCKS), np.uint8).reshape(NUM_BLOCKS, BLOCK).copy()
+        # As the end of a prompt leaves them. Their digest is 0.
+        self.content[self.rng.randrange(3)] = 0
         self.producer.memory.put(self.content.tobytes())
         self.producer.ready(self.handoff, BLOCKS)
         for consumer in self.consumers:

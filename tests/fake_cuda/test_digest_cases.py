@@ -33,9 +33,17 @@ def test_the_closing_of_a_region_waits_for_the_digests_of_its_blocks(library):
     assert run(library, "closed") == ["False", "True"]
 
 
+def test_blocks_are_right_although_their_region_is_closed_while_they_are_copied(library):
+    assert run(library, "closed_there") == ["False", "corrupt: 0", "True"]
+
+
+def test_an_agent_closes_although_a_copy_on_its_gpu_does_not_end(library):
+    assert run(library, "stuck") == ["closed"]
+
+
 def test_a_kernel_that_does_not_load_is_an_error_where_checksums_were_asked_for(library):
     lines = run(library, "not_loaded")
     assert len(lines) == 2
     for line in lines:
         assert line.startswith("TransportUnavailableError integrity=checksum: this GPU computes no digests of blocks")
-        assert "cuModuleLoadData" in line
+        assert "cuModuleGetFunction" in line

@@ -68,9 +68,10 @@ def test_a_read_that_fails_once_begins_again_as_a_stream(library, operation, cal
     assert "session.stream " in logged
 
 
+@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuCtxEnablePeerAccess"])
 @pytest.mark.parametrize("operation", ["send", "read"])
-def test_a_read_for_which_no_kernel_can_be_launched_goes_piece_by_piece(library, operation):
-    first, second, logged = run(library, operation, "cuLaunchKernel")
+def test_a_read_for_which_no_kernel_can_be_launched_goes_piece_by_piece(library, operation, call):
+    first, second, logged = run(library, operation, call)
     assert (first, second) == ("right", "right")
     assert "session.stream " not in logged
 

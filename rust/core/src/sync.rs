@@ -2,8 +2,9 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
 use crate::error::{Error, Result};
 
@@ -23,9 +24,11 @@ pub(crate) fn signal(eventfd: &OwnedFd) {
     let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
 }
 
-/// Returns when it is readable, or a signal came.
-pub(crate) fn wait(eventfd: &OwnedFd) {
-    let _ = rustix::event::poll(&mut [PollFd::new(eventfd, PollFlags::IN)], None);
+/// Returns when it is readable, at `until`, or when a signal came.
+pub(crate) fn wait(eventfd: &OwnedFd, until: Instant) {
+    let left = until.saturating_duration_since(Instant::now());
+    let left = Timespec::try_from(left).unwrap_or_default();
+    let _ = rustix::event::poll(&mut [PollFd::new(eventfd, PollFlags::IN)], Some(&left));
 }
 
 pub(crate) fn clear(eventfd: &OwnedFd) {

@@ -21,7 +21,7 @@ mod kernel;
 mod staging;
 
 pub use copies::{Chunks, CopyDigests};
-pub(crate) use copies::{DevicePiece, copy_pieces, prepare_copies};
+pub(crate) use copies::{DevicePiece, copy_pieces, prepare_copies, reach};
 pub use digests::{DeviceBlock, Digests, OnDigested};
 pub use event::CudaEvent;
 pub(crate) use staging::{StagedWrites, read_staged};
@@ -30,6 +30,7 @@ const SONAME: &str = "libcuda.so.1";
 
 const CUDA_SUCCESS: CUresult = 0;
 const CUDA_ERROR_NOT_READY: CUresult = 600;
+const CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED: CUresult = 704;
 const CU_STREAM_CAPTURE_STATUS_NONE: c_int = 0;
 const CU_STREAM_NON_BLOCKING: c_uint = 1;
 const CU_EVENT_DISABLE_TIMING: c_uint = 2;
@@ -87,6 +88,7 @@ entry_points! {
             module: CUmodule,
             name: *const c_char,
         ) -> CUresult;
+        fn cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint) -> CUresult;
         fn cuMemHostAlloc(memory: *mut *mut c_void, len: usize, flags: c_uint) -> CUresult;
         fn cuLaunchKernel(
             function: CUfunction,

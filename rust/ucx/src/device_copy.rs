@@ -113,17 +113,18 @@ pub unsafe fn copy_between(
     on_copied: Box<dyn FnOnce(bool) + Send>,
 ) -> Result<(), CudaError> {
     let outside = || CudaError::new("pieces that are not inside of two buffers of GPUs");
-    let MemoryKind::Cuda { device } = to.kind() else {
+    let (MemoryKind::Cuda { device: source }, MemoryKind::Cuda { device }) =
+        (from.kind(), to.kind())
+    else {
         return Err(outside());
     };
     let (theirs, ours) = Extent::of(pieces).ok_or_else(outside)?;
     let start = from.address() as u64;
-    let is_inside = matches!(from.kind(), MemoryKind::Cuda { .. })
-        && start <= theirs.start
-        && theirs.end - start <= from.len() as u64;
+    let is_inside = start <= theirs.start && theirs.end - start <= from.len() as u64;
     let pieces = addresses(pieces, to, (start, start), ours).filter(|_| is_inside);
     let pieces = pieces.ok_or_else(outside)?;
-    // SAFETY: all pieces are inside of both; the rest is the caller's promise.
+    cuda::reach(device, source)?;
+    // SAFETY: all pieces are inside of both, which the device reaches; the rest is the caller's promise.
     unsafe { cuda::copy_pieces(device, pieces, digests, on_copied) }
 }
 

@@ -105,7 +105,8 @@ pub(super) struct ReadingState {
     pub(super) cursor: Cursor,
     /// Hashes what comes, if anything does.
     pub(super) verifier: Option<Verifier>,
-    /// Of each copy, in the order of the bytes; of all of them, unless the device or UCX's reads give none.
+    /// Of each copy, in the order of the bytes; of all of them, unless the device or UCX's reads give none. A batch of a
+    /// handoff is one copy.
     pub(super) digests: Vec<Arc<CopyDigests>>,
     /// True if the source was asked for checksums.
     pub(super) has_asked: bool,

@@ -9,10 +9,11 @@
 mod regions;
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{Buffer, EndpointId, EndpointProgress, Event, Lane, Piece, Status};
 
@@ -24,6 +25,9 @@ pub(super) use regions::{MemoryKey, TwinMemory};
 
 /// The name of the transport.
 const NAME: &str = "memory";
+
+/// What UCX's workers wait for copies that have not ended when they do.
+const DROP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The workers of this process, by number.
 static PORTS: Mutex<BTreeMap<u32, Arc<Port>>> = Mutex::new(BTreeMap::new());
@@ -137,6 +141,8 @@ pub(crate) struct MemoryWorker {
     gets: RefCell<Vec<PendingGet>>,
     /// By their tokens.
     copies: RefCell<BTreeMap<u64, RunningCopy>>,
+    /// Endpoints that are closed when their copies have ended.
+    closing: RefCell<BTreeSet<EndpointId>>,
     events: RefCell<VecDeque<Event>>,
 }
 
@@ -158,6 +164,7 @@ impl MemoryWorker {
             ended: Cell::new(0),
             gets: RefCell::default(),
             copies: RefCell::default(),
+            closing: RefCell::default(),
             events: RefCell::default(),
         })
     }
@@ -209,7 +216,17 @@ impl MemoryWorker {
             lock(&peer.inbox).connected.remove(&endpoint);
         }
         self.end_gets(endpoint, CANCELED);
-        self.report(Event::Closed { endpoint });
+        self.closing.borrow_mut().insert(endpoint);
+        self.report_closed(endpoint);
+    }
+
+    /// Reports that an endpoint is closed, if it is to be, and no copy may write for it any more.
+    fn report_closed(&self, endpoint: EndpointId) {
+        let copies = self.copies.borrow();
+        let is_used = copies.values().any(|copy| copy.endpoint == endpoint);
+        if !is_used && self.closing.borrow_mut().remove(&endpoint) {
+            self.report(Event::Closed { endpoint });
+        }
     }
 
     /// The other side of an endpoint that can be used.
@@ -229,11 +246,9 @@ impl MemoryWorker {
 
     pub(super) fn progress_of(&self, endpoint: EndpointId) -> Option<EndpointProgress> {
         self.endpoints.borrow().get(&endpoint)?;
-        let (gets, copies) = (self.gets.borrow(), self.copies.borrow());
-        let gets = gets.iter().map(|get| get.endpoint);
-        let operations = gets.chain(copies.values().map(|copy| copy.endpoint));
+        let gets = self.gets.borrow();
         Some(EndpointProgress {
-            in_flight: operations.filter(|of| *of == endpoint).count(),
+            in_flight: gets.iter().filter(|get| get.endpoint == endpoint).count(),
             ended: self.ended.get(),
         })
     }
@@ -270,7 +285,10 @@ impl MemoryWorker {
         let begun = unsafe {
             kvpipe_ucx::copy_between(&source, &local, copy.pieces, copy.digests, on_copied)
         };
-        begun.map_err(|_| INVALID_PARAM)?;
+        begun.map_err(|error| {
+            tracing::debug!(%error, "cuda.not_launched");
+            INVALID_PARAM
+        })?;
         let running = RunningCopy {
             endpoint,
             _memory: (source, local),
@@ -332,16 +350,17 @@ impl MemoryWorker {
         let copied = std::mem::take(&mut lock(&self.port.inbox).copied);
         let num_ended = copied.len() as u32;
         for (token, is_copied) in copied {
-            let copy = self.copies.borrow_mut().remove(&token);
-            let peer = copy.map(|copy| self.peer(copy.endpoint).map(drop));
-            let result = match peer {
-                Some(Ok(())) if !is_copied => Err(OUT_OF_RANGE),
-                Some(Err(NOT_CONNECTED)) => Err(CANCELED),
-                Some(result) => result,
-                None => continue,
+            let Some(copy) = self.copies.borrow_mut().remove(&token) else {
+                continue;
             };
-            self.ended.set(self.ended.get() + 1);
+            let result = match self.peer(copy.endpoint) {
+                Ok(_) if is_copied => Ok(()),
+                Ok(_) => Err(OUT_OF_RANGE),
+                Err(NOT_CONNECTED) => Err(CANCELED),
+                Err(lost) => Err(lost),
+            };
             self.report(Event::Done { token, result });
+            self.report_closed(copy.endpoint);
         }
         num_ended
     }
@@ -386,10 +405,16 @@ impl MemoryWorker {
 impl Drop for MemoryWorker {
     fn drop(&mut self) {
         // What a GPU writes yet stays valid.
-        while !self.copies.get_mut().is_empty() {
-            wait(&self.port.wake);
+        let deadline = Instant::now() + DROP_TIMEOUT;
+        while !self.copies.get_mut().is_empty() && Instant::now() < deadline {
+            wait(&self.port.wake, deadline);
             clear(&self.port.wake);
             self.finish_copies();
+        }
+        let copies = std::mem::take(self.copies.get_mut());
+        if !copies.is_empty() {
+            tracing::error!(copies = copies.len(), "memory.leaked");
+            std::mem::forget(copies);
         }
         lock(&PORTS).remove(&self.number);
         let connected = std::mem::take(&mut lock(&self.port.inbox).connected);

@@ -3,8 +3,10 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::kernel::{Code, ITEMS_CAP, Kernel, Report};
-use super::{CUdeviceptr, Calls, CudaError, Current, Device, driver};
+use super::kernel::{Code, ITEMS_CAP, Kernel, NO_DIGEST, Report};
+use super::{
+    CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED, CUdeviceptr, Calls, CudaError, Current, Device, driver,
+};
 
 const COPY: Code = Code {
     ptx: concat!(include_str!("copy_chunks.ptx"), "\0"),
@@ -204,7 +206,7 @@ impl DigestingCopier {
             division.of(len).map(move |(at, num_bytes)| DigestedChunk {
                 from: from + at as u64,
                 num_bytes: num_bytes as u64,
-                digest: 0,
+                digest: NO_DIGEST,
                 to: to + at as u64,
             })
         });
@@ -218,6 +220,25 @@ impl DigestingCopier {
         // SAFETY: the caller's promise.
         unsafe { self.0.launch(calls, current, chunks, Box::new(on_ended)) }.map(drop)
     }
+}
+
+/// Lets the kernels of one device use the memory of another in this process.
+///
+/// # Errors
+/// The driver's error, if nothing connects the two.
+pub(crate) fn reach(ordinal: u32, other: u32) -> Result<(), CudaError> {
+    if ordinal == other {
+        return Ok(());
+    }
+    let driver = driver()?;
+    let peer = driver.device(other)?.context;
+    let _entered = driver.enter(ordinal)?;
+    // SAFETY: a context is current, and the other one is never released.
+    let code = unsafe { (driver.calls.cuCtxEnablePeerAccess)(peer, 0) };
+    if code == CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED {
+        return Ok(());
+    }
+    driver.calls.check(code, "cuCtxEnablePeerAccess")
 }
 
 /// Makes ready what copies need on a device, unless that was done: it takes milliseconds, for which no transfer should wait.

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::kernel::{Code, ITEMS_CAP, Kernel, Report};
+use super::kernel::{Code, ITEMS_CAP, Kernel, NO_DIGEST, Report};
 use super::{CUdeviceptr, CUstream, Calls, CudaError, Current, Device, driver};
 use crate::buffer::{Buffer, MemoryKind};
 
@@ -86,9 +86,8 @@ impl Digests {
         };
         let driver = driver()?;
         let (current, device) = driver.enter(ordinal)?;
-        device.digester(&driver.calls, &current)?;
         device.prepare_digesting_copier(&driver.calls, &current);
-        Ok(())
+        device.digester(&driver.calls, &current).map(drop)
     }
 
     /// Computes digests on a stream that waits for none of others: of the bytes that are there now, if nothing writes them.
@@ -152,7 +151,7 @@ impl Digester {
             Some(DigestedBlock {
                 from: start.addr() as u64,
                 num_bytes: block.len as u64,
-                digest: 0,
+                digest: NO_DIGEST,
             })
         };
         let items: Option<Vec<_>> = blocks.iter().map(item).collect();

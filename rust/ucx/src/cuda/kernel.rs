@@ -12,6 +12,8 @@ use super::{
 
 /// Most items of one launch.
 pub(crate) const ITEMS_CAP: usize = 8192;
+/// In an item until the kernel has written its digest: one that is left out differs, which zeros would not from 0.
+pub(super) const NO_DIGEST: u64 = u64::MAX;
 /// Threads of a thread block, and most thread blocks of a launch: enough for the bandwidth of the memory, and few enough
 /// that kernels of a model run beside it.
 pub(super) const NUM_THREADS: u32 = 512;

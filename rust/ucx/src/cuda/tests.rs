@@ -163,6 +163,10 @@ unsafe extern "C" fn find(function: *mut CUfunction, _: CUmodule, name: *const c
     note(format!("find {name}"))
 }
 
+unsafe extern "C" fn enable_peer(_: CUcontext, _: c_uint) -> CUresult {
+    note("enable peer".to_owned())
+}
+
 unsafe extern "C" fn host_alloc(memory: *mut *mut c_void, len: usize, _: c_uint) -> CUresult {
     let bytes = vec![0_u64; len / 8].leak();
     // SAFETY: the caller's place.
@@ -271,6 +275,7 @@ pub(super) fn stand_in() -> Driver {
         cuEventDestroy_v2: event,
         cuModuleLoadData: load,
         cuModuleGetFunction: find,
+        cuCtxEnablePeerAccess: enable_peer,
         cuMemHostAlloc: host_alloc,
         cuLaunchKernel: launch_kernel,
         cuStreamAddCallback: add_callback,

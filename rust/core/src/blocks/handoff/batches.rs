@@ -151,8 +151,9 @@ impl HandoffService {
         };
         let (batch, layout) = (&arrived.reading.batch, &arrived.reading.layout);
         if is_on_device(&arrived.memory) && batch.blocks.iter().any(|it| it.checksum.is_some()) {
-            if let Some(chunks) = completion.digests {
-                let of_blocks = self.join_digests(layout.block_bytes, &chunks);
+            if let Some(chunks) = completion.digests
+                && let Some(of_blocks) = self.join_digests(layout.block_bytes, &chunks)
+            {
                 let to_ids = &completion.pieces.to_ids;
                 let digests = batch.local_ids.iter().filter_map(|id| {
                     let index = to_ids.binary_search(id).ok()?;

@@ -2,7 +2,7 @@
 //! before they count. The latter are computed as the blocks are copied where a kernel copies them. Of the launches that only
 //! compute digests a few are under way at a time. The bytes do not change meanwhile, or the handoff ends.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
 use kvpipe_ucx::{Chunks, DeviceBlock, Digests, MemoryKind};
@@ -99,24 +99,18 @@ impl DigestQueue {
 impl HandoffService {
     /// Has the digests of blocks of one GPU computed, at most [`Digests::BLOCKS_CAP`]; `digested` goes on then.
     pub(super) fn digest(&mut self, cx: &mut Cx<'_>, blocks: Vec<DeviceBlock>, digested: Digested) {
-        for block in &blocks {
-            self.need_shift(block.len as u64);
-        }
+        self.need_shifts(blocks.iter().map(|block| block.len as u64));
         self.digests.waiting.push_back((blocks, digested));
         self.begin_waiting(cx);
     }
 
     /// The digests of blocks of one length from those of their [chunks](Chunks::digested).
-    pub(super) fn join_digests(&mut self, block_bytes: u64, chunks: &[u64]) -> Vec<u64> {
+    pub(super) fn join_digests(&mut self, block_bytes: u64, chunks: &[u64]) -> Option<Vec<u64>> {
         let chunk = Chunks::DIGESTED_BYTES as u64;
         let last = last_chunk(block_bytes);
-        for len in [chunk, last, block_bytes] {
-            self.need_shift(len);
-        }
+        self.need_shifts([chunk, last, block_bytes].into_iter());
         let shifts = &self.digests.shifts;
-        let (Some(over_chunk), Some(over_last)) = (shifts.get(&chunk), shifts.get(&last)) else {
-            return Vec::new();
-        };
+        let (over_chunk, over_last) = (shifts.get(&chunk)?, shifts.get(&last)?);
         let num_chunks = Chunks::digested(block_bytes as usize).num_of(block_bytes as usize);
         let join = |of_block: &[u64]| {
             let last = of_block.len().saturating_sub(1);
@@ -126,25 +120,30 @@ impl HandoffService {
             last.iter()
                 .fold(whole, |sum, last| over_last.join(sum, *last))
         };
-        chunks.chunks(num_chunks.max(1)).map(join).collect()
+        Some(chunks.chunks(num_chunks.max(1)).map(join).collect())
     }
 
-    /// Makes the shift over so many bytes, unless there is one. Those that no region needs any more are forgotten then.
-    fn need_shift(&mut self, len: u64) {
-        if self.digests.shifts.contains_key(&len) {
+    /// Makes the shifts over so many bytes that are missing. Others that no region needs any more are forgotten then.
+    fn need_shifts(&mut self, lens: impl Iterator<Item = u64>) {
+        let needed: BTreeSet<u64> = lens.collect();
+        if needed
+            .iter()
+            .all(|len| self.digests.shifts.contains_key(len))
+        {
             return;
         }
         let regions = &self.agent.regions;
         let is_used = |len: &u64| {
             let mut blocks = regions.values().map(|it| it.layout.block_bytes);
-            blocks.any(|block| {
-                [block, last_chunk(block), Chunks::DIGESTED_BYTES as u64].contains(len)
-            })
+            let chunk = Chunks::DIGESTED_BYTES as u64;
+            blocks.any(|block| [block, last_chunk(block), chunk].contains(len))
         };
-        if self.digests.len() == 0 {
-            self.digests.shifts.retain(|len, _| is_used(len));
+        let is_idle = self.digests.len() == 0;
+        let shifts = &mut self.digests.shifts;
+        shifts.retain(|len, _| !is_idle || needed.contains(len) || is_used(len));
+        for len in needed {
+            shifts.entry(len).or_insert_with(|| Shift::over(len));
         }
-        self.digests.shifts.insert(len, Shift::over(len));
     }
 
     /// Begins launches while there are fewer than may run. One that cannot begin ends at once.
