@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpipe.exceptions import ConfigError
@@ -35,6 +36,23 @@ def check_memory_stays(model: ModelConfig) -> None:
     if setting := next((name for name in _UNMAPPING_SETTINGS if getattr(model, name)), ""):
         flag = f"--{setting.replace('_', '-')}"
         message = f"{flag}: vLLM can unmap the KV cache, whose addresses kvpipe keeps; start vLLM without it"
+        raise ConfigError(message)
+
+
+def check_cascade(model: ModelConfig) -> None:
+    """Refuses cascade attention, which vLLM has up to 0.31, for engines whose blocks kvpipe holds.
+
+    vLLM takes a block for part of the prefix of all running requests if as many hold it as are running. A request that
+    does not share the block would be computed with it.
+
+    Raises:
+        ConfigError: It is on.
+    """
+    if not model.disable_cascade_attn and hasattr(KVCacheCoordinator, "get_num_common_prefix_blocks"):
+        message = (
+            "--no-disable-cascade-attn: vLLM counts the blocks that kvpipe holds on GPUs as those of a common prefix; "
+            "start vLLM without it"
+        )
         raise ConfigError(message)
 
 

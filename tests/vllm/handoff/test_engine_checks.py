@@ -9,6 +9,7 @@ import pytest
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
 from kvpipe import _kvpipe
 from kvpipe.connector import KVPipeConnector
@@ -16,7 +17,7 @@ from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
 from kvpipe.store_connector import KVStoreConnector
 from kvpipe.transfer_params import consume, produce, resume
-from kvpipe.vllm.engine_checks import check_pipeline, load_failure_policy
+from kvpipe.vllm.engine_checks import check_cascade, check_pipeline, load_failure_policy
 from kvpipe.vllm.first_token.logits_processor import ForcedOutputs
 from kvpipe.vllm.handoff.metadata import HandoffEnd
 from tests.vllm.handoff.engine import Engine, cache_config, engine_config, new_id
@@ -221,6 +222,26 @@ def test_stages_with_speculative_decoding_are_refused_where_vllm_does_not_call_a
     check_pipeline(v2, is_consumer=False)
     with pytest.raises(ConfigError, match=r"pipeline parallel size is 2: .*VLLM_USE_V2_MODEL_RUNNER=1"):
         check_pipeline(v1, is_consumer=False)
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_cascade_attention_is_refused_where_blocks_are_held_on_a_gpu(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole
+) -> None:
+    # vLLM's own, which went with cascade attention.
+    monkeypatch.setattr(KVCacheCoordinator, "get_num_common_prefix_blocks", None, raising=False)
+    config = engine_config(tiny_model)
+    config.device_config.device_type = "cuda"
+    config.model_config.disable_cascade_attn = False
+    with pytest.raises(ConfigError, match=r"--no-disable-cascade-attn: .*; start vLLM without it"):
+        KVStoreConnector(config, role, cache_config())
+
+
+def test_cascade_attention_is_no_reason_where_it_is_off_or_vllm_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCacheCoordinator, "get_num_common_prefix_blocks", None, raising=False)
+    check_cascade(SimpleNamespace(disable_cascade_attn=True))
+    monkeypatch.delattr(KVCacheCoordinator, "get_num_common_prefix_blocks")
+    check_cascade(SimpleNamespace(disable_cascade_attn=False))
 
 
 # --- caches that vLLM resets

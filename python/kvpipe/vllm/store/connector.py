@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvpipe.vllm.engine_checks import check_cache, check_parent, check_pipeline
+from kvpipe.vllm.engine_checks import check_cache, check_cascade, check_parent, check_pipeline
 from kvpipe.vllm.facade import Facade
 from kvpipe.vllm.store.config import StoreConnectorConfig
 from kvpipe.vllm.store.metadata import StoreStepMetadata
@@ -41,6 +41,8 @@ class KVStoreConnector(Facade["StoreSchedulerRole", "StoreWorkerRole"]):
         check_cache(kv_cache_config)
         # The other stages would never copy the blocks that are held for them.
         check_pipeline(vllm_config, is_consumer=False)
+        if vllm_config.device_config.device_type != "cpu":
+            check_cascade(vllm_config.model_config)
         transfer, block_size = self._kv_transfer_config, int(vllm_config.cache_config.block_size)
         config = StoreConnectorConfig.parse(transfer.kv_connector_extra_config, block_size)
         self._set_load_failure_policy(config.on_load_failure)
