@@ -12,11 +12,13 @@ import os
 import random
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 from tests.peers import ROOT, children
 
 _KINDS = ("--net", "--uts", "--ipc", "--pid", "--mount")
+_STARTS_WITHIN_S = 30.0
 _numbers = itertools.count()
 
 
@@ -116,9 +118,19 @@ class Cable:
         run("ip", "link", "set", device, "down")
 
     def join(self):
-        """It works again."""
+        """It works again when this returns.
+
+        The kernel starts a device some time after it was set up, longer on a busy machine. Until then it drops what is
+        sent, and an address that does not answer within three seconds is unreachable.
+        """
         for run, device, _ in self._ends:
             run("ip", "link", "set", device, "up")
+        give_up_at = time.monotonic() + _STARTS_WITHIN_S
+        for run, device, _ in self._ends:
+            while "state UP" not in (state := run("ip", "-o", "link", "show", "dev", device)):
+                if time.monotonic() > give_up_at:
+                    raise OSError(f"the cable's end does not start: {state.strip()}")
+                time.sleep(0.01)
 
     def disturb(self, *discipline):
         """Makes both ends worse by `tc`."""
