@@ -126,7 +126,7 @@ def test_chunks_of_any_size_and_alignment_are_copied_and_nothing_beside_them(cop
 
 
 def test_what_is_copied_and_digested_is_what_was_read_and_nothing_beside_it(copying_and_digesting, data):
-    lengths = (0, 1, 7, 8, 9, 255, 256, 257, 264, 1024, 1280, 4096, 4099)
+    lengths = (0, 1, 8, 255, 257, 264, 1280, 4099)
     chunks = [(to, at, length) for length in lengths for to in (0, 3, 8) for at in (0, 3, 8)]
     chunks += [(8, 16, 16_384), (0, 24, 256 * 7 + 48)]
     memory, listed, copies = Memory(), np.zeros((len(chunks), 4), np.uint64), []

@@ -14,7 +14,7 @@ TIMEOUT_S = 400
 
 # Digests are computed by the kernel that copies, or by one of their own after it.
 @pytest.mark.parametrize("kernels", [[], ["kvpipe_copy_and_digest"]], ids=["one", "two"])
-@pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(250, marks=pytest.mark.slow)])
 def test_in_any_order_of_late_digests_ends_and_cancels_no_wrong_block_counts_and_each_load_ends(
     library, count, kernels
 ):
