@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _HOST = "127.0.0.1"
 _STARTED = b"completed with"
-# A start takes 9 s of an idle machine with two cores, and was seen to take 60 beside three lanes of tests.
+# A start takes 9 s on an idle machine with two cores, and was seen to take more than 60 beside three lanes of tests.
 _START_WITHIN_S, _END_WITHIN_S, _CALL_WITHIN_S = 300.0, 60.0, 30.0
 _TAIL_CHARACTERS = 2000
 # What Debian installs in front of the server's script; it wants to be root, and drops the environment.

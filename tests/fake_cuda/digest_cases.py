@@ -66,6 +66,16 @@ class Pair:
     def hold(self) -> None:
         self.driver.hold_kernels(is_held=True)
 
+    def hold_a_copy(self) -> None:
+        """Begins a load of two blocks, whose copy is held."""
+        self.producer.ready(HANDOFF, [0, 1])
+        self.until_launched(1)
+        # The producer's kernel has begun then.
+        time.sleep(0.1)
+        self.hold()
+        self.consumer.load(self.producer, HANDOFF, [2, 3], None)
+        self.until_launched(2)
+
     def release(self) -> None:
         self.driver.hold_kernels(is_held=False)
         self.driver.release(self.driver.last_hold())
@@ -143,12 +153,7 @@ def closed(driver: FakeDriver) -> None:
 def closed_there(driver: FakeDriver) -> None:
     """The consumer closes its region while the first copy of blocks with digests runs."""
     pair = Pair(driver, num_blocks=4, block=40_960)
-    pair.producer.ready(HANDOFF, [0, 1])
-    pair.until_launched(1)
-    time.sleep(0.1)
-    pair.hold()
-    pair.consumer.load(pair.producer, HANDOFF, [2, 3], None)
-    pair.until_launched(2)
+    pair.hold_a_copy()
     work = pair.consumer.agent.close_region(pair.consumer.region, TIMEOUT_S)
     time.sleep(0.1)
     print(work.is_completed())
@@ -161,12 +166,7 @@ def closed_there(driver: FakeDriver) -> None:
 def stuck(driver: FakeDriver) -> None:
     """The consumer's agent is closed while a copy does not end."""
     pair = Pair(driver, num_blocks=4, block=512)
-    pair.producer.ready(HANDOFF, [0, 1])
-    pair.until_launched(1)
-    time.sleep(0.1)
-    pair.hold()
-    pair.consumer.load(pair.producer, HANDOFF, [2, 3], None)
-    pair.until_launched(2)
+    pair.hold_a_copy()
     pair.consumer.agent.close()
     print("closed")
     pair.release()

@@ -26,7 +26,7 @@ pub(super) use regions::{MemoryKey, TwinMemory};
 /// The name of the transport.
 const NAME: &str = "memory";
 
-/// What UCX's workers wait for copies that have not ended when they do.
+/// Limit of the wait for copies when a worker ends, as of UCX's workers.
 const DROP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The workers of this process, by number.
@@ -345,7 +345,7 @@ impl MemoryWorker {
         num_done
     }
 
-    /// Reports copies that have ended; their number. That of an endpoint that is gone ends with an error.
+    /// Reports the copies that have ended, and returns their number. A copy of a closed endpoint ends with an error.
     fn finish_copies(&self) -> u32 {
         let copied = std::mem::take(&mut lock(&self.port.inbox).copied);
         let num_ended = copied.len() as u32;
@@ -404,7 +404,7 @@ impl MemoryWorker {
 
 impl Drop for MemoryWorker {
     fn drop(&mut self) {
-        // What a GPU writes yet stays valid.
+        // Memory that a GPU still writes stays valid.
         let deadline = Instant::now() + DROP_TIMEOUT;
         while !self.copies.get_mut().is_empty() && Instant::now() < deadline {
             wait(&self.port.wake, deadline);
