@@ -70,15 +70,17 @@ def test_a_test_is_what_pytest_reports_of_it(check):
 )
 def test_the_exit_status_is_0_if_tests_have_run_and_none_has_failed(check, outcomes, status, capsys):
     tests = [check.Test("a", outcome, 0.0, "") for outcome in outcomes]
-    report = {"reach": [], "seconds": 1, "machine": {"device": ""}, "bench": {}}
+    report = {"reach": [], "seconds": 1, "machine": {"device": ""}, "bench": {}, "reads": {}}
     assert check.conclude(report, tests, has_gpu=False) == status
     assert "on no device" in capsys.readouterr().out
 
 
-def test_a_benchmark_that_has_failed_is_named_and_fails_the_check(check, capsys):
-    report = {"reach": [], "seconds": 1, "machine": {"device": "H200"}, "bench": {"error": "exit status 2"}}
+@pytest.mark.parametrize("part", ["bench", "reads"])
+def test_a_benchmark_that_has_failed_is_named_and_fails_the_check(check, part, capsys):
+    report = {"reach": [], "seconds": 1, "machine": {"device": "H200"}, "bench": {}, "reads": {}}
+    report[part] = {"error": "exit status 2"}
     assert check.conclude(report, [check.Test("a", "passed", 0.0, "")], has_gpu=True) == 1
-    assert "failed: kvpipe bench gpu: exit status 2" in capsys.readouterr().out
+    assert "failed: exit status 2" in capsys.readouterr().out
 
 
 LAUNCHES = """\
@@ -131,7 +133,7 @@ def sanitize(check, tmp_path):
 
 
 def conclusion(check, tests):
-    report = {"reach": [], "seconds": 1, "machine": {"device": "H200"}, "bench": {}}
+    report = {"reach": [], "seconds": 1, "machine": {"device": "H200"}, "bench": {}, "reads": {}}
     return check.conclude(report, [check.Test("a", "passed", 0.0, ""), *tests], has_gpu=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import struct
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,21 @@ if TYPE_CHECKING:
     from .request import Task
 
 _TIMEOUT_S = 60.0
+# Of handoffs: round, number, bytes of a block, number and order of the blocks.
+_ID = struct.Struct("<4I")
 # A worker looks once a step of milliseconds. One that looked all the time would take a core from the transport.
 _POLL_INTERVAL_S = 50e-6
+
+
+def handoff_of(task: Task, number: int) -> bytes:
+    """Returns the id of a transfer's handoff: no other has it, in this run or another."""
+    return _ID.pack(task.round, number, task.num_bytes, task.num_blocks * 2 + task.is_scattered)
+
+
+def round_and_blocks(handoff: str) -> tuple[int, tuple[int, int, bool]]:
+    """Returns the round of an id in hexadecimal digits; size, number and order of its blocks."""
+    of_round, _, num_bytes, shape = _ID.unpack(bytes.fromhex(handoff))
+    return of_round, (num_bytes, shape // 2, bool(shape % 2))
 
 
 class _Node(Idle):
@@ -37,6 +51,8 @@ class _Node(Idle):
             described = _kvpipe.CudaMemory(self.memory.data_ptr(), len(data), self.memory.device.index, self.memory)
         for size in map(int, setup.options["sizes"].split(",")):
             agent = _kvpipe.Agent(f"{setup.host}:0", b"", transport(), integrity=setup.options["integrity"])
+            if file := setup.options.get("trace"):
+                agent.trace_to(_kvpipe.Trace(file, type(self).__name__.lower()))
             registered = agent.register("kv", described, size, size)
             registered.wait(_TIMEOUT_S)
             self.agent[size], self.region[size] = agent, registered.result()
@@ -45,11 +61,6 @@ class _Node(Idle):
     def is_on_gpu(self) -> bool:
         """True if the blocks are in a torch tensor on a GPU."""
         return self.memory is not self._on_host
-
-    def handoff(self, task: Task, number: int) -> bytes:
-        """Returns the id of a transfer's handoff: no other has it, in this run or another."""
-        place = (task.round * 1_000_000 + number, task.num_blocks * 2 + task.is_scattered)
-        return b"".join(part.to_bytes(8, "little") for part in place)
 
 
 class Passive(_Node):
@@ -70,7 +81,7 @@ class Passive(_Node):
         chosen = task.chosen(total)
         for granting, handoff in self._granted:
             granting.end(handoff, "the run is over")
-        parts = [(self.handoff(task, i), 0, source[chosen[i]].tolist()) for i in range(len(chosen))]
+        parts = [(handoff_of(task, i), 0, source[chosen[i]].tolist()) for i in range(len(chosen))]
         self._granted = [(agent, handoff) for handoff, _, _ in parts]
         agent.mark_ready(_kvpipe.ReadyBlocks(parts), [self.region[task.num_bytes]])
         for peer in agent.peers():
@@ -105,7 +116,7 @@ class Active(_Node):
         """Runs one load after the other, and looks for the end of each, because a worker role has no blocking wait."""
         agent, regions, total = self.agent[task.num_bytes], [self.region[task.num_bytes]], len(self.memory)
         local, chosen = task.transfers(total, LOCAL), task.chosen(total)
-        loads = [(self.handoff(task, i), local[chosen[i]].tolist()) for i in range(len(chosen))]
+        loads = [(handoff_of(task, i), local[chosen[i]].tolist()) for i in range(len(chosen))]
         agent.notifications(_TIMEOUT_S)
 
         def all_loads() -> None:

@@ -7,11 +7,15 @@ It prints a line for each thing that a test looks for.
 
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from kvpipe import KVPipeError
+from bench.bench_read import OF_A_READ
+from bench.trace import read
+from kvpipe import KVPipeError, _kvpipe
 from kvpipe.testing import memory_transport
 from tests.fake_cuda.driver import FakeDriver, FakeMemory
 from tests.fake_cuda.injected_faults import TIMEOUT_S, HostMemory, Worker
@@ -173,6 +177,23 @@ def stuck(driver: FakeDriver) -> None:
     pair.producer.agent.close()
 
 
+def traced(driver: FakeDriver) -> None:
+    """A copy is held for longer than the other steps of its read take."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        pair = Pair(driver, num_blocks=4, block=512)
+        pair.consumer.agent.trace_to(_kvpipe.Trace(str(file), "consumer"))
+        pair.hold_a_copy()
+        time.sleep(0.1)
+        pair.release()
+        ends_of(pair.consumer, 1)
+        pair.consumer.agent.close()
+        assert until(lambda: '"loaded"' in file.read_text())
+        of_read = sorted((event for event in read(file) if event.name in OF_A_READ), key=lambda event: event.began_s)
+        print(*(event.name for event in of_read))
+        print(max(of_read, key=lambda event: event.ended_s - event.began_s).name)
+
+
 def not_loaded(driver: FakeDriver) -> None:
     """The kernel does not load."""
     driver.fail("kvpipe_digest_blocks")
@@ -186,7 +207,7 @@ def not_loaded(driver: FakeDriver) -> None:
 def main() -> None:
     library, case = sys.argv[1:]
     with memory_transport():
-        cases = [refused, chunks, divided, closed, closed_there, stuck, not_loaded]
+        cases = [refused, chunks, divided, closed, closed_there, stuck, traced, not_loaded]
         {function.__name__: function for function in cases}[case](FakeDriver(library))
 
 

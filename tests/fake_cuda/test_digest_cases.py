@@ -41,6 +41,10 @@ def test_an_agent_closes_although_a_copy_on_its_gpu_does_not_end(library):
     assert run(library, "stuck") == ["closed"]
 
 
+def test_a_trace_shows_where_the_time_of_a_copy_between_gpus_goes(library):
+    assert run(library, "traced") == ["turn posted moved reported compared", "moved"]
+
+
 def test_a_kernel_that_does_not_load_is_an_error_where_checksums_were_asked_for(library):
     lines = run(library, "not_loaded")
     assert len(lines) == 2

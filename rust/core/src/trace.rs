@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
@@ -109,17 +109,18 @@ impl Trace {
         }
     }
 
-    /// Traces a span that ends now and may overlap with others of its name.
+    /// Traces a span, from its beginning to its end, that may overlap with others of its name.
     pub fn overlapping(
         &self,
-        name: &str,
         handoff: &HandoffId,
-        began: Duration,
+        (name, began, ended): (&str, Instant, Instant),
         facts: &[(&str, u64)],
     ) {
         let Some(writer) = &self.0 else { return };
         let id = writer.num_overlapping.fetch_add(1, Ordering::Relaxed);
-        for (phase, time) in [("b", began), ("e", now())] {
+        let (now, present) = (now(), Instant::now());
+        let time_of = |at| now.saturating_sub(present.duration_since(at));
+        for (phase, time) in [("b", time_of(began)), ("e", time_of(ended))] {
             let rest = format!(r#""ph":"{phase}","id":{id},{}"#, at(Track::Reactor, time));
             self.event(name, &rest, handoff, facts);
         }

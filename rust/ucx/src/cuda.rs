@@ -20,7 +20,7 @@ mod event;
 mod kernel;
 mod staging;
 
-pub use copies::{Chunks, CopyDigests};
+pub use copies::{Chunks, CopyReport};
 pub(crate) use copies::{DevicePiece, copy_pieces, prepare_copies, reach};
 pub use digests::{DeviceBlock, Digests, OnDigested};
 pub use event::CudaEvent;

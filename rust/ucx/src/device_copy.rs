@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use crate::buffer::{Buffer, MemoryKind};
-use crate::cuda::{self, CopyDigests, CudaError, DevicePiece};
+use crate::cuda::{self, CopyReport, CudaError, DevicePiece};
 use crate::endpoint::EndpointId;
 use crate::exit_gate::Inside;
 use crate::memory::Memory;
@@ -35,8 +35,8 @@ pub struct DeviceCopy<'a> {
     pub pieces: &'a [Piece],
     /// The peer's key.
     pub rkey: &'a RemoteKey,
-    /// Gets digests of what is copied, if they are wanted.
-    pub digests: Option<&'a Arc<CopyDigests>>,
+    /// Gets the end, and digests of what is copied, if they are wanted.
+    pub report: &'a Arc<CopyReport>,
     /// Comes back with `Done`.
     pub token: Token,
 }
@@ -109,7 +109,7 @@ pub unsafe fn copy_between(
     from: &Buffer,
     to: &Buffer,
     pieces: &[Piece],
-    digests: Option<&Arc<CopyDigests>>,
+    report: &Arc<CopyReport>,
     on_copied: Box<dyn FnOnce(bool) + Send>,
 ) -> Result<(), CudaError> {
     let outside = || CudaError::new("pieces that are not inside of two buffers of GPUs");
@@ -125,7 +125,7 @@ pub unsafe fn copy_between(
     let pieces = pieces.ok_or_else(outside)?;
     cuda::reach(device, source)?;
     // SAFETY: all pieces are inside of both, which the device reaches; the rest is the caller's promise.
-    unsafe { cuda::copy_pieces(device, pieces, digests, on_copied) }
+    unsafe { cuda::copy_pieces(device, pieces, report, on_copied) }
 }
 
 impl Worker {
@@ -174,7 +174,7 @@ impl Worker {
         let on_copied = Box::new(move |is_copied| ended.push(in_flight, is_copied));
         // SAFETY: the sources are mapped here, the destinations are memory of this device, and the operation holds both;
         // destinations that overlap would harm their own bytes only.
-        let launched = unsafe { cuda::copy_pieces(device, pieces, copy.digests, on_copied) };
+        let launched = unsafe { cuda::copy_pieces(device, pieces, copy.report, on_copied) };
         launched
             .inspect_err(|error| tracing::debug!(%error, "cuda.not_launched"))
             .is_ok()

@@ -56,7 +56,7 @@ pub use buffer::{Buffer, DeviceWrites, MemoryKind};
 pub use config::Config;
 pub use context::Context;
 pub use cuda::{
-    Chunks, CopyDigests, CudaError, CudaEvent, DeviceBlock, Digests, OnDigested, device_of,
+    Chunks, CopyReport, CudaError, CudaEvent, DeviceBlock, Digests, OnDigested, device_of,
     flush_remote_writes, has_cuda_devices, is_exportable,
 };
 pub use device_copy::{DeviceCopy, copy_between};

@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from kvpipe.vllm.handoff.metadata import StepMetadata
 from tests.vllm.handoff import test_worker
 from tests.vllm.handoff.engine import Engine, new_id, outcome
 from tests.vllm.handoff.test_scheduler import loading, prompt, scheduled, until
+
+# Of a read by calls to the kernel
+STEPS = ["turn", "moved", "reported", "compared"]
 
 pytestmark = pytest.mark.vllm
 
@@ -79,6 +83,12 @@ def test_workers_trace_layers_blocks_and_the_first_step(tmp_path: Path) -> None:
     assert sum(event.facts["blocks"] for event in arrived) == 2 * test_worker.LAYERS
     assert {event.facts["layer"] for event in arrived} == set(range(test_worker.LAYERS))
     assert all(event.began_s <= event.ended_s for event in events)
+    for read_s in arrived:
+        steps = [event for event in events if event.name in STEPS and event.facts["layer"] == read_s.facts["layer"]]
+        steps.sort(key=lambda event: (event.began_s, event.ended_s))
+        assert [event.name for event in steps] == STEPS
+        assert all(step.ended_s == pytest.approx(after.began_s, abs=1e-5) for step, after in pairwise(steps))
+        assert (steps[1].began_s, steps[-1].ended_s) == pytest.approx((read_s.began_s, read_s.ended_s), abs=1e-5)
     ends = [event.name for event in events]
     assert ends.index("computed") < ends.index("arrived") < ends.index("loaded") < ends.index("first step")
     announced = sum(event.facts["blocks"] * event.facts["layers"] for event in events if event.name == "announced")

@@ -37,7 +37,7 @@ impl TransferEngine {
                 continue;
             };
             peer.running.push(id);
-            transfer.began = Some(Instant::now());
+            transfer.steps.began = Some(Instant::now());
             let state = peer.start(links, id, &transfer.request);
             transfer.state = state.unwrap_or_else(State::Failed);
             schedule(&mut self.scheduled, id, transfer);
@@ -120,7 +120,7 @@ impl PeerTransfers {
             can_checksum: !source.is_cuda,
             cursor: Cursor::default(),
             verifier,
-            digests: Vec::new(),
+            copies: Vec::new(),
             has_asked,
             has_lost_reads: false,
         }))
@@ -354,7 +354,10 @@ impl TransferEngine {
         };
         match result {
             // While it is in the cache.
-            Ok(()) => transfer.hash(CHECKSUMMED_BYTES),
+            Ok(()) => {
+                transfer.steps.moved = Some(Instant::now());
+                transfer.hash(CHECKSUMMED_BYTES);
+            }
             Err(status) => {
                 transfer.lose_reads();
                 links.lose_devices(session, &status.to_string());

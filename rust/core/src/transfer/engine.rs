@@ -2,13 +2,14 @@
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::message::Message;
 use super::outgoing_stream::OutgoingStream;
 use super::region::Pieces;
 use super::remote_source::RemoteSource;
 use super::source::{ChecksumJob, SourceRequest};
+use super::steps::Steps;
 use super::transfer::{State, Transfer, TransferError, TransferRequest, split_stream_id};
 use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
@@ -26,8 +27,7 @@ pub(crate) struct Completion {
     pub(crate) session: SessionKey,
     pub(crate) memory: Arc<Memory>,
     pub(crate) pieces: Arc<Pieces>,
-    /// Since it began.
-    pub(crate) elapsed: Duration,
+    pub(crate) steps: Steps,
     /// Checksum for an owner that compares, once all has come.
     pub(crate) checksum: Option<RunningChecksum>,
     /// Digests of the [chunks](kvpipe_ucx::Chunks::digested) of all blocks, if the owner compares and kernels have copied.
@@ -38,15 +38,14 @@ pub(crate) struct Completion {
 impl Completion {
     pub(super) fn of(transfer: Transfer, outcome: std::result::Result<(), TransferError>) -> Self {
         let (checksum, digests) = (transfer.checksum(), transfer.digests());
+        let steps = transfer.steps();
         let request = transfer.request;
         Self {
             owner: request.owner,
             session: request.session,
             memory: request.memory,
             pieces: request.pieces,
-            elapsed: transfer
-                .began
-                .map_or(Duration::ZERO, |began| began.elapsed()),
+            steps,
             checksum,
             digests,
             outcome,

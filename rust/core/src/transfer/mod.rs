@@ -31,6 +31,7 @@ mod posted_reads;
 pub mod region;
 pub(crate) mod remote_source;
 pub(crate) mod source;
+pub(crate) mod steps;
 #[expect(clippy::module_inception, reason = "one transfer of the engine")]
 pub(crate) mod transfer;
 mod verifier;

@@ -4,13 +4,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{Chunks, CopyDigests, Piece, ProcessVmError};
+use kvpipe_ucx::{Chunks, CopyReport, Piece, ProcessVmError};
 
 use super::incoming_stream::IncomingStream;
 use super::message::Message;
 use super::posted_reads::PostedReads;
 use super::region::{Cursor, Pieces, Run};
 use super::remote_source::ReadPath;
+use super::steps::Steps;
 use super::verifier::{Checksums, Verifier};
 use crate::checksum::RunningChecksum;
 use crate::error::{Error, Result};
@@ -105,9 +106,8 @@ pub(super) struct ReadingState {
     pub(super) cursor: Cursor,
     /// Hashes what comes, if anything does.
     pub(super) verifier: Option<Verifier>,
-    /// Of each copy, in the order of the bytes; of all of them, unless the device or UCX's reads give none. A batch of a
-    /// handoff is one copy.
-    pub(super) digests: Vec<Arc<CopyDigests>>,
+    /// Of each copy between GPUs, in the order of the bytes. A batch of a handoff is one copy.
+    pub(super) copies: Vec<Arc<CopyReport>>,
     /// True if the source was asked for checksums.
     pub(super) has_asked: bool,
     /// A read has failed: it begins again as a stream when no other is in flight.
@@ -137,7 +137,7 @@ pub(super) struct Transfer {
     pub(super) attempt: u8,
     /// True if it is in the queue of work.
     pub(super) is_scheduled: bool,
-    pub(super) began: Option<Instant>,
+    pub(super) steps: Steps,
 }
 
 impl Transfer {
@@ -149,7 +149,7 @@ impl Transfer {
             is_restarted: false,
             attempt: 0,
             is_scheduled: false,
-            began: None,
+            steps: Steps::begin(),
         }
     }
 
@@ -214,13 +214,23 @@ impl Transfer {
         }
     }
 
+    /// Its steps, now that it is over.
+    pub(super) fn steps(&self) -> Steps {
+        let State::Reading(reading) = &self.state else {
+            return self.steps.complete(None);
+        };
+        let copies = reading.copies.iter().filter_map(|copy| copy.ended_at());
+        self.steps.complete(copies.max())
+    }
+
     /// Digests of the chunks of all blocks for its owner, once all is here, if copies have computed them.
     pub(super) fn digests(&self) -> Option<Vec<u64>> {
         let State::Reading(reading) = &self.state else {
             return None;
         };
         let chunks = self.chunks().filter(|_| self.is_over())?;
-        let digests: Vec<u64> = reading.digests.iter().flat_map(|it| it.take()).collect();
+        let digests = reading.copies.iter().flat_map(|it| it.digests());
+        let digests: Vec<u64> = digests.copied().collect();
         let num_chunks = chunks.num_of(self.request.pieces.num_bytes as usize);
         (digests.len() == num_chunks).then_some(digests)
     }
@@ -254,7 +264,10 @@ impl Transfer {
                 Payload::Placed {
                     num_bytes,
                     is_aborted: false,
-                } => return stream.receive(num_bytes as u64),
+                } => {
+                    self.steps.moved = Some(Instant::now());
+                    return stream.receive(num_bytes as u64);
+                }
                 // Its source has withdrawn it, and reports that to the service above.
                 Payload::Placed { .. } => true,
                 Payload::Bytes(_) => false,
@@ -336,12 +349,12 @@ impl Transfer {
             return None;
         }
         let unit_bytes = request.pieces.unit_bytes as usize;
-        let digests = digested.map(|_| Arc::new(CopyDigests::new(unit_bytes)));
+        let report = Arc::new(CopyReport::new(digested.map(|_| unit_bytes)));
         let copy = transport::DeviceCopy {
             local: &request.memory,
             pieces: &pieces,
             key,
-            digests: digests.as_ref(),
+            report: &report,
             token: posted.next_token(id),
         };
         if !links.copy(request.session, copy) {
@@ -349,8 +362,9 @@ impl Transfer {
             return None;
         }
         reading.cursor = cursor;
-        reading.digests.extend(digests);
+        reading.copies.push(report);
         posted.post(len);
+        self.steps.posted = Some(Instant::now());
         Some(len)
     }
 
@@ -375,6 +389,7 @@ impl Transfer {
             return None;
         }
         posted.post(run.len);
+        self.steps.posted = Some(Instant::now());
         reading.cursor.advance(&request.pieces.runs, run.len);
         Some(run.len)
     }
@@ -427,6 +442,7 @@ impl Transfer {
         }
         process.read(self.request.memory.buffer(), &pieces)?;
         self.posted.placed_bytes += len;
+        self.steps.moved = Some(Instant::now());
         Ok(Some(len))
     }
 

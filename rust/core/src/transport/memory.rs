@@ -283,7 +283,7 @@ impl MemoryWorker {
         let on_copied = Box::new(move |is_copied| port.push_copied(token, is_copied));
         // SAFETY: the running copy keeps both buffers; destinations that overlap would harm their own bytes only.
         let begun = unsafe {
-            kvpipe_ucx::copy_between(&source, &local, copy.pieces, copy.digests, on_copied)
+            kvpipe_ucx::copy_between(&source, &local, copy.pieces, copy.report, on_copied)
         };
         begun.map_err(|error| {
             tracing::debug!(%error, "cuda.not_launched");

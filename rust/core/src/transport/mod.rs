@@ -17,8 +17,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use kvpipe_ucx::{
-    Buffer, CopyDigests, Domains, EndpointId, EndpointProgress, Event, Lane, LanesError,
-    MemoryKind, Piece, Reaper, Search, Status, has_cuda_devices,
+    Buffer, CopyReport, Domains, EndpointId, EndpointProgress, Event, Lane, LanesError, MemoryKind,
+    Piece, Reaper, Search, Status, has_cuda_devices,
 };
 
 use crate::error::{Error, Result};
@@ -211,8 +211,8 @@ pub(crate) struct DeviceCopy<'a> {
     pub pieces: &'a [Piece],
     /// Key of the peer's memory.
     pub key: &'a RemoteKey,
-    /// Gets digests of what is copied, if they are wanted.
-    pub digests: Option<&'a Arc<CopyDigests>>,
+    /// Gets the end, and digests of what is copied, if they are wanted.
+    pub report: &'a Arc<CopyReport>,
     /// Names the copy in its `done`.
     pub token: u64,
 }

@@ -89,7 +89,7 @@ pub(super) fn copy(worker: &Worker, endpoint: EndpointId, copy: DeviceCopy<'_>) 
         local: registered(copy.local)?,
         pieces: copy.pieces,
         rkey: key,
-        digests: copy.digests,
+        report: copy.report,
         token: copy.token,
     };
     worker.copy(endpoint, copy)

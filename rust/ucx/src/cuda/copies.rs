@@ -1,7 +1,8 @@
 //! Copies of many pieces of GPU memory by one launch of a kernel. A copy of the CUDA driver's own costs several
 //! microseconds for each piece, whatever its size. Another kernel computes digests of what it copies.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use super::kernel::{Code, ITEMS_CAP, Kernel, NO_DIGEST, Report};
 use super::{
@@ -96,32 +97,41 @@ impl Chunks {
     }
 }
 
-/// Digests that a copy computes of what it reads: raw CRC-64/NVME from the state 0.
+/// The end of a copy that has succeeded: its time, and digests of what was read, if they are wanted and the device computes
+/// them.
 #[derive(Debug)]
-pub struct CopyDigests {
-    block_bytes: usize,
-    digests: Mutex<Vec<u64>>,
+pub struct CopyReport {
+    /// Digests are wanted of blocks of so many bytes.
+    block_bytes: Option<usize>,
+    end: OnceLock<(Instant, Vec<u64>)>,
 }
 
-impl CopyDigests {
-    /// For pieces that consist of blocks of so many bytes.
+impl CopyReport {
+    /// Of a copy without digests, or of pieces that consist of blocks of so many bytes.
     #[must_use]
-    pub const fn new(block_bytes: usize) -> Self {
+    pub const fn new(block_bytes: Option<usize>) -> Self {
         Self {
             block_bytes,
-            digests: Mutex::new(Vec::new()),
+            end: OnceLock::new(),
         }
     }
 
-    /// Those of the [chunks](Chunks::digested) of all pieces, in order. Empty until the copy has ended well, and if its
-    /// device computes none.
+    /// Raw CRC-64/NVME from the state 0 of the [chunks](Chunks::digested) of all pieces, in order. Empty until the copy has
+    /// ended, and if there are none.
     #[must_use]
-    pub fn take(&self) -> Vec<u64> {
-        std::mem::take(&mut self.digests.lock().unwrap_or_else(PoisonError::into_inner))
+    pub fn digests(&self) -> &[u64] {
+        self.end.get().map_or(&[], |(_, digests)| digests)
     }
 
-    fn set(&self, digests: Vec<u64>) {
-        *self.digests.lock().unwrap_or_else(PoisonError::into_inner) = digests;
+    /// Time at which the driver reported its end.
+    #[must_use]
+    pub fn ended_at(&self) -> Option<Instant> {
+        self.end.get().map(|(at, _)| *at)
+    }
+
+    fn end(&self, digests: Vec<u64>) {
+        // A copy ends once.
+        let _ = self.end.set((Instant::now(), digests));
     }
 }
 
@@ -159,6 +169,7 @@ impl Copier {
         calls: &Calls,
         current: &Current<'_>,
         pieces: impl Iterator<Item = DevicePiece>,
+        report: Arc<CopyReport>,
         on_copied: OnCopied,
     ) -> Result<(), CudaError> {
         let chunks = pieces.flat_map(|(to, from, len)| {
@@ -170,6 +181,9 @@ impl Copier {
         });
         let on_ended = move |chunks: Option<&[Chunk]>| -> Report {
             let is_copied = chunks.is_some();
+            if is_copied {
+                report.end(Vec::new());
+            }
             Box::new(move || on_copied(is_copied))
         };
         // SAFETY: the caller's promise.
@@ -186,7 +200,7 @@ impl DigestingCopier {
         Kernel::new(calls, current, COPY_AND_DIGEST).map(Self)
     }
 
-    /// As [`Copier::launch`]; the digests are there when `on_copied` is called.
+    /// As [`Copier::launch`], of blocks of so many bytes.
     ///
     /// # Errors
     /// The same.
@@ -198,10 +212,10 @@ impl DigestingCopier {
         calls: &Calls,
         current: &Current<'_>,
         pieces: impl Iterator<Item = DevicePiece>,
-        digests: Arc<CopyDigests>,
+        (report, block_bytes): (Arc<CopyReport>, usize),
         on_copied: OnCopied,
     ) -> Result<(), CudaError> {
-        let division = Chunks::digested(digests.block_bytes);
+        let division = Chunks::digested(block_bytes);
         let chunks = pieces.flat_map(|(to, from, len)| {
             division.of(len).map(move |(at, num_bytes)| DigestedChunk {
                 from: from + at as u64,
@@ -212,7 +226,7 @@ impl DigestingCopier {
         });
         let on_ended = move |chunks: Option<&[DigestedChunk]>| -> Report {
             if let Some(chunks) = chunks {
-                digests.set(chunks.iter().map(|chunk| chunk.digest).collect());
+                report.end(chunks.iter().map(|chunk| chunk.digest).collect());
             }
             let is_copied = chunks.is_some();
             Box::new(move || on_copied(is_copied))
@@ -276,7 +290,7 @@ impl Device {
 }
 
 /// Copies pieces on a stream of its own, which waits for no other, and computes digests if they are wanted and the device
-/// can. `on_copied` is called once the bytes are there, or with `false` after an error of the device's.
+/// can. `on_copied` is called once the bytes and the report are there, or with `false` after an error of the device's.
 ///
 /// # Errors
 /// The driver's error, or there are more [chunks](Chunks::CAP): nothing is copied, and `on_copied` is not called.
@@ -287,20 +301,20 @@ impl Device {
 pub(crate) unsafe fn copy_pieces(
     ordinal: u32,
     pieces: impl Iterator<Item = DevicePiece>,
-    digests: Option<&Arc<CopyDigests>>,
+    report: &Arc<CopyReport>,
     on_copied: OnCopied,
 ) -> Result<(), CudaError> {
     let driver = driver()?;
     let (current, device) = driver.enter(ordinal)?;
-    let calls = &driver.calls;
-    if let Some(digests) = digests
+    let (calls, report) = (&driver.calls, Arc::clone(report));
+    if let Some(block_bytes) = report.block_bytes
         && let Some(copier) = device.digesting_copier(calls, &current)
     {
-        let digests = Arc::clone(digests);
+        let report = (report, block_bytes);
         // SAFETY: the caller's promise is the same.
-        return unsafe { copier.launch(calls, &current, pieces, digests, on_copied) };
+        return unsafe { copier.launch(calls, &current, pieces, report, on_copied) };
     }
     let copier = device.copier(calls, &current)?;
     // SAFETY: the caller's promise is the same.
-    unsafe { copier.launch(calls, &current, pieces, on_copied) }
+    unsafe { copier.launch(calls, &current, pieces, report, on_copied) }
 }

@@ -388,11 +388,12 @@ impl Copies {
         let ended = Arc::clone(&self.ended);
         let on_copied = Box::new(move |is_copied| ended.lock().unwrap().push(is_copied));
         let current = self.driver.push(null_mut()).unwrap();
+        let report = Arc::new(CopyReport::new(None));
         // SAFETY: the pieces are the test's buffers.
         unsafe {
             let pieces = pieces.iter().copied();
             self.copier
-                .launch(&self.driver.calls, &current, pieces, on_copied)
+                .launch(&self.driver.calls, &current, pieces, report, on_copied)
         }
     }
 
@@ -479,7 +480,16 @@ fn the_list_of_a_copy_is_free_when_its_end_is_reported() {
     let on_copied = Box::new(move |_| *at_end.lock().unwrap() = kernel.num_free());
     let current = copies.driver.push(null_mut()).unwrap();
     // SAFETY: there are no pieces.
-    unsafe { kernel.launch(&copies.driver.calls, &current, [].into_iter(), on_copied) }.unwrap();
+    unsafe {
+        kernel.launch(
+            &copies.driver.calls,
+            &current,
+            [].into_iter(),
+            Arc::new(CopyReport::new(None)),
+            on_copied,
+        )
+    }
+    .unwrap();
     assert_eq!(*found.lock().unwrap(), num_free);
 }
 
@@ -529,12 +539,12 @@ fn a_copy_has_the_digest_of_each_chunk_of_each_block() {
     let mut target = vec![0; source.len()];
     let (from, to) = (source.as_ptr() as u64, target.as_mut_ptr() as u64);
     let pieces = [(to + 40_000, from, 20_000), (to, from + 20_000, 40_000)];
-    let digests = Arc::new(CopyDigests::new(20_000));
+    let report = Arc::new(CopyReport::new(Some(20_000)));
     let found = Arc::new(Mutex::new(None));
-    let (at_end, shared) = (Arc::clone(&digests), Arc::clone(&found));
+    let (at_end, shared) = (Arc::clone(&report), Arc::clone(&found));
     // They are there when the end is reported.
     let on_copied = Box::new(move |is_copied| {
-        *shared.lock().unwrap() = Some((is_copied, at_end.take()));
+        *shared.lock().unwrap() = Some((is_copied, at_end.digests().to_vec()));
     });
     // SAFETY: the pieces are the test's buffers.
     unsafe {
@@ -542,7 +552,7 @@ fn a_copy_has_the_digest_of_each_chunk_of_each_block() {
             &driver.calls,
             &current,
             pieces.into_iter(),
-            digests,
+            (report, 20_000),
             on_copied,
         )
     }
@@ -568,7 +578,7 @@ fn a_copy_that_the_device_fails_has_no_digests() {
     let copier: &'static DigestingCopier = Box::leak(Box::new(copier));
     let (source, mut target) = ([7u8; 64], [0u8; 64]);
     let piece = (target.as_mut_ptr() as u64, source.as_ptr() as u64, 64);
-    let digests = Arc::new(CopyDigests::new(64));
+    let report = Arc::new(CopyReport::new(Some(64)));
     let ended = Arc::new(Mutex::new(None));
     let shared = Arc::clone(&ended);
     let on_copied = Box::new(move |is_copied| *shared.lock().unwrap() = Some(is_copied));
@@ -580,15 +590,15 @@ fn a_copy_that_the_device_fails_has_no_digests() {
             &driver.calls,
             &current,
             pieces,
-            Arc::clone(&digests),
+            (Arc::clone(&report), 64),
             on_copied,
         )
     }
     .unwrap();
     ENDED.set(CUDA_SUCCESS);
     assert_eq!(
-        (*ended.lock().unwrap(), digests.take()),
-        (Some(false), Vec::new())
+        (*ended.lock().unwrap(), report.digests()),
+        (Some(false), &[][..])
     );
 }
 
@@ -749,8 +759,9 @@ fn on_a_gpu_pieces_of_any_size_and_alignment_are_copied() {
     let address =
         |&(into, at, len): &(usize, usize, usize)| (to + into as u64, from + at as u64, len);
     let on_device: Vec<DevicePiece> = pieces.iter().map(address).collect();
+    let report = Arc::new(CopyReport::new(None));
     // SAFETY: all in what was allocated above; the destinations are apart.
-    unsafe { copy_pieces(0, on_device.into_iter(), None, on_copied) }.unwrap();
+    unsafe { copy_pieces(0, on_device.into_iter(), &report, on_copied) }.unwrap();
     let mut is_copied = copied.0.lock().unwrap();
     while is_copied.is_none() {
         is_copied = copied.1.wait(is_copied).unwrap();
@@ -782,16 +793,16 @@ fn on_a_gpu_what_is_copied_and_digested_is_what_was_read() {
     }
     // Aligned, and not.
     for (into, at) in [(0, 0), (8, 65_536), (3, 7)] {
-        let digests = Arc::new(CopyDigests::new(BLOCK));
+        let report = Arc::new(CopyReport::new(Some(BLOCK)));
         let (ended, is_ended) = std::sync::mpsc::channel();
         let on_copied = Box::new(move |is_copied| ended.send(is_copied).unwrap());
         let piece = (to + into, from + at as u64, 3 * BLOCK);
         // SAFETY: both ranges are in what was allocated above.
-        unsafe { copy_pieces(0, [piece].into_iter(), Some(&digests), on_copied) }.unwrap();
+        unsafe { copy_pieces(0, [piece].into_iter(), &report, on_copied) }.unwrap();
         assert_eq!(is_ended.recv(), Ok(true));
         let raw = |(begin, len)| SharedBytes::from(&bytes[at + begin..][..len]).update_crc64(0);
         let chunks = Chunks::digested(BLOCK).of(3 * BLOCK);
-        assert_eq!(digests.take(), chunks.map(raw).collect::<Vec<_>>());
+        assert_eq!(report.digests(), chunks.map(raw).collect::<Vec<_>>());
         // SAFETY: allocated above with this length.
         let back = unsafe { read(0, to + into, 3 * BLOCK) }.unwrap();
         assert!(back == bytes[at..at + 3 * BLOCK]);

@@ -1,7 +1,7 @@
 //! Batches of a load: reads of blocks of one region, and the comparison of what has come with the producer's checksums.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::Instant;
 
 use super::announcements::block_bytes;
 use super::digests::{Digested, device_block, is_on_device};
@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::transfer::Cx;
 use crate::transfer::region::{Layout, coalesce};
+use crate::transfer::steps::Steps;
 use crate::transfer::{Checksums, Completion, TransferRequest};
 use crate::transport::Memory;
 
@@ -36,8 +37,7 @@ pub(super) struct ArrivedBatch {
     reading: ActiveBatch,
     memory: Arc<Memory>,
     num_bytes: u64,
-    /// When its read began, by the trace's clock.
-    began: Duration,
+    steps: Steps,
 }
 
 impl ArrivedBatch {
@@ -146,7 +146,7 @@ impl HandoffService {
         let arrived = ArrivedBatch {
             memory: completion.memory,
             num_bytes,
-            began: self.trace.now().saturating_sub(completion.elapsed),
+            steps: completion.steps,
             reading,
         };
         let (batch, layout) = (&arrived.reading.batch, &arrived.reading.layout);
@@ -210,8 +210,14 @@ impl HandoffService {
             ("verified", num_verified as u64),
             ("bytes", num_bytes),
         ];
-        self.trace
-            .overlapping("arrived", &id.handoff, arrived.began, &facts);
+        let now = Instant::now();
+        let whole = ("arrived", arrived.steps.began(), now);
+        self.trace.overlapping(&id.handoff, whole, &facts);
+        let reported = arrived.steps.spans().last();
+        let compared = reported.map(|(_, _, reported)| ("compared", reported, now));
+        for step in arrived.steps.spans().chain(compared) {
+            self.trace.overlapping(&id.handoff, step, &facts[..2]);
+        }
         active.load.read_completed(batch, verified, num_bytes);
         active.catch_up();
         self.continue_load(cx, id);

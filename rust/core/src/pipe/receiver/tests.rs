@@ -181,7 +181,7 @@ fn a_tensor_that_a_sender_leaves_behind_at_the_end_of_its_pipe_ends_with_the_pip
         session: SESSION,
         memory: links.register(Buffer::zeroed(8)).unwrap(),
         pieces: Arc::new(Pieces::whole(8, 8)),
-        elapsed: Duration::ZERO,
+        steps: crate::transfer::steps::Steps::begin(),
         checksum: None,
         digests: None,
         outcome: Err(TransferError::Failed(lost)),
