@@ -17,6 +17,7 @@ NOT_COUNTED = {
     ("entries/server/arrival.rs", "rest"): "the five parts of a put",
     ("entries/shared.rs", "client_actions"): "the answers of one event, which are sent at its end",
     ("entries/state.rs", "actions"): "what follows one change, which ends with none",
+    ("session/links.rs", "to_flush"): "the sessions to which one event has sent messages, which leave at its end",
     ("transfer/incoming_stream.rs", "coming"): "one part on each connection of a session, which has 17 at most",
     ("transport/memory.rs", "connected"): "the endpoints; the transport in memory is for tests",
     ("transport/memory.rs", "copies"): "the reads in flight; the transport in memory is for tests",

@@ -66,8 +66,7 @@ class Pipe:
 
     Where UCX has CUDA, tensors on an NVIDIA GPU are moved in place, without checksums: `integrity="auto"` validates
     them. Their memory is read or written after the work that their stream (torch's current one) had at the call, and no
-    caller waits for that. When a work on such a tensor ends, its bytes are visible to all streams. None of this has run
-    on a GPU yet (docs/gpu.md).
+    caller waits for that. When a work on such a tensor ends, its bytes are visible to all streams (docs/gpu.md).
     """
 
     def __init__(self, end: _kvpipe.PipeEnd, *, is_sender: bool) -> None:

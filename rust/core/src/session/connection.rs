@@ -17,6 +17,8 @@ use crate::work::timespec;
 
 /// Bytes in the kernel that have not left, up to which it takes more.
 const UNSENT_LOW_WATER: u32 = 256 << 10;
+/// Bytes up to which frames wait for others of the same event.
+const QUEUED_CAP: usize = 64 << 10;
 /// The congestion control of connections that stay on this host. BBR, the default of some hosts, paces packets with a timer,
 /// and moves half as many bytes there. This one is in each kernel, allowed to all users, and needs no timer.
 const ON_HOST_CONGESTION_CONTROL: &str = "reno";
@@ -93,23 +95,38 @@ impl Connection {
         ends(&self.stream).is_some_and(|ends| ends.iter().all(IpAddr::is_loopback))
     }
 
+    /// Queues a frame, sealed where there is a sealer, for the next [`flush`](Self::flush), which sends all of them by one
+    /// call. Returns true if that is due.
+    ///
+    /// # Errors
+    /// The peer does not read, or the sealer seals no more.
+    pub(super) fn queue(
+        &mut self,
+        frame: &[u8],
+        sealer: Option<&mut Sealer>,
+    ) -> std::result::Result<bool, Reason> {
+        if self.is_broken {
+            return Ok(false);
+        }
+        let is_appended = self.outbox.push(frame, sealer);
+        if !is_appended.map_err(|error| error.to_string())? {
+            return Err("it does not read what it is sent".to_owned());
+        }
+        Ok(self.outbox.len() >= QUEUED_CAP)
+    }
+
     /// Sends a frame, sealed where there is a sealer. Bytes that the socket does not take now are sent by
     /// [`flush`](Self::flush).
     ///
     /// # Errors
-    /// The peer does not read, or the sealer seals no more.
+    /// As of [`queue`](Self::queue).
     pub(super) fn send(
         &mut self,
         frame: &[u8],
         mut sealer: Option<&mut Sealer>,
     ) -> std::result::Result<(), Reason> {
-        if !self.is_broken {
-            let is_appended = self.outbox.push(frame, sealer.as_deref_mut());
-            if !is_appended.map_err(|error| error.to_string())? {
-                return Err("it does not read what it is sent".to_owned());
-            }
-            self.flush(sealer);
-        }
+        self.queue(frame, sealer.as_deref_mut())?;
+        self.flush(sealer);
         Ok(())
     }
 

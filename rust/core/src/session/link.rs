@@ -34,6 +34,15 @@ impl Link {
         self.records.as_mut().map(|records| &mut records.opener)
     }
 
+    /// Queues a frame for the next [`flush`](Self::flush); true if that is due.
+    ///
+    /// # Errors
+    /// As of [`send`](Self::send).
+    pub(super) fn queue(&mut self, frame: &[u8]) -> Result<bool, String> {
+        let (connection, sealer) = self.split();
+        connection.queue(frame, sealer)
+    }
+
     /// Sends a frame; what the socket does not take now is sent by [`flush`](Self::flush).
     ///
     /// # Errors

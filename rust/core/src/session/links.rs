@@ -1,6 +1,6 @@
 //! The interface of services to sessions: connect, send, close. Its part of the data plane is in `data_plane.rs`.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::fmt::Display;
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -59,6 +59,8 @@ pub(crate) struct Links {
     pub(super) lost_streams: VecDeque<SessionKey>,
     /// The sessions that further connections may join.
     pub(super) joinable: HashMap<SessionId, SessionKey>,
+    /// Sessions whose messages of the present event have not been sent.
+    to_flush: BTreeSet<SessionKey>,
     pending_reads: PendingReads,
     pub(super) next_session: SessionKey,
     next_token: u64,
@@ -95,6 +97,7 @@ impl Links {
             bulk: HashMap::new(),
             lost_streams: VecDeque::new(),
             joinable: HashMap::new(),
+            to_flush: BTreeSet::new(),
             pending_reads,
             next_session: FIRST_SESSION,
             next_token: 0,
@@ -157,8 +160,8 @@ impl Links {
         Writer::with_capacity(HEADER_CAPACITY).u8(kind)
     }
 
-    /// Sends a message over an established session; false if there is none. A session that cannot take it is lost, which
-    /// `session_down` reports.
+    /// Sends a message over an established session, with all others of the same event; false if there is none. A session that
+    /// cannot take it is lost, which `session_down` reports.
     pub(crate) fn message(&mut self, session: SessionKey, header: Writer, payload: &[u8]) -> bool {
         let header = &header.finish()[..];
         #[cfg(test)]
@@ -206,12 +209,22 @@ impl Links {
         let Some(session) = self.sessions.get_mut(&key).filter(|it| it.is_up()) else {
             return false;
         };
-        let sent = session.send(frame);
+        let sent = session.queue(frame);
+        self.to_flush.insert(key);
         let is_sent = sent.is_ok();
         if let Err(error) = sent {
             self.fail(key, error);
         }
         is_sent
+    }
+
+    /// Sends the messages of an event that has been handled, those of a session by one call.
+    pub(super) fn flush(&mut self) {
+        while let Some(key) = self.to_flush.pop_first() {
+            if let Some(session) = self.sessions.get_mut(&key) {
+                session.flush();
+            }
+        }
     }
 
     /// True if the frames of a session are sealed: what comes on it is what the peer sent.

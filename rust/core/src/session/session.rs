@@ -234,6 +234,20 @@ impl Session {
         }
     }
 
+    /// Queues a frame of an established session for the next [`flush`](Self::flush), or sends it with those that wait, if
+    /// they are many.
+    pub(super) fn queue(&mut self, frame: &SessionFrame<'_>) -> Result<()> {
+        let Some(link) = &mut self.link else {
+            return Ok(());
+        };
+        let peer = &self.peer;
+        let queued = link.queue(&frame.encode());
+        if queued.map_err(|reason| Error::lost(peer, reason))? {
+            link.flush();
+        }
+        Ok(())
+    }
+
     /// Sends a frame of an established session.
     pub(super) fn send(&mut self, frame: &SessionFrame<'_>) -> Result<()> {
         self.send_raw(&frame.encode())

@@ -53,6 +53,7 @@ impl<S: Service> EventHandler for Sessions<S> {
         while let Some(connected) = self.links.connector.next() {
             self.finish_connect(connected);
         }
+        self.links.flush();
     }
 
     fn is_stopping(&self) -> bool {
@@ -67,6 +68,7 @@ impl<S: Service> EventHandler for Sessions<S> {
                 None => self.receive(other),
             },
         }
+        self.links.flush();
     }
 
     fn handle_ucx_event(&mut self, event: Event) {
@@ -84,10 +86,13 @@ impl<S: Service> EventHandler for Sessions<S> {
                 }
             }
         }
+        self.links.flush();
     }
 
     fn poll(&mut self) -> bool {
-        self.service.poll(&mut self.links)
+        let has_work = self.service.poll(&mut self.links);
+        self.links.flush();
+        has_work
     }
 
     fn has_work(&self) -> bool {
@@ -123,6 +128,7 @@ impl<S: Service> EventHandler for Sessions<S> {
         self.resume_where_free();
         // Last: a message that was received above may have set a deadline.
         let service = self.service.timer(&mut self.links);
+        self.links.flush();
         service.into_iter().chain(self.links.timers.next()).min()
     }
 
@@ -147,6 +153,7 @@ impl<S: Service> EventHandler for Sessions<S> {
         while let Some(key) = self.links.failed.pop_front() {
             self.report_failure(key);
         }
+        self.links.flush();
     }
 
     fn end(mut self) {
