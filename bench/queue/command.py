@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SUMMARY = "requests through a RabbitMQ broker beside direct dispatch; or what is lost when processes are killed"
 _LEAST_ROUNDS = 5
 _CHAOS_FRONTS = 2
-_NEEDED = {"aio_pika": "amqp", "aiohttp": "proxy", "uvloop": "proxy"}
+_NEEDED = ("aio_pika", "aiohttp", "orjson", "prometheus_client", "uvloop")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +55,9 @@ def _check(args: argparse.Namespace) -> None:
     require_folders(args.json)
     if reason := broker_process.missing():
         raise ConfigError(reason)
-    for module, extra in _NEEDED.items():
+    for module in _NEEDED:
         if find_spec(module) is None:
-            message = f"{module} is not installed; pip install 'kvpipe[{extra}]'"
+            message = f"{module} is not installed; pip install 'kvpipe[amqp]'"
             raise ConfigError(message)
 
 

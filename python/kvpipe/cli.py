@@ -7,6 +7,7 @@ packages, and `kvpipe --help` is fast.
 import argparse
 import asyncio
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -23,6 +24,12 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # n
 _HOST, _PORT = "127.0.0.1", 8000
 _DISPATCHES = ("just-in-time", "sequential")  # the first one is the default
 _TIMEOUTS = ("connect-timeout", "frozen-after", "silence-timeout", "client-timeout", "control-timeout", "drain-timeout")
+# The modules of each extra that commands import; dotenv is python-dotenv.
+_MODULES = {
+    "amqp": ("aio_pika", "aiormq", "yarl"),
+    "bench": ("matplotlib", "numpy", "tabulate"),
+    "proxy": ("aiohttp", "dotenv", "multidict", "orjson", "prometheus_client", "uvloop"),
+}
 _INTERRUPTED = 130  # the exit status of a command that SIGINT ended, as in shells
 
 
@@ -311,10 +318,11 @@ def _info(_: argparse.Namespace) -> int:
 
 def _up(args: argparse.Namespace) -> int:
     try:
+        from kvpipe import proxy  # noqa: F401 - started last, in a process of its own: what it lacks is known here first
         from kvpipe.launch.deployment import DeploymentSpec
         from kvpipe.launch.up import run_up
     except ModuleNotFoundError as error:
-        raise _missing_extra(error) from error
+        raise _missing(error, "proxy") from error
     spec = DeploymentSpec(
         model=args.model,
         num_prefill=args.prefill,
@@ -339,7 +347,7 @@ def _proxy(args: argparse.Namespace) -> int:
     try:
         from kvpipe import proxy
     except ModuleNotFoundError as error:
-        raise _missing_extra(error) from error
+        raise _missing(error, "amqp" if args.dispatch == "amqp" else "proxy") from error
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     environment = proxy.Environment.read()
     prefill = tuple(map(proxy.Instance.parse, args.prefill)) or environment.prefill
@@ -399,9 +407,7 @@ def _queue_commands() -> Any:
     try:
         from kvpipe.queue import command
     except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] in {"aio_pika", "aiormq", "yarl"}:
-            raise ConfigError("aio_pika is not installed; pip install 'kvpipe[amqp]'") from error
-        raise _missing_extra(error) from error
+        raise _missing(error, "amqp") from error
     return command
 
 
@@ -427,9 +433,7 @@ def _bench(args: argparse.Namespace) -> int:
     try:
         command = importlib.import_module("bench.command")
     except ModuleNotFoundError as error:
-        if error.name not in {"numpy", "tabulate"}:
-            raise
-        raise ConfigError(f"{error.name} is not installed; pip install 'kvpipe[bench]'") from error
+        raise _missing(error, "bench") from error
     return int(command.main(args.arguments))
 
 
@@ -443,8 +447,9 @@ def _checkout() -> Path:
     )
 
 
-def _missing_extra(error: ModuleNotFoundError) -> KVPipeError:
-    """Names the extra if one of its packages is missing; any other missing module is a bug."""
-    if error.name is None or error.name.split(".")[0] not in {"aiohttp", "dotenv", "orjson", "uvloop"}:
+def _missing(error: ModuleNotFoundError, extra: str) -> KVPipeError:
+    """Names the command's extra if a package of an extra is missing; any other missing module is a bug."""
+    module = (error.name or "").partition(".")[0]
+    if module not in itertools.chain.from_iterable(_MODULES.values()):
         raise error
-    return ConfigError(f"{error.name} is not installed; pip install 'kvpipe[proxy]'")
+    return ConfigError(f"{module} is not installed; pip install 'kvpipe[{extra}]'")

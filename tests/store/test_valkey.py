@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
 
-from kvpipe.exceptions import PeerLostError
+from kvpipe.exceptions import ConfigError, PeerLostError
 from kvpipe.store.valkey import ValkeyStore
 from kvpipe.store.valkey.scripts import Script
 from tests.store.contract import LONG_S, StoreContract, eventually
@@ -127,6 +128,13 @@ def test_values_are_read_and_written_while_their_slot_moves_to_another_server(ru
             lease.acknowledge()
         assert store.put(b"k", data)
         assert store.select(b"k").read() == data
+
+
+def test_a_cluster_without_redis_py_names_the_extra_that_it_needs(cluster, monkeypatch):
+    monkeypatch.delitem(sys.modules, "kvpipe.store.valkey.cluster", raising=False)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match=r"is a cluster, which needs redis-py: pip install 'kvpipe\[valkey\]'$"):
+        ValkeyStore.open(cluster[0].url())
 
 
 def test_the_servers_of_a_cluster_share_the_values(cluster):

@@ -88,8 +88,8 @@ def check_ucx(device: str) -> None:
     if not ucx["ucx_has_cuda"]:
         found = f"UCX {ucx['ucx']} at {ucx['ucx_path']}" if ucx["ucx"] else "an environment without UCX"
         message = (
-            f"KV cache on a GPU, and {found} has no CUDA: install kvpipe[ucx-cu12] or kvpipe[ucx-cu13]; UCX_TLS, if it "
-            "is set, must name cuda"
+            f"KV cache on a GPU, and {found} has no CUDA: pip install 'kvpipe[ucx-cu12]' or 'kvpipe[ucx-cu13]'; "
+            "UCX_TLS, if it is set, must name cuda"
         )
         raise TransportUnavailableError(message)
 

@@ -76,7 +76,7 @@ def test_a_gpu_without_cuda_in_ucx_is_refused_by_the_constructor_with_the_wheels
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     config = engine_config(tiny_model)
     config.device_config.device_type = "cuda"
-    with pytest.raises(TransportUnavailableError, match=r"install kvpipe\[ucx-cu12\] or kvpipe\[ucx-cu13\]"):
+    with pytest.raises(TransportUnavailableError, match=r"pip install 'kvpipe\[ucx-cu12\]' or 'kvpipe\[ucx-cu13\]'"):
         KVPipeConnector(config, KVConnectorRole.WORKER, cache_config())
 
 
