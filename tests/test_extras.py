@@ -58,6 +58,18 @@ def test_ucx_that_is_missing_is_named_with_its_extra(monkeypatch, tmp_path):
         _kvpipe.ucx_info()
 
 
+def test_a_tensor_of_torch_without_numpy_names_it():
+    pytest.importorskip("torch")
+    code = (
+        "import sys, warnings; sys.modules['numpy'] = None; warnings.simplefilter('ignore'); import torch\n"
+        "from kvpipe._tensor import describe; describe(torch.zeros(3))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.splitlines()[-1].endswith(
+        "ConfigError: such memory is described by numpy, which is not installed: pip install numpy"
+    )
+
+
 def test_each_package_that_kvpipe_imports_is_in_an_extra_or_the_callers():
     of_extras = {_normalized(name) for extra in EXTRAS if extra != "test" for name in distributions(extra)}
     distributions_of = importlib.metadata.packages_distributions()

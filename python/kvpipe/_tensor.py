@@ -127,7 +127,7 @@ def _describe_torch(torch: Any, tensor: Any, *, must_be_in_place: bool) -> Descr
         return Described(meta, b"" if not must_be_in_place else bytearray())
     if tensor.device.type == "cuda":
         return Described(meta, *_cuda.of_torch(torch, plain))
-    return Described(meta, plain.reshape(-1).view(torch.uint8).numpy())
+    return Described(meta, as_numpy(plain.reshape(-1).view(torch.uint8)))
 
 
 def _describe_numpy(numpy: Any, array: Any, *, must_be_in_place: bool) -> Described:
@@ -202,6 +202,19 @@ def _describe_buffer(view: memoryview, *, must_be_in_place: bool) -> Described:
     if view.nbytes == 0:
         return Described(meta, b"" if not must_be_in_place else bytearray())
     return Described(meta, view.cast("B") if view.c_contiguous else view.tobytes())
+
+
+def as_numpy(tensor: Any) -> Any:
+    """Returns the memory of a torch tensor on the CPU as an array.
+
+    Raises:
+        ConfigError: Numpy is not installed, without which torch has no such call.
+    """
+    try:
+        return tensor.numpy()
+    except RuntimeError:
+        _imported_numpy()
+        raise
 
 
 def _imported_numpy() -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from kvpipe import _kvpipe
 from kvpipe._closing import Closing
 from kvpipe._integrity import resolve_integrity
-from kvpipe._tensor import Described, describe, rebuild
+from kvpipe._tensor import Described, as_numpy, describe, rebuild
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token, resolve_tokens
 from kvpipe.exceptions import ConfigError, TransportUnavailableError
@@ -304,7 +304,7 @@ def _counted(input_tokens: Any, roi: Any) -> Any:
 def _array(name: str, tensor: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
-        return tensor.detach().cpu().resolve_neg().numpy()
+        return as_numpy(tensor.detach().cpu().resolve_neg())
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(tensor, numpy.ndarray):
         return tensor

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvpipe._tensor import as_numpy
 from kvpipe.exceptions import ConfigError
 from kvpipe.region import RegionInfo
 from kvpipe.work import Work
@@ -241,5 +242,5 @@ def _without_torch(ids: Any) -> Any:
     """Converts a tensor to an array, because tensors lack the buffer protocol."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(ids, torch.Tensor):
-        return ids.detach().cpu().numpy()
+        return as_numpy(ids.detach().cpu())
     return ids
