@@ -26,7 +26,7 @@ from kvpipe.pipe import Pipe, PipeStats
 from kvpipe.region import Region, RegionInfo
 from kvpipe.work import Work
 
-__version__ = "0.1.0"
+__version__ = _kvpipe.__version__
 
 __all__ = [
     "Agent",

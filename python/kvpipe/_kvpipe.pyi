@@ -34,6 +34,7 @@ __all__ = [
     "Trace",
     "Transport",
     "Work",
+    "__version__",
     "begin_log",
     "checksums",
     "cuda_device_of",
@@ -47,6 +48,9 @@ __all__ = [
     "serde_max_bytes",
     "ucx_info",
 ]
+
+__version__: str
+"""Of the build: that of the workspace."""
 
 # One token, or the current one and the next.
 _ListenerTokens: TypeAlias = bytes | tuple[bytes, bytes]

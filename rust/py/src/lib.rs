@@ -80,6 +80,7 @@ mod _kvpipe {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         super::log::install(module)
     }
 
