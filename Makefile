@@ -1,6 +1,6 @@
 # Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-e2e test-all test-gpu test-rdma test-ucx-1.13 test-vllm-versions fuzz asan mutants check faults soak bench bench-peers bench-handoff bench-serving wheel clean
+.PHONY: help setup demo test test-slow test-e2e test-all test-gpu test-rdma test-ucx-1.13 test-aarch64 test-vllm-versions fuzz asan mutants check faults soak bench bench-peers bench-handoff bench-serving wheel dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test-rdma: setup ## a named part of the tests over RDMA verbs, on Debian's UCX, 
 
 test-ucx-1.13: setup ## the transport's tests on the oldest UCX that is accepted, Debian 12's, over TCP
 	@scripts/test-ucx-1.13
+
+test-aarch64: setup ## tests of the wheel for aarch64 without vLLM, on x86_64 in QEMU's user mode; needs dist/ to have it
+	@scripts/test-aarch64
 
 test-vllm-versions: setup ## the connectors' tests with each supported vLLM beside the installed one, and instances of the oldest
 	@scripts/test vllm-versions
@@ -78,8 +81,11 @@ bench-handoff: setup .cache/nixl ## real vLLM through prefill and decode, beside
 bench-serving: setup .cache/nixl ## many requests at once to real vLLM, beside undivided instances and NixlConnector; 100 minutes, 20 GB
 	@.venv/bin/kvpipe bench serving
 
-wheel: ## one wheel for CPython 3.11 and newer on Linux with glibc 2.28 or newer, in dist/
+wheel: ## one wheel for CPython 3.11 and newer on Linux of this architecture with glibc 2.28 or newer, in dist/
 	@scripts/wheel
+
+dist: setup ## what a release has, in dist/: wheels for x86_64 and aarch64, the source distribution, all of them checked
+	@scripts/dist
 
 clean: ## remove everything that the other targets made
 	rm -rf target dist .venv .venv-peers .venv-wheel .cache .mypy_cache .pytest_cache .ruff_cache

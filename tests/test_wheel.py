@@ -1,85 +1,161 @@
-"""The wheel that `scripts/wheel` builds: its tag, its content, and its use in otherwise empty environments."""
+"""The distributions of a release: tags, content, size, licences, and their use in otherwise empty environments.
+
+The wheel for this machine is built by `scripts/wheel`. `make dist` builds all, and names their folder in KVPIPE_DIST.
+"""
 
 import os
+import platform
 import re
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.extras import COMMANDS
 
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[1]
 TORCH_WHEELS = REPOSITORY / "../shared/wheels"
 UV = Path(sys.executable).with_name("uv")
+DIST = os.environ.get("KVPIPE_DIST")
 
-TAG = "cp311-abi3-manylinux_2_28_x86_64"
+NATIVE = platform.machine()
+ARCHITECTURES = ("x86_64", "aarch64")
+THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 GLIBC = (2, 28)
-LIBRARIES = {"libc.so.6", "libdl.so.2", "libm.so.6", "libpthread.so.0", "ld-linux-x86-64.so.2", "libgcc_s.so.1"}
+LIBRARIES = {"libc.so.6", "libdl.so.2", "libm.so.6", "libpthread.so.0", "libgcc_s.so.1"}
+LOADERS = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
+MAX_BYTES = 5_000_000
 
 
 @pytest.fixture(scope="module")
-def wheel():
+def dist():
+    """The folder with the distributions."""
+    if DIST:
+        return Path(DIST)
     subprocess.run([REPOSITORY / "scripts/wheel"], check=True)
-    [wheel] = (REPOSITORY / "dist").glob("kvpipe-*.whl")
+    return REPOSITORY / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist):
+    """The wheel for this machine."""
+    return wheel_for(dist, NATIVE)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def any_wheel(dist, request):
+    """Architecture and wheel."""
+    if request.param != NATIVE and not (DIST and any(dist.glob(f"*_{request.param}.whl"))):
+        pytest.skip(f"make dist builds the wheel for {request.param}")
+    return request.param, wheel_for(dist, request.param)
+
+
+@pytest.fixture(scope="module")
+def sdist(dist):
+    """Names and contents of the files of the source distribution."""
+    if not DIST:
+        pytest.skip("make dist builds the source distribution")
+    [file] = dist.glob("kvpipe-*.tar.gz")
+    with tarfile.open(file) as content:
+        files = [member for member in content if member.isfile()]
+        return {member.name.partition("/")[2]: content.extractfile(member).read() for member in files}
+
+
+def wheel_for(dist, arch):
+    [wheel] = dist.glob(f"kvpipe-*_{arch}.whl")
     return wheel
 
 
-def test_the_tag_is_cpython_3_11_abi3_and_glibc_2_28(wheel):
-    assert wheel.stem.split("-", 2)[2] == TAG
+def test_the_tag_is_cpython_3_11_abi3_and_glibc_2_28(any_wheel):
+    arch, wheel = any_wheel
+    tag = f"cp311-abi3-manylinux_2_28_{arch}"
+    assert wheel.stem.split("-", 2)[2] == tag
     with zipfile.ZipFile(wheel) as content:
         [metadata] = [name for name in content.namelist() if name.endswith(".dist-info/WHEEL")]
-        assert f"Tag: {TAG}" in content.read(metadata).decode().splitlines()
+        assert f"Tag: {tag}" in content.read(metadata).decode().splitlines()
+
+
+def test_a_wheel_has_at_most_5_mb(any_wheel):
+    _, wheel = any_wheel
+    assert wheel.stat().st_size <= MAX_BYTES
 
 
 @pytest.fixture(scope="module")
-def headers(wheel, tmp_path_factory):
-    """The dynamic section and the required symbol versions of the extension."""
+def headers(any_wheel, tmp_path_factory):
+    """Architecture, file header, dynamic section and required symbol versions of the extension."""
+    arch, wheel = any_wheel
     with zipfile.ZipFile(wheel) as content:
         extension = content.extract("kvpipe/_kvpipe.abi3.so", tmp_path_factory.mktemp("wheel"))
-    return run("objdump", "--private-headers", extension)
+    return arch, run("readelf", "--wide", "--file-header", "--dynamic", "--version-info", extension)
+
+
+def test_the_extension_is_for_the_architecture_of_the_tag(headers):
+    arch, text = headers
+    assert re.search(r"Machine: .*", text)[0].lower().replace("-", "_").endswith(arch)
 
 
 def test_the_extension_links_glibc_and_libgcc_s_only(headers):
-    needed = set(re.findall(r"NEEDED +(\S+)", headers))
+    arch, text = headers
+    needed = set(re.findall(r"\(NEEDED\) .*\[(\S+)\]", text))
     assert "libc.so.6" in needed
-    assert needed <= LIBRARIES, "libucp is loaded at run time, all else is linked statically"
+    assert needed <= LIBRARIES | {LOADERS[arch]}, "libucp is loaded at run time, all else is linked statically"
 
 
 def test_the_extension_unwinds_with_libgcc_s_as_glibc_does(headers):
     """With a second unwinder, the process crashes when it exits while daemon threads wait in the extension."""
-    assert "required from libgcc_s.so.1:" in headers
+    assert "File: libgcc_s.so.1 " in headers[1]
 
 
 def test_the_extension_needs_no_glibc_after_2_28(headers):
-    versions = re.findall(r"\bGLIBC_(\S+)", headers)
+    versions = re.findall(r"\bGLIBC_([\d.]+)", headers[1])
     assert max(tuple(map(int, version.split("."))) for version in versions) <= GLIBC
 
 
-def test_it_contains_the_package_with_stubs_and_licence_and_nothing_else(wheel):
+def test_it_contains_the_package_with_stubs_and_licences_and_nothing_else(any_wheel):
     python = REPOSITORY / "python"
     sources = [path for path in python.rglob("*") if path.suffix in {".py", ".pyi", ".typed"}]
     package = {str(path.relative_to(python)) for path in sources} | {"kvpipe/_kvpipe.abi3.so"}
-    with zipfile.ZipFile(wheel) as content:
+    with zipfile.ZipFile(any_wheel[1]) as content:
         names = set(content.namelist())
-    metadata = {name for name in names if ".dist-info/" in name}
+        metadata = {name.partition(".dist-info/")[2]: content.read(name) for name in names if ".dist-info/" in name}
     assert {"kvpipe/_kvpipe.pyi", "kvpipe/py.typed"} <= package
-    assert names - metadata == package
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in metadata)
+    assert {name for name in names if ".dist-info/" not in name} == package
+    licences = {name.partition("/")[2]: text for name, text in metadata.items() if name.startswith("licenses/")}
+    assert licences == {name: (REPOSITORY / name).read_bytes() for name in ("LICENSE", "THIRD-PARTY.txt")}
+
+
+def test_the_source_distribution_has_what_a_build_needs_and_nothing_of_one(sdist):
+    tracked = set(run("git", "-C", REPOSITORY, "ls-files").splitlines())
+    assert sdist.keys() - tracked == {"PKG-INFO"}
+    kernels = {name for name in tracked if name.endswith(".ptx")}
+    assert kernels
+    assert sdist.keys() >= {"Cargo.lock", "LICENSE", "README.md", "THIRD-PARTY.txt", "pyproject.toml", *kernels}
+    assert {name for name in tracked if name.startswith("python/")} <= sdist.keys()
+    assert {name.partition("/")[0] for name in sdist} & {"bench", "docs", "examples", "scripts", "tests"} == set()
+
+
+def test_the_source_distribution_has_the_lock_of_the_crates(sdist):
+    def versions(text):
+        packages = tomllib.loads(text)["package"]
+        return {(package["name"], package["version"]) for package in packages if "source" in package}
+
+    assert versions(sdist["Cargo.lock"].decode()) <= versions((REPOSITORY / "Cargo.lock").read_text())
 
 
 def test_it_has_no_benchmarks_and_says_where_they_are(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as content:
         assert [name for name in content.namelist() if "bench" in name] == []
-    environment = make_environment(tmp_path, f"{sys.version_info.major}.{sys.version_info.minor}")
+    environment = make_environment(tmp_path, THIS_PYTHON)
     install(environment, wheel)
-    command = [environment / "bin/kvpipe", "bench", "pipe"]
-    refused = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=100, check=False)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert "clone it, and run `kvpipe bench` in its folder" in refused.stderr
+    refused = kvpipe(environment, tmp_path, "bench", "pipe")
+    assert "clone it, and run `kvpipe bench` in its folder" in refused
 
 
 @pytest.mark.parametrize("version", PYTHONS)
@@ -90,15 +166,46 @@ def test_info_and_the_example_run_with_numpy_alone(wheel, tmp_path, version):
     assert run_example(environment) == [f"received float32 (4194304,), all {number}" for number in range(4)]
 
 
-def test_the_example_runs_with_torch(wheel, tmp_path):
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    pattern = f"torch-*+cpu-cp{version.replace('.', '')}-*.whl"
+def test_the_example_runs_with_torch_and_without_ucx(wheel, tmp_path):
+    pattern = f"torch-*+cpu-cp{THIS_PYTHON.replace('.', '')}-*.whl"
     torch = next(TORCH_WHEELS.glob(pattern), None)
     if torch is None:
         pytest.skip(f"no {pattern} in ../shared/wheels")
-    environment = make_environment(tmp_path, version)
-    install(environment, f"{wheel}[ucx-cu12]", "numpy", torch)
+    environment = make_environment(tmp_path, THIS_PYTHON)
+    install(environment, wheel, torch)
+    assert "ucx: None" in run(environment / "bin/kvpipe", "info").splitlines()
+    command = [environment / "bin/python", REPOSITORY / "examples/two_processes.py"]
+    refused = subprocess.run(command, env={}, capture_output=True, text=True, timeout=100, check=False)
+    assert "numpy, which is not installed: pip install numpy" in refused.stderr
+    install(environment, "numpy")
     assert run_example(environment) == [f"received torch.float32 (4194304,), all {number}" for number in range(4)]
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_a_store_runs_with_the_wheel_alone(wheel, tmp_path, version):
+    environment = make_environment(tmp_path, version)
+    install(environment, wheel)
+    code = (
+        "from kvpipe.store import StoreServer, open_store\n"
+        "with StoreServer('127.0.0.1:0', capacity_bytes=1 << 20) as server, open_store(server.url) as store:\n"
+        "    store.put(b'key', b'value')\n"
+        "    print(store.exists([b'key', b'other']))\n"
+    )
+    assert run(environment / "bin/python", "-c", code) == "[True, False]\n"
+
+
+@pytest.mark.parametrize("extra", COMMANDS)
+def test_the_extra_that_a_command_names_is_all_that_it_needs(wheel, tmp_path, extra):
+    environment = make_environment(tmp_path, THIS_PYTHON)
+    install(environment, wheel)
+    for command in COMMANDS[extra]:
+        done = kvpipe(environment, tmp_path, *command)
+        assert f"is not installed; pip install 'kvpipe[{extra}]'\n" in done
+    install(environment, f"{wheel}[{extra}]")
+    for command in COMMANDS[extra]:
+        done = kvpipe(environment, tmp_path, *command)
+        assert done.startswith("error: ")
+        assert "pip install 'kvpipe[" not in done
 
 
 def make_environment(folder, version):
@@ -113,6 +220,14 @@ def make_environment(folder, version):
 
 def install(environment, *packages):
     subprocess.run([UV, "pip", "install", "--quiet", "--python", environment / "bin/python", *packages], check=True)
+
+
+def kvpipe(environment, folder, *arguments):
+    """Returns what the command writes to stderr when it fails."""
+    command = [environment / "bin/kvpipe", *arguments]
+    done = subprocess.run(command, cwd=folder, env={}, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    return done.stderr
 
 
 def run_example(environment):
