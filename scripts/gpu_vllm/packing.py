@@ -7,6 +7,7 @@ zeroes the device code of other GPUs. Nothing is built but kvpipe's wheel.
 import fnmatch
 import json
 import lzma
+import platform
 import shutil
 import subprocess
 import sys
@@ -153,7 +154,7 @@ def _git(*arguments: str) -> str:
 
 def _built_wheel() -> Path:
     subprocess.run([ROOT / "scripts/wheel"], cwd=ROOT, check=True)  # noqa: S603 - our own
-    [wheel] = (ROOT / "dist").glob("kvpipe-*.whl")
+    [wheel] = (ROOT / "dist").glob(f"kvpipe-*_{platform.machine()}.whl")
     return wheel
 
 
