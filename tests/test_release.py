@@ -36,8 +36,10 @@ def test_the_build_has_the_version_of_cargo_toml():
 
 
 def test_each_crate_takes_the_version_of_the_workspace():
-    packages = tomllib.loads((ROOT / "Cargo.lock").read_text())["package"]
-    assert {each["version"] for each in packages if each["name"].startswith("kvpipe-")} == {VERSION}
+    for lock in ("Cargo.lock", "rust/fuzz/Cargo.lock"):
+        packages = tomllib.loads((ROOT / lock).read_text())["package"]
+        own = {each["version"] for each in packages if re.fullmatch("kvpipe-(ucx|core|py|resp|serde)", each["name"])}
+        assert own == {VERSION}, lock
 
 
 def test_the_changelog_has_releases_in_order_and_none_after_the_version():
