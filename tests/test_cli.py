@@ -104,6 +104,13 @@ def test_every_limit_has_a_flag_and_a_wrong_value_names_its_setting(capsys, comm
         assert capsys.readouterr().err == named
 
 
+@pytest.mark.parametrize("command", [PROXY, FRONT, WORKER], ids=lambda command: command[0])
+def test_authorities_of_instances_have_a_flag(capsys, command):
+    assert main([*command, "--instances-ca-file", "ca.pem"]) == 1
+    named = "error: instances_ca_file='ca.pem': must be left out, or an instance written as https://host:port\n"
+    assert capsys.readouterr().err == named
+
+
 @pytest.mark.parametrize("command", [PROXY, FRONT])
 def test_the_largest_body_has_a_flag(capsys, command):
     assert main([*command, "--max-body-bytes", "0"]) == 1

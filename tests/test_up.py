@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,11 @@ from kvpipe.launch.arguments import data_parallel_size
 from kvpipe.launch.cores import sharing_text
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread
 from kvpipe.launch.plan import is_cpu_vllm
+from kvpipe.launch.spec import PROXY_COMMAND
+from kvpipe.launch.up import _print_addresses
 from kvpipe.launch.watchdog import group_members
 from kvpipe.store.remote import RemoteStore
+from tests.proxy.certificates import Authority
 
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in_server.py")))
 
@@ -250,6 +255,24 @@ def test_the_proxy_gets_split_from_where_it_was_given(split_from, passed_on):
     proxy = Deployment(stand_ins(split_from=split_from)).proxy
     command = proxy.child._command
     assert [part for part in command if part in ("--split-from", "0", "9")] == passed_on
+
+
+def test_a_proxy_with_a_certificate_and_keys_is_healthy_and_a_wrong_file_is_found_before_anything_starts(
+    tmp_path, capsys
+):
+    certificate, key_file = Authority(tmp_path).issue(), tmp_path / "keys"
+    key_file.write_text("any")
+    files = {**certificate.of_endpoint, "api_key_file": key_file}
+    with DeploymentThread(stand_ins(proxy_command=PROXY_COMMAND, **files)) as running:
+        url = running.deployment.url
+        assert url.startswith("https://127.0.0.1:")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{url}/v1/models", context=certificate.client_context(), timeout=10)
+        _print_addresses(running.deployment)
+        assert "-H 'authorization: Bearer KEY'" in capsys.readouterr().out
+    key_file.unlink()
+    with pytest.raises(ConfigError, match=r"api_key_file=.* cannot be read"), DeploymentThread(stand_ins(**files)):
+        pass
 
 
 def test_all_share_one_token_that_no_command_line_shows(tmp_path):

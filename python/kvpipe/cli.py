@@ -146,6 +146,7 @@ def _add_proxy(commands: Commands) -> None:
     parser.add_argument("--max-body-bytes", type=int, metavar="N", help="largest request body, default 64 MiB")
     _add_cors(parser)
     _add_endpoint(parser)
+    _add_instances(parser)
     parser.set_defaults(command=_proxy)
 
 
@@ -161,6 +162,7 @@ def _add_front(commands: Commands) -> None:
     parser.add_argument("--max-body-bytes", type=int, metavar="N", help="largest request body, default 64 MiB")
     _add_cors(parser)
     _add_endpoint(parser)
+    _add_instances(parser)
     parser.set_defaults(command=_front)
 
 
@@ -171,6 +173,7 @@ def _add_worker(commands: Commands) -> None:
     _add_limits(parser, ("connect-timeout", "frozen-after", "silence-timeout", "drain-timeout"))
     _add_broker(parser)
     parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE")
+    _add_instances(parser)
     parser.set_defaults(command=_worker)
 
 
@@ -281,6 +284,13 @@ def _json_list(text: str) -> tuple[str, ...]:
 def _add_endpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help="address of the proxy, default loopback")
     parser.add_argument("--port", type=int, help="port of the proxy, default 8000; 0 picks a free one")
+    files = {
+        "--ssl-certfile": "certificate of the proxy, with which it speaks TLS alone; read again when it changes",
+        "--ssl-keyfile": "private key of the certificate",
+        "--api-key-file": "API keys, one a line, of which requests need one; read again when it changes",
+    }
+    for flag, text in files.items():
+        parser.add_argument(flag, type=Path, metavar="FILE", help=text)
     parser.add_argument(
         "--split-from",
         type=int,
@@ -291,6 +301,29 @@ def _add_endpoint(parser: argparse.ArgumentParser) -> None:
         "--token",
         help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE (proxy only), which other users cannot see",
     )
+
+
+def _files_of_endpoint(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("ssl_certfile", "ssl_keyfile", "api_key_file")}
+
+
+def _add_instances(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--instances-ca-file",
+        type=Path,
+        metavar="FILE",
+        help="authorities of the certificates of https:// instances; default: those that the system trusts",
+    )
+    parser.add_argument(
+        "--instances-api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="the API key that instances get, instead of that of the client; read again when it changes",
+    )
+
+
+def _files_of_instances(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("instances_ca_file", "instances_api_key_file")}
 
 
 def _add_store(commands: Commands) -> None:
@@ -339,6 +372,7 @@ def _up(args: argparse.Namespace) -> int:
         token=args.token,
         vllm_args=args.vllm_args,
         log_dir=args.log_dir,
+        **_files_of_endpoint(args),
     )
     return asyncio.run(run_up(spec))
 
@@ -369,6 +403,8 @@ def _proxy(args: argparse.Namespace) -> int:
         allowed_methods=args.allowed_methods,
         allowed_headers=args.allowed_headers,
         allow_credentials=args.allow_credentials,
+        **_files_of_endpoint(args),
+        **_files_of_instances(args),
         **({} if args.split_from is None else {"split_from": args.split_from}),
         **_limits(args),
     )
@@ -393,7 +429,7 @@ def _worker(args: argparse.Namespace) -> int:
     from kvpipe.proxy import Instance
 
     url, topology = _broker(args)
-    given = _limits(args) | ({} if args.slots is None else {"num_slots": args.slots})
+    given = _limits(args) | _files_of_instances(args) | ({} if args.slots is None else {"num_slots": args.slots})
     token = args.token or os.environ.get("KVPIPE_TOKEN")
     commands.run_worker(commands.WorkerConfig(url, topology, Instance.parse(args.decode), token=token, **given))
     return 0

@@ -8,10 +8,12 @@ instances is tested in tests/e2e.
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
+from typing import Any
 
 import aiohttp
 import orjson
@@ -20,7 +22,7 @@ from aiohttp import web
 
 from kvpipe.control import Moment
 from kvpipe.proxy import Instance, ProxyConfig
-from kvpipe.proxy.server import create_runner
+from kvpipe.proxy.server import create_runner, listen
 from kvpipe.transfer_params import parse
 
 LIMIT_S = 20.0
@@ -30,6 +32,9 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 REQUEST = {"model": "m", "prompt": "hello", "max_tokens": 8}
 EVENTS = [b'data: {"text":"a"}\n\n', b'data: {"text":"b"}\n\n', b"data: [DONE]\n\n"]
+
+# Of the endpoint of each `stage` and of its instances; None: they speak HTTP.
+CERTIFICATE = None
 
 Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -120,6 +125,7 @@ class StandIn:
     behaviour: Behaviour
     url: str = ""
     port: str = ""
+    certificate: Any = None
     bodies: list = field(default_factory=list)
     headers: list = field(default_factory=list)
     paths: list = field(default_factory=list)
@@ -152,9 +158,10 @@ class StandIn:
         app.router.add_route("*", "/{path:.*}", self.handle)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, max_field_size=1 << 20)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
+        context = self.certificate and self.certificate.server_context()
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024, ssl_context=context)
         await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.url = f"{'https' if context else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
         return runner
 
 
@@ -220,6 +227,11 @@ class Stage:
     decode: list
     control: RecordingControl
     client: aiohttp.ClientSession
+    trusted: ssl.SSLContext | None
+
+    async def connect(self):
+        """A connection of a client that writes its own bytes."""
+        return await asyncio.open_connection("127.0.0.1", int(self.url.rpartition(":")[2]), ssl=self.trusted)
 
     async def post(self, path=COMPLETIONS, body=REQUEST, **options):
         options["headers"] = {"Content-Type": "application/json"} | options.get("headers", {})
@@ -237,10 +249,13 @@ async def stage(
     `control` is a real client and `ports` are the addresses of all P's and of all D's, where there are real ones.
     """
     control = control or RecordingControl()
+    certificate = CERTIFICATE
     async with AsyncExitStack() as stack:
         pools = []
         for role, behaviours, port in (("p", prefill, ports[0]), ("d", decode, ports[1])):
             pools.append(await _pool(stack, role, behaviours or [answers()], port))
+        if certificate is not None:
+            settings = {**certificate.of_endpoint, "instances_ca_file": certificate.ca, **settings}
         config = ProxyConfig(
             prefill=tuple(Instance(i.url, i.control if has_control else "") for i in pools[0]),
             decode=tuple(Instance(i.url, i.control if has_control else "") for i in pools[1]),
@@ -248,12 +263,12 @@ async def stage(
             **{"drain_timeout_s": 0.2, "dispatch": "sequential", **settings},
         )
         runner = create_runner(config, control)
-        await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        yield Stage(url, *pools, control, await stack.enter_async_context(client))
+        await listen(runner, config)
+        url = f"{'https' if config.ssl_certfile else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
+        trusted = certificate and certificate.client_context()
+        client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=trusted or True))
+        yield Stage(url, *pools, control, await stack.enter_async_context(client), trusted)
 
 
 async def _pool(stack, role, behaviours, port):
@@ -262,9 +277,9 @@ async def _pool(stack, role, behaviours, port):
         if hasattr(behaviour, "url"):
             pool.append(behaviour)
             continue
-        instance = StandIn(f"{role}{index}", behaviour, port=port)
+        instance = StandIn(f"{role}{index}", behaviour, port=port, certificate=CERTIFICATE)
         if behaviour is DEAD:
-            instance.url = f"http://127.0.0.1:{stack.enter_context(dead_port())}"
+            instance.url = f"{'https' if CERTIFICATE else 'http'}://127.0.0.1:{stack.enter_context(dead_port())}"
         else:
             stack.push_async_callback((await instance.serve()).cleanup)
         pool.append(instance)

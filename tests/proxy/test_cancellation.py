@@ -29,6 +29,7 @@ def test_leaving_during_prefill_aborts_prefill_and_releases_the_handoff(body):
     run(scene)
 
 
+@pytest.mark.usefixtures("_each_scheme")
 @pytest.mark.parametrize("body", [REQUEST, STREAMED])
 def test_leaving_before_decodes_first_byte_aborts_decode_and_releases_the_handoff(body):
     async def scene():
@@ -43,6 +44,7 @@ def test_leaving_before_decodes_first_byte_aborts_decode_and_releases_the_handof
     run(scene)
 
 
+@pytest.mark.usefixtures("_each_scheme")
 def test_leaving_in_mid_stream_aborts_decode_and_releases_the_handoff():
     async def scene():
         async with stage(decode=[streams(EVENTS[0], then=never_ends)]) as s:
@@ -83,6 +85,7 @@ def test_leaving_during_a_request_for_decode_alone_aborts_it():
     run(scene)
 
 
+@pytest.mark.usefixtures("_each_scheme")
 def test_a_client_that_reads_nothing_loses_its_answer():
     async def scene():
         async def floods(request):
@@ -91,7 +94,7 @@ def test_a_client_that_reads_nothing_loses_its_answer():
                 await response.write(b"data: " + b"x" * 65536 + b"\n\n")
 
         async with stage(decode=[floods], client_timeout_s=0.2) as s:
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.split(":")[-1]))
+            reader, writer = await s.connect()
             body = b'{"prompt":"x","stream":true}'
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
             reader._transport.pause_reading()

@@ -1,6 +1,5 @@
 """Messages that the HTTP parser refuses, at the proxy and at its instances."""
 
-import asyncio
 import logging
 
 import orjson
@@ -37,7 +36,7 @@ REFUSED = {
 
 async def sent(s, raw):
     """The whole answer to these bytes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rpartition(":")[2]))
+    reader, writer = await s.connect()
     try:
         writer.write(raw)
         return await reader.read()
@@ -90,6 +89,7 @@ def test_what_the_parser_refuses_can_be_read_by_pages_where_all_may_read(case, s
     run(scene)
 
 
+@pytest.mark.usefixtures("_each_scheme")
 def test_bodies_and_later_requests_of_a_connection_do_not_count_as_its_headers():
     async def scene():
         async with stage() as s:
@@ -97,7 +97,7 @@ def test_bodies_and_later_requests_of_a_connection_do_not_count_as_its_headers()
                 assert (await s.post(body=REQUEST | {"user": "x" * (2 * MAX_HEAD_BYTES)}))[0] == 200
             large = "".join(f"A{index}: {'x' * 60_000}\r\n" for index in range(12))
             request = f"{HEAD}Content-Length: {len(BODY)}\r\n{large}\r\n".encode() + BODY
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rpartition(":")[2]))
+            reader, writer = await s.connect()
             for _ in range(6):
                 writer.write(request)
                 assert (await reader.readuntil(b'{"id":"x"}')).startswith(b"HTTP/1.1 200 OK")

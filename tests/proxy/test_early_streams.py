@@ -56,6 +56,7 @@ def held(*pieces, then=None):
     return behaviour, go
 
 
+@pytest.mark.usefixtures("_each_scheme")
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("dispatch", [*MODES, "store"])
 def test_the_client_has_the_first_token_before_decodes_stream(dispatch, path):
@@ -279,6 +280,7 @@ def test_a_prefill_that_fails_beside_a_waiting_decode_is_replaced():
     run(scene)
 
 
+@pytest.mark.usefixtures("_each_scheme")
 def test_a_client_that_leaves_after_the_first_token_ends_the_request():
     async def scene():
         decode, _ = held()

@@ -22,6 +22,7 @@ def test_stream_passes_unchanged_with_its_content_type_and_the_handoff(path):
     run(scene)
 
 
+@pytest.mark.usefixtures("_each_scheme")
 def test_each_chunk_reaches_the_client_before_the_instance_sends_the_next():
     async def scene():
         may_send = asyncio.Queue()
@@ -45,6 +46,7 @@ def test_each_chunk_reaches_the_client_before_the_instance_sends_the_next():
     run(scene)
 
 
+@pytest.mark.usefixtures("_each_scheme")
 @pytest.mark.parametrize(("sent", "gap"), [(EVENTS[0], b""), (EVENTS[0] + b'data: {"te', b"\n\n")])
 def test_decode_dying_in_mid_stream_gives_an_error_event_and_no_done(sent, gap):
     async def scene():

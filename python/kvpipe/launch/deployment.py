@@ -25,6 +25,8 @@ from kvpipe.launch.process import ChildProcess
 from kvpipe.launch.spec import DeploymentSpec
 from kvpipe.launch.states import States
 from kvpipe.launch.watchdog import Watchdog
+from kvpipe.proxy.api_keys import ApiKeys
+from kvpipe.proxy.tls import server_context
 
 __all__ = ["Deployment", "DeploymentSpec", "DeploymentThread", "Instance"]
 
@@ -104,6 +106,7 @@ class Deployment:
         """
         if self.proxy is not None:
             _check_address_is_free(self.spec.host, self.proxy.url)
+            _check_files(self.spec)
         if self.store is not None:
             await self._start(self.store)
             await self.until_healthy([self.store])
@@ -254,9 +257,17 @@ def _check_address_is_free(host: str, url: str) -> None:
         raise ConfigError(f"cannot listen on {parts.netloc}: {error.strerror}; use another --port") from error
 
 
+def _check_files(spec: DeploymentSpec) -> None:
+    """Finds files that the proxy cannot use before the models are loaded, not after."""
+    server_context(spec.ssl_certfile, spec.ssl_keyfile)
+    if spec.api_key_file is not None:
+        ApiKeys(spec.api_key_file)
+
+
 async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
     try:
-        async with session.get(f"{url}/health") as response:
+        # The certificate names the host for clients, which may not be the address here; only a status is read.
+        async with session.get(f"{url}/health", ssl=False) as response:
             return response.status == http.HTTPStatus.OK
     except (aiohttp.ClientError, TimeoutError):
         return False

@@ -130,9 +130,13 @@ class Planner:
         command = [*command, *where, "--dispatch", "store" if self._store_url else spec.dispatch]
         if spec.split_from is not None:
             command += ["--split-from", str(spec.split_from)]
+        for name in ("ssl_certfile", "ssl_keyfile", "api_key_file"):
+            if (path := getattr(spec, name)) is not None:
+                command += [f"--{name.replace('_', '-')}", str(path)]
         for engine in engines:
             command += [f"--{engine.role}", f"{engine.url},{engine.control}" if engine.control else engine.url]
-        url = f"http://{join_host_port(spec.host, port)}"
+        scheme = "http" if spec.ssl_certfile is None else "https"
+        url = f"{scheme}://{join_host_port(spec.host, port)}"
         return Instance("proxy", url, None, (), self._child("proxy", command, ()), GpuShare())
 
     def _child(self, name: str, command: Sequence[str], cores: Cores, gpus: Sequence[str] = ()) -> ChildProcess:

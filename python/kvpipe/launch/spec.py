@@ -31,6 +31,12 @@ class DeploymentSpec:
     """Address of the proxy. The instances always listen on loopback."""
     port: int = 0
     """Port of the proxy; 0 picks a free one."""
+    ssl_certfile: Path | None = None
+    """The proxy's `--ssl-certfile`; None: the proxy speaks HTTP."""
+    ssl_keyfile: Path | None = None
+    """The proxy's `--ssl-keyfile`."""
+    api_key_file: Path | None = None
+    """The proxy's `--api-key-file`; None: its clients need no key."""
     dispatch: Literal["just-in-time", "sequential"] = "just-in-time"
     """Time at which D gets a request; without meaning if there is a store."""
     store: str = ""

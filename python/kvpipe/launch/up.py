@@ -97,8 +97,9 @@ async def _unless(stopped: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | N
 def _print_addresses(deployment: Deployment) -> None:
     """Prints the address and an example request to stdout, where scripts can read them."""
     body = json.dumps({"model": deployment.spec.served_model, "prompt": "Hello", "max_tokens": 16})
-    header = "content-type: application/json"
-    command = ["curl", f"{deployment.url}/v1/completions", "-H", header, "-d", body]
+    command = ["curl", f"{deployment.url}/v1/completions", "-H", "content-type: application/json", "-d", body]
+    if deployment.spec.api_key_file is not None:
+        command += ["-H", "authorization: Bearer KEY"]
     sys.stdout.write(f"{deployment.url}\n{shlex.join(command)}\n")
     for instance in deployment.undivided:
         sys.stdout.write(f"{instance.name}: {instance.url}\n")

@@ -8,16 +8,18 @@ from http import HTTPStatus
 from typing import Any
 
 import orjson
-from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler, Middleware
+from multidict import CIMultiDict
 
+from kvpipe.proxy.api_keys import ApiKeys, instances_authorization
 from kvpipe.proxy.bodies import BodyError, OpaqueBody, error_body, parse_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.connections import CORS, METRICS
 from kvpipe.proxy.control import Control
 from kvpipe.proxy.cors import Cors
 from kvpipe.proxy.dispatch import Dispatcher
-from kvpipe.proxy.endpoints import ABOUT_INSTANCE, ALONE, AUDIO, HANDED_OFF
+from kvpipe.proxy.endpoints import ABOUT_INSTANCE, ALONE, AUDIO, HANDED_OFF, OPEN
 from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.headers import request_headers
 from kvpipe.proxy.metrics import Metrics
@@ -35,6 +37,7 @@ _MAX_REQUEST_ID = 64
 _PARSED_AT_ONCE_BYTES = 1 << 20
 # The parser's own text may quote the body.
 _BROKEN_BODY = "the request's body breaks off, or is not encoded as its headers say"
+_NO_KEY = "no valid API key: send one of the proxy's as Authorization: Bearer KEY"
 
 
 def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None = None) -> web.Application:
@@ -43,12 +46,17 @@ def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None 
     `kvpipe.proxy.connections.Runner` runs it: when a client leaves, the cancelled handler aborts the instances'
     requests.
     The caller owns `control` and closes it after the application's cleanup.
+
+    Raises:
+        ConfigError: a file with API keys cannot be read or used; the application's startup raises it for the others.
     """
     app = web.Application()
     app[CORS] = _cors(config)
     app[CORS].install(app)
     app.middlewares.append(_openai_errors)
     app[METRICS] = Metrics()
+    if config.api_key_file is not None:
+        app.middlewares.append(_authenticate(ApiKeys(config.api_key_file), app[METRICS]))
     proxy = _Proxy(config, control, queue, app[METRICS])
     app.cleanup_ctx.append(proxy.lifespan)
     for path in (*HANDED_OFF, *ALONE, *AUDIO):
@@ -86,9 +94,11 @@ class _Proxy:
 
     async def lifespan(self, _: web.Application) -> AsyncIterator[None]:
         config = self._config
-        session = open_session(config.connect_timeout_s, config.silence_timeout_s)
+        key_file = config.instances_api_key_file
+        authorization = None if key_file is None else instances_authorization(key_file)
+        session = open_session(config.connect_timeout_s, config.silence_timeout_s, config.instances_ca_file)
         async with session, self._queue or nullcontext():
-            upstream = Upstream(session, self._config.silence_timeout_s)
+            upstream = Upstream(session, config.silence_timeout_s, authorization)
             dispatcher = Dispatcher(self._config, upstream, self._control, self._metrics, self._queue)
             pairs = Pairs(self._config, self._control)
             async with dispatcher as self._dispatcher, pairs as self._pairs:
@@ -103,12 +113,12 @@ class _Proxy:
                 return _error(HTTPStatus.NOT_IMPLEMENTED, text)
             read = await self._read(request)
             body = OpaqueBody(read) if request.path in AUDIO else await _parsed(read)
-            call = Call(body, len(read), request_headers(request.headers), record)
+            call = Call(body, len(read), self._headers(request), record)
             async with self._dispatcher.answer(call) as answer:
                 return await relay(request, answer, self._config.client_timeout_s, record)
 
     async def about_instance(self, request: web.Request) -> web.StreamResponse:
-        headers = request_headers(request.headers)
+        headers = self._headers(request)
         answer = await self._dispatcher.ask_decode(request.path, headers)
         return await relay(request, answer, self._config.client_timeout_s, RequestRecord(request.path, self._metrics))
 
@@ -133,6 +143,13 @@ class _Proxy:
             reasons = "; ".join(f"{address}: {reason}" for address, reason in failures.items())
             return _error(HTTPStatus.BAD_GATEWAY, f"result of {handoff}: {reasons}")
         return _error(HTTPStatus.NOT_FOUND, f"no instance knows handoff {handoff}")
+
+    def _headers(self, request: web.Request) -> CIMultiDict[str]:
+        """The request's headers for an instance. A key of the proxy's own clients is of no use to it."""
+        headers = request_headers(request.headers)
+        if self._config.api_key_file is not None:
+            headers.popall(hdrs.AUTHORIZATION, None)
+        return headers
 
     async def _read(self, request: web.Request) -> bytes:
         max_bytes = self._config.max_body_bytes
@@ -196,6 +213,25 @@ def _story(recent: RecentHandoff) -> dict[str, Any]:
     attempts = [attempt.report() for attempt in recent.record.attempts]
     timing = {} if recent.timing is None else {"dispatch": recent.timing.report()}
     return timing | ({"attempts": attempts} if len(attempts) > 1 else {})
+
+
+def _authenticate(keys: ApiKeys, metrics: Metrics) -> Middleware:
+    """Answers 401 to requests without a key, unless their path is open."""
+
+    @web.middleware
+    async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        is_open = resource is not None and resource.canonical in OPEN
+        if is_open or keys.accepts(request.headers.get(hdrs.AUTHORIZATION, "")):
+            return await handler(request)
+        record = RequestRecord("" if resource is None else resource.canonical, metrics)
+        record.refused(HTTPStatus.UNAUTHORIZED, _NO_KEY)
+        record.end()
+        response = _error(HTTPStatus.UNAUTHORIZED, _NO_KEY)
+        response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
+        return response
+
+    return check_key
 
 
 @web.middleware

@@ -1,7 +1,9 @@
 """Settings of the proxy, checked when they are made."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 from kvpipe.exceptions import ConfigError
@@ -35,6 +37,15 @@ class ProxyConfig:
             their workers take the requests.
         host: interface to listen on. Default: loopback only.
         port: TCP port to listen on; 0 picks a free one, which the log names.
+        ssl_certfile: PEM file with the certificate of the endpoint, and those between it and its authority; with it the
+            endpoint speaks TLS alone. A renewed file is used without a restart.
+        ssl_keyfile: PEM file with the certificate's private key, without a passphrase.
+        api_key_file: file with the API keys of clients, one a line; each request but those for reports of the proxy
+            needs one of them, which instances do not get. A changed file is used without a restart.
+        instances_ca_file: PEM file with the authorities of the certificates of `https://` instances; None: those that
+            the system trusts.
+        instances_api_key_file: file with the API key that instances get with every request, in place of the client's.
+            A changed file is used without a restart.
         dispatch: time and path of a request to D. `sequential`: after P's answer. `just-in-time`: before the predicted
             end of the prefill, by the time that D takes to admit a request. `store`: after P's answer. P and D share a
             KV store, from which D loads the KV of P. `amqp`: after P's answer, through a broker, to a D that has room.
@@ -65,6 +76,11 @@ class ProxyConfig:
     decode: tuple[Instance, ...]
     host: str = "127.0.0.1"
     port: int = 8000
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    api_key_file: Path | None = None
+    instances_ca_file: Path | None = None
+    instances_api_key_file: Path | None = None
     dispatch: Dispatch = "just-in-time"
     on_prefill_failure: OnPrefillFailure = "decode"
     early_token: bool = True
@@ -100,6 +116,7 @@ class ProxyConfig:
         for instance in self.prefill if is_checked else ():
             wanted = "http://host:port,control-host:port (D fetches the KV cache there), or dispatch='store'"
             _check("prefill", instance.url, wanted, ok=bool(instance.control))
+        check_ca_file(self.instances_ca_file, (*self.prefill, *self.decode))
         for key, choices in (("dispatch", get_args(Dispatch)), ("on_prefill_failure", get_args(OnPrefillFailure))):
             _check(key, getattr(self, key), " or ".join(choices), ok=getattr(self, key) in choices)
         _check("port", self.port, f"0 to {_MAX_PORT}", ok=0 <= self.port <= _MAX_PORT)
@@ -108,6 +125,13 @@ class ProxyConfig:
         for key in _TIMES:
             value = getattr(self, key)
             _check(key, value, "more than 0 seconds, and finite", ok=0 < value < math.inf)
+
+
+def check_ca_file(ca_file: Path | None, instances: Iterable[Instance]) -> None:
+    """Raises `ConfigError` for authorities that no connection needs."""
+    has_tls = any(instance.url.startswith("https://") for instance in instances)
+    wanted = "left out, or an instance written as https://host:port"
+    _check("instances_ca_file", str(ca_file), wanted, ok=ca_file is None or has_tls)
 
 
 def _check_pool(key: str, instances: tuple[Instance, ...]) -> None:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from kvpipe._redaction import redact
 from kvpipe.exceptions import ConfigError
 
-_FORM = "http://host:port or http://host:port,control-host:port"
+_FORM = "http://host:port or http://host:port,control-host:port; https:// where it speaks TLS"
 _MAX_PORT = 65535
 
 

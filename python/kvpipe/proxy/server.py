@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+from ipaddress import ip_address
 
 import uvloop
 from aiohttp import web
@@ -12,6 +13,7 @@ from kvpipe.proxy.app import create_app
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.connections import Runner
 from kvpipe.proxy.control import Control
+from kvpipe.proxy.tls import server_context
 from kvpipe.proxy.upstream import DecodeQueue
 
 # 200 clients that connect at once overflow asyncio's 100; the kernel caps this at somaxconn.
@@ -27,6 +29,7 @@ def run(config: ProxyConfig, queue: DecodeQueue | None = None) -> None:
     A second signal while draining ends the process at once. The producers' leases then free what was not released.
 
     Raises:
+        ConfigError: a file with a certificate or a key cannot be read or used.
         OSError: the port cannot be listened on.
     """
 
@@ -44,14 +47,19 @@ def run(config: ProxyConfig, queue: DecodeQueue | None = None) -> None:
 async def serve(config: ProxyConfig, control: Control, queue: DecodeQueue | None = None) -> None:
     """As `run`, in a running loop on the main thread, with the caller's control client."""
     runner = create_runner(config, control, queue)
-    await runner.setup()
     try:
-        await web.TCPSite(runner, config.host, config.port, backlog=_BACKLOG).start()
+        await listen(runner, config)
         host, port = runner.addresses[0][:2]
+        if config.api_key_file is not None and config.ssl_certfile is None and not ip_address(host).is_loopback:
+            logger.warning(
+                "proxy.unencrypted API keys and prompts can be read on the network: add --ssl-certfile and "
+                "--ssl-keyfile, unless TLS ends at a gateway in front of this proxy"
+            )
         logger.info(
-            "proxy.listening host=%s port=%s dispatch=%s early_token=%s split_from=%s",
+            "proxy.listening host=%s port=%s tls=%s dispatch=%s early_token=%s split_from=%s",
             host,
             port,
+            "off" if config.ssl_certfile is None else "on",
             config.dispatch,
             "on" if config.early_token else "off",
             config.split_from,
@@ -70,6 +78,18 @@ def create_runner(config: ProxyConfig, control: Control, queue: DecodeQueue | No
         # aiohttp waits for handlers this long, twice, before it cancels them.
         shutdown_timeout=config.drain_timeout_s / 2,
     )
+
+
+async def listen(runner: web.AppRunner, config: ProxyConfig) -> None:
+    """Set a runner of `create_runner` up, and serve on the configured port, by TLS where there is a certificate.
+
+    Raises:
+        ConfigError: a file with a certificate or a key cannot be read or used.
+        OSError: the port cannot be listened on.
+    """
+    context = server_context(config.ssl_certfile, config.ssl_keyfile)
+    await runner.setup()
+    await web.TCPSite(runner, config.host, config.port, backlog=_BACKLOG, ssl_context=context).start()
 
 
 async def signalled() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 import aiohttp
 
 from kvpipe.exceptions import KVPipeError
+from kvpipe.proxy import tls
 from kvpipe.proxy.aborts import ABORT_REASON, AbortCheck, is_aborted
 from kvpipe.proxy.bodies import error_in_first_event, may_begin_with_error
 from kvpipe.proxy.headers import MAX_LINE_BYTES, has_control_character, response_headers
@@ -18,9 +20,11 @@ from kvpipe.proxy.silence import PIECE_BYTES, silence_limit, silent_for
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import AsyncIterator, Awaitable
+    from pathlib import Path
 
     from multidict import CIMultiDict
 
+    from kvpipe.proxy.files import Reloaded
     from kvpipe.proxy.instances import Instance
 
 Role = Literal["prefill", "decode"]
@@ -36,6 +40,7 @@ WhenBegun = Callable[[str], None]
 # vLLM's uvicorn closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A POST that races with that
 # close fails and cannot safely be repeated, so the proxy closes idle connections well before.
 _KEEPALIVE_S = 2.0
+_WRONG_KEY = "refuses the key of --instances-api-key-file: start it with this key among those of --api-key"
 _STATUSES: dict[Failure, HTTPStatus] = {
     "timeout": HTTPStatus.GATEWAY_TIMEOUT,
     "unavailable": HTTPStatus.SERVICE_UNAVAILABLE,
@@ -249,11 +254,18 @@ class Upstream:
         session: made by `open_session`; the caller closes it.
         silence_timeout_s: limit for an instance that takes no byte of a request, or sends none of an answer. The
             session's `sock_read` limits the time between bytes of a stream that has begun.
+        authorization: the header `Authorization` of all requests; None leaves it to each request.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, silence_timeout_s: float) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        silence_timeout_s: float,
+        authorization: Reloaded[str] | None = None,
+    ) -> None:
         self._session = session
         self._silence_timeout_s = silence_timeout_s
+        self._authorization = authorization
 
     async def post(
         self,
@@ -290,6 +302,9 @@ class Upstream:
     ) -> Answer:
         method = "GET" if body is None else "POST"
         data: bytes | AsyncIterator[bytes] | None = body
+        if self._authorization is not None:
+            headers = headers.copy()
+            headers["Authorization"] = self._authorization.current()
         try:
             async with silence_limit(self._silence_timeout_s) as moved:
                 if body is not None and len(body) > PIECE_BYTES:
@@ -299,16 +314,28 @@ class Upstream:
                 url = instance.url + path
                 response = await self._session.request(method, url, headers=headers, data=data, allow_redirects=False)
                 moved()
+                if response.status == HTTPStatus.UNAUTHORIZED and self._authorization is not None:
+                    response.close()
+                    raise InstanceError(role, instance, _WRONG_KEY, "answered")
                 stream = _HttpStream(role, instance, response, self._silence_timeout_s)
                 return await _read(stream, moved, awaits_first_byte=awaits_first_byte)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _instance_error(role, instance, error, _describe(error, self._silence_timeout_s)) from error
 
 
-def open_session(connect_timeout_s: float, silence_timeout_s: float) -> aiohttp.ClientSession:
-    """Open the session to all instances: no limit on connections, bytes unchanged."""
+def open_session(
+    connect_timeout_s: float, silence_timeout_s: float, ca_file: Path | None = None
+) -> aiohttp.ClientSession:
+    """Open the session to all instances: no limit on connections, bytes unchanged.
+
+    Certificates of instances have to be of an authority in `ca_file`, or else of one that the system trusts.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no certificate.
+    """
+    trusted = True if ca_file is None else tls.instances_context(ca_file)
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=trusted),
         timeout=aiohttp.ClientTimeout(
             total=None,
             connect=connect_timeout_s,
@@ -394,9 +421,15 @@ def _instance_error(role: Role, instance: Instance, error: Exception, reason: st
     return InstanceError(role, instance, reason, failure)
 
 
+def _why_unreached(error: aiohttp.ClientConnectorError) -> str:
+    if isinstance(error.__cause__, ssl.SSLError):
+        return tls.failure(error.__cause__)
+    return f"cannot connect: {error.os_error.strerror or error.os_error}"
+
+
 def _describe(error: Exception, silence_timeout_s: float) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"cannot connect: {error.os_error.strerror or error.os_error}"
+        return _why_unreached(error)
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return "cannot connect in time (--connect-timeout)"
     if isinstance(error, TimeoutError):

@@ -16,6 +16,8 @@ import uvloop
 from kvpipe import proxy
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
+from kvpipe.proxy.api_keys import instances_authorization
+from kvpipe.proxy.config import check_ca_file
 from kvpipe.proxy.server import signalled
 from kvpipe.proxy.upstream import Upstream, open_session
 from kvpipe.queue.front import DecodeQueue
@@ -24,6 +26,7 @@ from kvpipe.queue.worker import DEFAULT_FROZEN_AFTER_S, DEFAULT_SLOTS, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from kvpipe.proxy import Instance, ProxyConfig
     from kvpipe.queue.topology import Topology
@@ -45,6 +48,8 @@ class WorkerConfig:
         decode: D; without its control port D's metrics say what it is.
         num_slots: requests at once.
         token: shared secret for D's control port; None leaves the choice to the control client.
+        instances_ca_file: as in `ProxyConfig`.
+        instances_api_key_file: as in `ProxyConfig`.
         connect_timeout_s: limit for a connection to D.
         frozen_after_s: silence of a D that owes an answer, on HTTP and on its control port, after which it is
             frozen: it gets nothing, and other workers get its requests. Without a control port six times as long.
@@ -57,6 +62,8 @@ class WorkerConfig:
     decode: Instance
     num_slots: int = DEFAULT_SLOTS
     token: str | None = None
+    instances_ca_file: Path | None = None
+    instances_api_key_file: Path | None = None
     connect_timeout_s: float = 5.0
     frozen_after_s: float = DEFAULT_FROZEN_AFTER_S
     silence_timeout_s: float = 600.0
@@ -66,6 +73,7 @@ class WorkerConfig:
         if self.num_slots < 1:
             message = f"slots={self.num_slots}: must be at least 1"
             raise ConfigError(message)
+        check_ca_file(self.instances_ca_file, (self.decode,))
         for name in ("connect_timeout_s", "frozen_after_s", "silence_timeout_s", "drain_timeout_s"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -84,7 +92,7 @@ def run_worker(config: WorkerConfig) -> None:
     A second signal meanwhile ends the process at once, and others get its requests.
 
     Raises:
-        ConfigError: The broker refuses user, password or queues.
+        ConfigError: The broker refuses user, password or queues; a file cannot be read or used.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_work(config))
@@ -95,7 +103,9 @@ async def _work(config: WorkerConfig) -> None:
     stopping = asyncio.create_task(signalled())
     stopping.add_done_callback(lambda _: stopped.set())
     control = ControlClient(token=config.token)
-    session = open_session(config.connect_timeout_s, config.silence_timeout_s)
+    key_file = config.instances_api_key_file
+    authorization = None if key_file is None else instances_authorization(key_file)
+    session = open_session(config.connect_timeout_s, config.silence_timeout_s, config.instances_ca_file)
     try:
         async with session:
             worker = Worker(
@@ -103,7 +113,7 @@ async def _work(config: WorkerConfig) -> None:
                 config.topology,
                 config.decode,
                 num_slots=config.num_slots,
-                upstream=Upstream(session, config.silence_timeout_s),
+                upstream=Upstream(session, config.silence_timeout_s, authorization),
                 control=control,
                 frozen_after_s=config.frozen_after_s,
             )

@@ -1,0 +1,275 @@
+"""API keys of the proxy's clients, and the one that it sends to instances."""
+
+import asyncio
+import logging
+
+import aiohttp
+import orjson
+import pytest
+
+from kvpipe.cli import main
+from kvpipe.exceptions import ConfigError
+from kvpipe.proxy import Instance, ProxyConfig, serve
+from kvpipe.proxy.api_keys import ApiKeys, instances_authorization
+from kvpipe.proxy.endpoints import ALONE, AUDIO, HANDED_OFF
+
+from .harness import COMPLETIONS, DEAD, REQUEST, RecordingControl, answers, run, stage, streams
+
+KEY, NEXT, WRONG, OF_INSTANCES = "sk-current-3f", "sk-next-a9", "sk-wrong-77", "sk-of-instances-c1"
+MODELS = b'{"data": [{"id": "m", "max_model_len": 4096}]}'
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def key_file(tmp_path, monkeypatch):
+    """It is looked at whenever it is used."""
+    monkeypatch.setattr("kvpipe.proxy.files._LOOK_EVERY_S", 0.0)
+    path = tmp_path / "keys"
+    path.write_text(f"# of the proxy's clients\n{KEY}\n\n  {NEXT}  \n")
+    return path
+
+
+@pytest.fixture
+def instances_key_file(tmp_path):
+    path = tmp_path / "key"
+    path.write_text(OF_INSTANCES)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("authorization", "is_accepted"),
+    [
+        (f"Bearer {KEY}", True),
+        (f"bearer {NEXT}", True),
+        (f"Bearer {WRONG}", False),
+        (f"Bearer {KEY[:-1]}", False),
+        (f"Bearer {KEY} ", False),
+        (f"Basic {KEY}", False),
+        (KEY, False),
+        ("Bearer ", False),
+        ("Bearer # of the proxy's clients", False),
+        ("Bearer \udcff", False),
+        ("", False),
+    ],
+)
+def test_a_client_needs_one_of_the_keys_in_the_file(key_file, authorization, is_accepted):
+    assert ApiKeys(key_file).accepts(authorization) is is_accepted
+
+
+def test_a_request_without_a_valid_key_gets_401_in_openais_form_and_reaches_no_instance(key_file, caplog):
+    caplog.set_level(logging.INFO)
+
+    async def scene():
+        async with stage(api_key_file=key_file) as s:
+            for headers in ({}, bearer(WRONG)):
+                status, body, head = await s.post(headers=headers)
+                assert (status, head["WWW-Authenticate"], head["Content-Type"]) == (401, "Bearer", "application/json")
+                assert orjson.loads(body)["error"] == {
+                    "message": "no valid API key: send one of the proxy's as Authorization: Bearer KEY",
+                    "type": "UnauthorizedError",
+                    "param": None,
+                    "code": 401,
+                }
+            assert s.prefill[0].bodies == s.decode[0].bodies == []
+            assert caplog.text.count(f"request.end path={COMPLETIONS} status=401 outcome=refused") == 2
+            async with s.client.get(s.url + "/metrics") as metrics:
+                assert 'kvpipe_requests_total{outcome="refused"} 2.0' in await metrics.text()
+            assert (await s.post(headers=bearer(NEXT)))[0] == 200
+
+    run(scene)
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/version", "/ping", f"/status/{'0' * 32}"])
+def test_probes_and_reports_need_no_key(key_file, path):
+    async def scene():
+        async with stage(api_key_file=key_file) as s, s.client.get(s.url + path) as response:
+            assert response.status in (200, 404)
+
+    run(scene)
+
+
+def test_everything_else_needs_a_key_whatever_its_spelling(key_file):
+    asked = [("POST", path) for path in (*HANDED_OFF, *ALONE, *AUDIO)]
+    asked += [("GET", "/v1/models"), ("GET", "/none"), ("POST", "/health"), ("GET", "/status/x"), ("GET", "//health")]
+    asked += [("POST", "/%76%31/completions"), ("POST", "/health/../v1/completions")]
+
+    async def scene():
+        async with stage(api_key_file=key_file) as s:
+            for method, path in asked:
+                url = aiohttp.client.URL(s.url + path, encoded=True)
+                async with s.client.request(method, url) as response:
+                    assert response.status == 401, path
+            assert s.decode[0].paths == s.prefill[0].paths == []
+
+    run(scene)
+
+
+def test_a_preflight_of_a_browser_needs_no_key_and_its_page_may_read_the_401(key_file):
+    async def scene():
+        async with stage(api_key_file=key_file, allowed_origins=("https://page.example",)) as s:
+            asks = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+            async with s.client.options(s.url + COMPLETIONS, headers=asks) as response:
+                assert response.status == 200
+            status, _, head = await s.post(headers={"Origin": "https://page.example"})
+            assert (status, head["Access-Control-Allow-Origin"]) == (401, "https://page.example")
+
+    run(scene)
+
+
+def test_a_changed_file_counts_without_a_restart(key_file, caplog):
+    caplog.set_level(logging.INFO)
+    keys = ApiKeys(key_file)
+    key_file.write_text(f"{NEXT}\n{WRONG}\n")
+    accepted = [key for key in (KEY, NEXT, WRONG) if keys.accepts(f"Bearer {key}")]
+    assert accepted == [NEXT, WRONG]
+    assert [record.getMessage() for record in caplog.records] == [f"file.reloaded files={key_file}"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "has no key; write one a line into it"),
+        (b"# none\n \n", "has no key; write one a line into it"),
+        (f"{KEY} {NEXT}\n".encode(), "line 1 is no key: expected ASCII without spaces, one key a line; # begins"),
+        (f"{KEY}\n\n{NEXT}é".encode(), "line 3 is no key: expected ASCII without spaces, one key a line; # begins"),
+        (b"\xff\xfe\x00", "line 1 is no key"),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_file_without_usable_keys_is_refused_and_at_a_change_the_old_ones_are_kept(key_file, caplog, content, reason):
+    keys = ApiKeys(key_file)
+    key_file.unlink()
+    if content is not None:
+        key_file.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        ApiKeys(key_file)
+    assert str(error.value).startswith(f"api_key_file='{key_file}'")
+    assert reason in str(error.value)
+    assert [keys.accepts(f"Bearer {key}") for key in (KEY, NEXT, WRONG)] == [True, True, False]
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line == f"file.refused reason={str(error.value)!r}"
+    assert KEY not in line
+    key_file.write_text(NEXT)
+    assert not keys.accepts(f"Bearer {KEY}")
+
+
+def test_the_proxy_does_not_start_without_usable_keys(tmp_path, capsys):
+    for flag in ("api-key-file", "instances-api-key-file"):
+        instances = ["--prefill", "http://p:1,p:2", "--decode", "http://d:1"]
+        assert main(["proxy", *instances, "--port", "0", f"--{flag}", str(tmp_path / "none")]) == 1
+        named = f"error: {flag.replace('-', '_')}='{tmp_path / 'none'}' cannot be read: No such file or directory\n"
+        assert capsys.readouterr().err == named
+
+
+def test_instances_get_one_key(key_file):
+    with pytest.raises(ConfigError, match=r"instances_api_key_file=.* has 2 keys: leave one"):
+        instances_authorization(key_file)
+
+
+def test_instances_get_their_own_key_with_every_request_and_none_of_the_clients(key_file, instances_key_file):
+    async def scene():
+        settings = {"api_key_file": key_file, "instances_api_key_file": instances_key_file}
+        async with stage(decode=[answers(body=MODELS)], has_control=False, dispatch="store", **settings) as s:
+            assert (await s.post(headers=bearer(KEY)))[0] == 200
+            for path in ("/v1/models", "/health"):
+                async with s.client.get(s.url + path, headers=bearer(KEY)) as response:
+                    assert response.status == 200
+            seen = s.prefill[0].headers + s.decode[0].headers
+            assert {"/health", "/metrics", "/v1/models", COMPLETIONS} <= set(s.prefill[0].paths + s.decode[0].paths)
+            assert [headers.getall("Authorization") for headers in seen] == [[f"Bearer {OF_INSTANCES}"]] * len(seen)
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("names", "seen"),
+    [((), KEY), (("api_key_file",), None), (("instances_api_key_file",), OF_INSTANCES)],
+)
+def test_a_clients_key_passes_to_instances_only_where_the_proxy_has_none(key_file, instances_key_file, names, seen):
+    files = {"api_key_file": key_file, "instances_api_key_file": instances_key_file}
+
+    async def scene():
+        async with stage(**{name: files[name] for name in names}) as s:
+            assert (await s.post(headers=bearer(KEY)))[0] == 200
+            got = [it.headers[-1].getall("Authorization", []) for it in (s.prefill[0], s.decode[0])]
+            assert got == [[f"Bearer {seen}"] if seen else []] * 2
+
+    run(scene)
+
+
+def test_an_instance_that_refuses_the_proxys_key_has_failed_with_the_remedy(instances_key_file, caplog):
+    async def scene():
+        refuses = answers(401, b'{"error":"Unauthorized"}')
+        async with stage([refuses], [refuses], instances_api_key_file=instances_key_file) as s:
+            status, body, _ = await s.post()
+            reason = "refuses the key of --instances-api-key-file: start it with this key among those of --api-key"
+            assert (status, reason in body.decode()) == (502, True)
+            for role, instance in (("prefill", s.prefill[0]), ("decode", s.decode[0])):
+                assert f"instance.failed role={role} url={instance.url} reason='{reason}'" in caplog.text
+
+    run(scene)
+
+
+def test_no_key_is_in_a_log_a_status_or_an_error(key_file, instances_key_file, caplog):
+    caplog.set_level(logging.DEBUG)
+    settings = {"api_key_file": key_file, "instances_api_key_file": instances_key_file}
+
+    async def scene():
+        shown = ""
+
+        async def ask(s, method, path, key, **options):
+            nonlocal shown
+            async with s.client.request(method, s.url + path, headers=bearer(key), **options) as response:
+                shown += f"{response.headers} {await response.text()}"
+
+        for decode in (answers(), answers(500), answers(401), DEAD, streams(b'data: {"text":"a"}\n\n')):
+            async with stage(decode=[decode], **settings) as s:
+                for key in (KEY, NEXT, WRONG):
+                    await ask(s, "POST", COMPLETIONS, key, json=REQUEST)
+                    await ask(s, "POST", COMPLETIONS, key, data=b"{")
+                    await ask(s, "POST", f"{COMPLETIONS}?key={key}", key, json=REQUEST)
+                for path in ("/health", "/metrics", "/v1/models"):
+                    await ask(s, "GET", path, KEY)
+                for handoff in s.prefill[0].handoffs:
+                    await ask(s, "GET", f"/status/{handoff}", KEY)
+        assert "instance.failed" in caplog.text
+        assert "no valid API key" in shown
+        assert [key for key in (KEY, NEXT, WRONG, OF_INSTANCES) if key in caplog.text + shown] == []
+
+    run(scene)
+
+
+def test_only_hashes_of_the_clients_keys_are_kept(key_file):
+    keys = ApiKeys(key_file)
+    assert keys.accepts(f"Bearer {KEY}")
+    kept = repr([vars(keys), vars(keys._hashes)])
+    assert KEY not in kept
+    assert all(isinstance(each, bytes) and len(each) == 32 for each in keys._hashes.current())
+
+
+@pytest.mark.parametrize(("host", "has_tls"), [("0.0.0.0", False), ("127.0.0.1", False), ("0.0.0.0", True)])
+def test_keys_that_travel_unencrypted_beyond_this_host_are_warned_of(key_file, certificate, caplog, host, has_tls):
+    caplog.set_level(logging.INFO)
+    files = {"api_key_file": key_file} | (certificate.of_endpoint if has_tls else {})
+    instances = {"prefill": (Instance("http://p:1", "p:2"),), "decode": (Instance("http://d:1"),)}
+
+    async def scene():
+        listening = asyncio.Event()
+
+        class Listens(logging.Handler):
+            def emit(self, record):
+                if record.msg.startswith("proxy.listening"):
+                    listening.set()
+
+        logging.getLogger("kvpipe.proxy.server").addHandler(handler := Listens())
+        serving = asyncio.create_task(serve(ProxyConfig(**instances, host=host, port=0, **files), RecordingControl()))
+        await listening.wait()
+        logging.getLogger("kvpipe.proxy.server").removeHandler(handler)
+        serving.cancel()
+        await asyncio.wait({serving})
+        assert ("proxy.unencrypted" in caplog.text) is (host == "0.0.0.0" and not has_tls)
+
+    run(scene)
