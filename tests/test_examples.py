@@ -10,7 +10,8 @@ import yaml
 
 from kvpipe.store.urls import resolve_url
 
-FILES = sorted((Path(__file__).parents[1] / "examples").glob("*/compose.yaml"))
+FILES = sorted((Path(__file__).parents[1] / "examples").glob("*/compose*.yaml"))
+SHARING = [file for file in FILES if "KVPIPE_STORE" in file.read_text()]
 
 
 def services(file):
@@ -18,7 +19,7 @@ def services(file):
 
 
 def name_of(file):
-    return file.parent.name
+    return f"{file.parent.name}/{file.name}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
@@ -29,7 +30,7 @@ def test_a_compose_file_is_one_by_its_schema(file):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("file", FILES, ids=name_of)
+@pytest.mark.parametrize("file", SHARING, ids=name_of)
 def test_each_instance_shares_the_store(file):
     instances = {name: service for name, service in services(file).items() if name.startswith(("prefill", "decode"))}
     assert len(instances) >= 2
