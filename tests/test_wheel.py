@@ -6,6 +6,7 @@ The wheel for this machine is built by `scripts/wheel`. `make dist` builds all, 
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[1]
 TORCH_WHEELS = REPOSITORY / "../shared/wheels"
 UV = Path(sys.executable).with_name("uv")
+DOCKERFILE = REPOSITORY / "examples" / "containers" / "Dockerfile"
 DIST = os.environ.get("KVPIPE_DIST")
 
 NATIVE = platform.machine()
@@ -206,6 +208,27 @@ def test_the_extra_that_a_command_names_is_all_that_it_needs(wheel, tmp_path, ex
         done = kvpipe(environment, tmp_path, *command)
         assert done.startswith("error: ")
         assert "pip install 'kvpipe[" not in done
+
+
+def test_the_steps_of_the_container_image_run_in_an_empty_environment(wheel, tmp_path):
+    """As root, with file systems of their own over the folders that they write."""
+    if os.geteuid() != 0:
+        pytest.skip("mounts need root")
+    environment = make_environment(tmp_path, THIS_PYTHON)
+    steps = [line.partition(" ")[::2] for line in DOCKERFILE.read_text().replace("\\\n", "").splitlines()]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("KVPIPE_", "PYTHON"))}
+    variables["PATH"] = os.pathsep.join([str(environment / "bin"), str(UV.parent), os.environ["PATH"]])
+    for kind, text in steps:
+        if kind in {"ARG", "ENV"}:
+            variables |= dict(word.split("=", 1) for word in shlex.split(text))
+    [(mount, step)] = [text.split(maxsplit=1) for kind, text in steps if kind == "RUN"]
+    assert mount == "--mount=type=bind,target=/mnt/dist"
+    over = "mount -t tmpfs none /var/cache; mount -t tmpfs none /mnt; mkdir /mnt/dist; mount --bind $0 /mnt/dist"
+    program = f'{over}; {step} && kvpipe proxy --help && stat -c "owner %u:%g %a" $HOME'
+    command = ["unshare", "--mount", "sh", "-ec", program, wheel.parent]
+    done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    assert f"ucx_path: {environment}/" in done.stdout
+    assert "owner 2000:0 775" in done.stdout
 
 
 def make_environment(folder, version):
