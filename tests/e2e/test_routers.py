@@ -1,7 +1,8 @@
 """Routers written for vLLM's NixlConnector drive the same instances: none of them knows kvpipe.
 
-Every run asks the relay of examples/ and vLLM's router (scripts/servers). vLLM's own example of a P/D proxy is in no
-package: KVPIPE_TEST_EXAMPLE_PROXY is the path of its tests/v1/kv_connector/nixl_integration/toy_proxy_server.py.
+Every run asks the relay of examples/, vLLM's router (scripts/servers), and llm_d_sidecar.py, a stand-in for llm-d's
+sidecar. vLLM's own example of a P/D proxy is in no package: KVPIPE_TEST_EXAMPLE_PROXY is the path of its
+tests/v1/kv_connector/nixl_integration/toy_proxy_server.py.
 """
 
 import contextlib
@@ -30,13 +31,17 @@ REQUESTS = {
     "several steps": (COMPLETIONS, completion(prompt(1500, seed=61))),
     "exactly four blocks": (COMPLETIONS, completion(prompt(4 * BLOCK, seed=62))),
     "streamed": (COMPLETIONS, completion(prompt(101, seed=63), stream=True)),
+    "streamed, with usage": (
+        COMPLETIONS,
+        completion(prompt(103, seed=67), stream=True, stream_options={"include_usage": True}),
+    ),
     "hot": (COMPLETIONS, completion(prompt(200, seed=64), temperature=1.2, seed=7)),
     "over with the first token": (COMPLETIONS, completion(prompt(90, seed=65), logit_bias={EOS: 100})),
     "chat": (CHAT, chat("What is a relay?")),
     "chat, streamed": (CHAT, chat("What is a lease?", stream=True, max_completion_tokens=9)),
 }
 EXAMPLE_PROXY = os.environ.get("KVPIPE_TEST_EXAMPLE_PROXY", "")
-NAMES = ["relay", "vllm-router", *(["example proxy"] if EXAMPLE_PROXY else [])]
+NAMES = ["relay", "vllm-router", "llm-d's sidecar", *(["example proxy"] if EXAMPLE_PROXY else [])]
 
 
 class Router:
@@ -69,6 +74,9 @@ def _command(servers: Servers, name: str) -> list[str]:
             pytest.skip("vllm-router was not found: scripts/servers")
         options = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--host", "127.0.0.1"]
         return [name, *options, "--prefill", prefill, "--decode", decode, "--prometheus-port", str(free_ports(1)[0])]
+    if name == "llm-d's sidecar":
+        picked = ["--picked", urlsplit(prefill).netloc, "--decode", decode]
+        return [sys.executable, str(REPOSITORY / "tests" / "e2e" / "llm_d_sidecar.py"), *picked]
     if name == "example proxy":
         ports = [str(urlsplit(url).port) for url in (prefill, decode)]
         hosts = ["--prefiller-host", "127.0.0.1", "--decoder-host", "127.0.0.1"]
