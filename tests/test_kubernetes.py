@@ -243,6 +243,15 @@ def test_the_proxy_has_the_time_that_it_takes_to_drain(overlay: str) -> None:
     assert template["spec"]["terminationGracePeriodSeconds"] > seconds_before_sigterm(container(template)) + drain_s
 
 
+@pytest.mark.parametrize("overlay", ["proxy", "proxy-2p2d"])
+def test_an_instance_that_does_not_answer_leaves_the_proxy_ready(overlay: str) -> None:
+    probe = container(of_kind(overlay, "Deployment")["kvpipe-proxy"]["spec"]["template"])["readinessProbe"]
+    one = Instance("http://a:1", "a:2")
+    assert (
+        probe["periodSeconds"] > probe["timeoutSeconds"] > ProxyConfig(prefill=(one,), decode=(one,)).connect_timeout_s
+    )
+
+
 @each_overlay
 def test_each_monitor_selects_pods_that_have_its_port(overlay: str) -> None:
     monitored = 0
