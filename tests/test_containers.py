@@ -15,9 +15,10 @@ from kvpipe import cli
 from kvpipe.proxy import Instance, ProxyConfig
 from kvpipe.vllm.handoff.config import ConnectorConfig
 
-FOLDER = Path(__file__).parents[1] / "examples" / "containers"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples" / "containers"
 DOCKERFILE = FOLDER / "Dockerfile"
-SETUP = FOLDER.parents[1] / "scripts" / "setup"
+SETUP = ROOT / "scripts" / "setup"
 FILES = {"1P1D": FOLDER / "compose.yaml", "XpYd": FOLDER / "compose.xpyd.yaml"}
 INSTANCES = {"1P1D": ("prefill", "decode"), "XpYd": ("prefill-0", "prefill-1", "decode-0", "decode-1")}
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -105,6 +106,16 @@ def test_the_token_is_a_secret_of_all_that_read_it(topology):
         service = content["services"][name]
         assert service["secrets"] == ["kvpipe-token"]
         assert service["environment"]["KVPIPE_TOKEN_FILE"] == "/run/secrets/kvpipe-token"
+
+
+@each_file
+def test_the_command_writes_the_token_where_compose_looks_for_it(topology):
+    """Compose resolves the path relative to the folder of its file, and the command runs in the checkout."""
+    [default] = re.findall(r"^\$\{KVPIPE_TOKEN_FILE:-(\S+)\}$", composed(topology)["secrets"]["kvpipe-token"]["file"])
+    for text in (FILES[topology].read_text(), (FOLDER / "README.md").read_text()):
+        [written] = re.findall(r"/dev/stdin (\S+)$", text, re.MULTILINE)
+        assert (ROOT / written).resolve() == (FILES[topology].parent / default).resolve()
+    assert Path(default).name in (ROOT / ".gitignore").read_text().splitlines()
 
 
 @each_file
