@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,9 +14,11 @@ import yaml
 
 from kvpipe import cli
 from kvpipe.proxy import Instance, ProxyConfig
+from kvpipe.vllm.handoff.allowed_producers import AllowedProducers
 from kvpipe.vllm.handoff.config import ConnectorConfig
 
 
+@functools.cache
 def _renders() -> bool:
     """True if there is a kubectl that has Kustomize 5."""
     if shutil.which("kubectl") is None:
@@ -24,40 +27,63 @@ def _renders() -> bool:
     return "Kustomize Version: v5" in done.stdout
 
 
-pytestmark = pytest.mark.skipif(not _renders(), reason="no kubectl with Kustomize 5 was found: it renders the overlays")
-
-ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "examples" / "kubernetes" / "overlays"
-OVERLAYS = sorted(folder.name for folder in FOLDER.iterdir())
+FOLDER = Path(__file__).parents[1] / "examples" / "kubernetes"
+FILES = sorted(FOLDER.rglob("*.yaml"))
+OVERLAYS = sorted(folder.name for folder in (FOLDER / "overlays").iterdir())
+# The base and the proxy as their files have them: no kubectl renders them.
+UNRENDERED = "unrendered"
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 ROLES = tuple(KV_ROLES)
 # The first release with sidecar containers that no gate has to enable, and the last one that is known.
 KUBERNETES = ("1.29", "1.37")
-# Definitions of others, which kubernetes-validate does not have.
-CUSTOM = {"PodMonitor"}
 POD_IP = "10.1.2.3"
 # Seconds that vLLM has to end its processes after it has aborted what was left.
 TEARDOWN_S = 15
 
-each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
-each_instance = pytest.mark.parametrize(("overlay", "role"), list(itertools.product(OVERLAYS, ROLES)))
+each_overlay = pytest.mark.parametrize("overlay", [UNRENDERED, *OVERLAYS])
+each_with_proxy = pytest.mark.parametrize("overlay", [UNRENDERED, "proxy", "proxy-2p2d"])
+each_instance = pytest.mark.parametrize(("overlay", "role"), list(itertools.product([UNRENDERED, *OVERLAYS], ROLES)))
+
+
+def unrendered() -> list[dict[str, Any]]:
+    base = yaml.safe_load((FOLDER / "base" / "kustomization.yaml").read_text())
+    files = [*(FOLDER / "base" / name for name in base["resources"]), FOLDER / "overlays" / "proxy" / "proxy.yaml"]
+    maps = [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": made["name"]},
+            "data": dict(literal.split("=", 1) for literal in made["literals"]),
+        }
+        for made in base["configMapGenerator"]
+    ]
+    return [*maps, *(each for file in files for each in yaml.safe_load_all(file.read_text()))]
+
+
+def kustomize(folder: Path) -> list[dict[str, Any]]:
+    if not _renders():
+        pytest.skip("no kubectl with Kustomize 5 was found: it renders the overlays")
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
 
 
 @functools.cache
 def rendered(overlay: str) -> list[dict[str, Any]]:
-    command = ["kubectl", "kustomize", FOLDER / overlay]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+    return unrendered() if overlay == UNRENDERED else kustomize(FOLDER / "overlays" / overlay)
 
 
 def of_kind(overlay: str, kind: str) -> dict[str, dict[str, Any]]:
     return {each["metadata"]["name"]: each for each in rendered(overlay) if each["kind"] == kind}
 
 
-def templates(overlay: str) -> list[dict[str, Any]]:
+def templates_of(resources: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The templates of all pods."""
-    return [each["spec"]["template"] for each in rendered(overlay) if "template" in each.get("spec", {})]
+    return [each["spec"]["template"] for each in resources if "template" in each.get("spec", {})]
+
+
+def templates(overlay: str) -> list[dict[str, Any]]:
+    return templates_of(rendered(overlay))
 
 
 def container(template: dict[str, Any]) -> dict[str, Any]:
@@ -117,13 +143,19 @@ def seconds_before_sigterm(of: dict[str, Any]) -> int:
     return int(seconds)
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(FOLDER)))
+def test_each_file_has_resources_of_a_kind(file: Path) -> None:
+    documents = list(yaml.safe_load_all(file.read_text()))
+    assert documents
+    assert all(document["apiVersion"] and document["kind"] for document in documents)
+
+
 @each_overlay
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_each_resource_is_one_by_its_schema(overlay: str, version: str) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate: make setup")
     for resource in rendered(overlay):
-        if resource["kind"] not in CUSTOM:
-            kubernetes_validate.validate(resource, version, strict=True)
+        kubernetes_validate.validate(resource, version, strict=True)
 
 
 @each_instance
@@ -141,6 +173,15 @@ def test_the_connector_reads_the_settings_of_an_instance(
     assert config.addresses.agent == "0.0.0.0:7101-7108"
     settings = {f"KVPIPE_{name.upper()}" for name in vars(config)} | {"KVPIPE_TOKEN_FILE"}
     assert set(variables) - settings == {"MODEL", "HTTP_PORT"}
+
+
+def test_decode_behind_llm_ds_sidecar_connects_to_pods_only() -> None:
+    """A client's kv_transfer_params may reach it."""
+    variables = environment("llm-d", container(instance("llm-d", "decode")))
+    allowed = AllowedProducers(variables["KVPIPE_ALLOWED_PRODUCERS"])
+    allowed.check(POD_IP)
+    with pytest.raises(ValueError, match="is not among allowed_producers"):
+        allowed.check("203.0.113.1")
 
 
 @each_instance
@@ -170,12 +211,21 @@ def test_instances_open_the_ports_of_their_settings_to_each_other(overlay: str) 
         assert is_selected(source["podSelector"], instance(overlay, role))
 
 
-@pytest.mark.parametrize("overlay", ["proxy", "proxy-2p2d"])
+@each_with_proxy
 def test_the_proxy_reaches_http_and_the_control_port(overlay: str) -> None:
     proxy = of_kind(overlay, "Deployment")["kvpipe-proxy"]["spec"]["template"]
     [(source, spans)] = opened(of_kind(overlay, "NetworkPolicy")["kvpipe-proxy"])
     assert is_selected(source["podSelector"], proxy)
     assert spans == {(port, port) for port in ports(container(instance(overlay, "decode"))).values()}
+
+
+@each_with_proxy
+def test_pods_of_the_namespace_reach_the_port_of_the_proxy(overlay: str) -> None:
+    policy = of_kind(overlay, "NetworkPolicy")["kvpipe-clients"]
+    assert is_selected(
+        policy["spec"]["podSelector"], of_kind(overlay, "Deployment")["kvpipe-proxy"]["spec"]["template"]
+    )
+    assert opened(policy) == [({"podSelector": {}}, {("http", "http")})]
 
 
 def test_the_sidecar_and_not_the_decode_instance_is_reached_by_llm_ds_router() -> None:
@@ -195,7 +245,7 @@ def test_the_sidecar_and_not_the_decode_instance_is_reached_by_llm_ds_router() -
         assert (labels["llm-d.ai/guide"], labels["llm-d.ai/role"]) == ("pd-disaggregation", role)
 
 
-@pytest.mark.parametrize(("overlay", "replicas"), [("proxy", 1), ("proxy-2p2d", 2)])
+@pytest.mark.parametrize(("overlay", "replicas"), [(UNRENDERED, 1), ("proxy", 1), ("proxy-2p2d", 2)])
 def test_the_proxy_names_each_instance_by_its_stable_name_and_control_port(overlay: str, replicas: int) -> None:
     proxy = container(of_kind(overlay, "Deployment")["kvpipe-proxy"]["spec"]["template"])
     parsed = cli._parse(["proxy", *arguments(overlay, proxy)])
@@ -225,7 +275,7 @@ def test_the_token_is_mounted_where_its_file_is_read_and_belongs_to_the_group_of
         assert spec["securityContext"]["runAsNonRoot"] is True
 
 
-@each_instance
+@pytest.mark.parametrize(("overlay", "role"), list(itertools.product(OVERLAYS, ROLES)))
 def test_an_instance_that_ends_outlives_its_leases(overlay: str, role: str) -> None:
     """vLLM is told to keep what others fetch for longer than a lease, and has that time before SIGKILL."""
     template = instance(overlay, role)
@@ -235,7 +285,7 @@ def test_an_instance_that_ends_outlives_its_leases(overlay: str, role: str) -> N
     assert template["spec"]["terminationGracePeriodSeconds"] >= before_s + drain_s + TEARDOWN_S
 
 
-@pytest.mark.parametrize("overlay", ["proxy", "proxy-2p2d"])
+@each_with_proxy
 def test_the_proxy_has_the_time_that_it_takes_to_drain(overlay: str) -> None:
     template = of_kind(overlay, "Deployment")["kvpipe-proxy"]["spec"]["template"]
     one = Instance("http://a:1", "a:2")
@@ -243,7 +293,7 @@ def test_the_proxy_has_the_time_that_it_takes_to_drain(overlay: str) -> None:
     assert template["spec"]["terminationGracePeriodSeconds"] > seconds_before_sigterm(container(template)) + drain_s
 
 
-@pytest.mark.parametrize("overlay", ["proxy", "proxy-2p2d"])
+@each_with_proxy
 def test_an_instance_that_does_not_answer_leaves_the_proxy_ready(overlay: str) -> None:
     probe = container(of_kind(overlay, "Deployment")["kvpipe-proxy"]["spec"]["template"])["readinessProbe"]
     one = Instance("http://a:1", "a:2")
@@ -252,17 +302,38 @@ def test_an_instance_that_does_not_answer_leaves_the_proxy_ready(overlay: str) -
     )
 
 
-@each_overlay
-def test_each_monitor_selects_pods_that_have_its_port(overlay: str) -> None:
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_needs_no_operator(overlay: str) -> None:
+    assert not of_kind(overlay, "PodMonitor")
+
+
+@pytest.mark.parametrize("overlay", ["proxy", "llm-d"])
+def test_the_components_that_an_overlay_names_in_comments_monitor_each_pod(overlay: str, tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "overlays" / overlay / "kustomization.yaml"
+    file.write_text(re.sub(r"^  # (- \.\./)", r"  \1", file.read_text(), flags=re.MULTILINE))
+    resources = kustomize(file.parent)
+    pods = templates_of(resources)
+    policies = [
+        (each["spec"]["podSelector"], opened(each))
+        for each in resources
+        if each["kind"] == "NetworkPolicy" and each["metadata"]["name"].endswith("-metrics")
+    ]
     monitored = 0
-    for monitor in of_kind(overlay, "PodMonitor").values():
-        selected = [each for each in templates(overlay) if is_selected(monitor["spec"]["selector"], each)]
+    for monitor in (each for each in resources if each["kind"] == "PodMonitor"):
+        assert monitor["metadata"]["labels"]["release"]
+        selector = monitor["spec"]["selector"]
+        selected = [pod for pod in pods if is_selected(selector, pod)]
         [endpoint] = monitor["spec"]["podMetricsEndpoints"]
         assert endpoint["path"] == "/metrics"
         assert selected
-        assert all(endpoint["port"] in ports(container(template)) for template in selected)
+        assert all(endpoint["port"] in ports(container(pod)) for pod in selected)
+        [spans] = [
+            {span for _, found in sources for span in found} for selects, sources in policies if selects == selector
+        ]
+        assert spans == {(endpoint["port"], endpoint["port"])}
         monitored += len(selected)
-    assert monitored == len(templates(overlay))
+    assert monitored == len(pods)
 
 
 @each_overlay
