@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -55,6 +56,28 @@ def test_the_dockerfile_passes_hadolint():
         pytest.skip("hadolint was not found: make setup")
     done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("versions", "message"), [((), "*"), (("1", "2"), "kvpipe-2-"), (("1",), None)])
+def test_a_folder_without_the_one_wheel_is_an_error_that_names_what_it_has(tmp_path, versions, message):
+    machine = platform.machine()
+    for version in versions:
+        (tmp_path / f"kvpipe-{version}-cp311-abi3-manylinux_2_28_{machine}.whl").touch()
+    [step] = re.findall(r"^RUN --mount=\S+ (.*)$", DOCKERFILE.read_text().replace("\\\n", ""), re.MULTILINE)
+    # No uv: nothing is installed.
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "uname").symlink_to(shutil.which("uname"))
+    command = ["/bin/sh", "-c", step.replace("/mnt/dist", str(tmp_path))]
+    done = subprocess.run(command, env={"PATH": str(programs)}, capture_output=True, text=True, check=False)
+    if message is None:
+        assert "uv: not found" in done.stderr
+    else:
+        assert done.returncode == 1
+        [line] = done.stderr.splitlines()
+        assert line.startswith(f"expected one wheel of kvpipe for {machine}, found ")
+        assert message in line
+        assert line.endswith(": leave one, or run make wheel")
 
 
 def test_the_image_has_the_vllm_that_tests_run_with():
