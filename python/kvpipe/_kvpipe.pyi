@@ -42,6 +42,7 @@ __all__ = [
     "drain_log",
     "has_rdma_devices",
     "joined_checksum",
+    "remedy_of_difference",
     "serde_copy",
     "serde_decode",
     "serde_encode",
@@ -143,6 +144,9 @@ def ucx_info(wheel_dir: str | Path | None = None) -> dict[str, Any]:
 
 def has_rdma_devices() -> bool:
     """True if this machine has RDMA devices."""
+
+def remedy_of_difference(field: str, ours: str, theirs: str) -> str | None:
+    """Remedy for the values of a field of two fingerprints that differ; None where no setting is known."""
 
 @final
 class CudaMemory:
@@ -477,6 +481,10 @@ class Peer:
     def address(self) -> str: ...
     @property
     def transport(self) -> str: ...
+    @property
+    def transport_reason(self) -> str:
+        """Why that is slower than this host allows, and the remedy; empty if it is not."""
+
     @property
     def lost(self) -> str | None:
         """Reason for its loss."""

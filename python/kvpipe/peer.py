@@ -100,6 +100,11 @@ class Peer:
         return self._native.transport
 
     @property
+    def transport_reason(self) -> str:
+        """Why that transport is slower than this host allows, and the remedy; empty if it is not."""
+        return self._native.transport_reason
+
+    @property
     def regions(self) -> dict[str, RegionInfo]:
         """Its current regions by name; for a lost peer, the last ones."""
         return {region[0]: RegionInfo(*region[1:]) for region in self._native.regions()}

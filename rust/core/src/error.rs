@@ -152,16 +152,20 @@ const SETTINGS: [(&str, &str); 10] = [
     ("tensor parallel size", "--tensor-parallel-size"),
 ];
 
-/// Remedy for values that differ; empty where no setting is known.
-fn remedy(field: &str, ours: &str, theirs: &str) -> String {
+/// Remedy for the values of a field that differ; none where no setting is known.
+pub fn remedy_of_difference(field: &str, ours: &str, theirs: &str) -> Option<String> {
     // The connector's value of files that it cannot see.
     if ours.starts_with("not compared") || theirs.starts_with("not compared") {
-        return "; load both from the same local files".to_owned();
+        return Some("load both from the same local files".to_owned());
     }
     let found = SETTINGS.iter().find(|(name, _)| *name == field);
-    found.map_or_else(String::new, |(_, setting)| {
-        format!("; start both with the same {setting}")
-    })
+    found.map(|(_, setting)| format!("start both with the same {setting}"))
+}
+
+/// The same at the end of a message.
+fn remedy(field: &str, ours: &str, theirs: &str) -> String {
+    remedy_of_difference(field, ours, theirs)
+        .map_or_else(String::new, |remedy| format!("; {remedy}"))
 }
 
 impl From<kvpipe_ucx::LoadError> for Error {

@@ -42,7 +42,7 @@ mod transfer;
 pub mod transport;
 pub mod work;
 
-pub use error::{Error, FailureCause, Result};
+pub use error::{Error, FailureCause, Result, remedy_of_difference};
 pub use integrity::Integrity;
 pub use transfer::region;
 pub use transport::DataPath;

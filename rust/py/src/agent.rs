@@ -347,7 +347,8 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
         set(kind, &report.handoff)?;
         dict.set_item("rank", report.rank)?;
         let counts = &report.counts;
-        dict.set_item("transport", &report.transport)?;
+        dict.set_item("transport", &report.transport.name)?;
+        dict.set_item("transport_reason", &report.transport.reason)?;
         dict.set_item("elapsed_s", report.elapsed.as_secs_f64())?;
         dict.set_item("backlog_s", counts.backlog.as_secs_f64())?;
         dict.set_item("num_bytes", counts.num_bytes)?;

@@ -59,6 +59,11 @@ impl Peer {
     }
 
     #[getter]
+    fn transport_reason(&self) -> String {
+        self.0.transport_reason()
+    }
+
+    #[getter]
     fn lost(&self) -> Option<String> {
         self.0.lost()
     }

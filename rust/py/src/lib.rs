@@ -135,6 +135,11 @@ mod _kvpipe {
     }
 
     #[pyfunction]
+    fn remedy_of_difference(field: &str, ours: &str, theirs: &str) -> Option<String> {
+        kvpipe_core::remedy_of_difference(field, ours, theirs)
+    }
+
+    #[pyfunction]
     fn has_rdma_devices() -> bool {
         kvpipe_ucx::has_rdma_devices()
     }

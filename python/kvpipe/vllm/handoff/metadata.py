@@ -200,6 +200,7 @@ class LoadOutcome:
         num_compared: Checksums that were compared.
         num_corrupt: Checksums that differed.
         transport: The data path of the bytes.
+        transport_reason: Why that is slower than this host allows, and the remedy.
         elapsed_s: Time of the load.
         backlog_s: Time that it waited for other loads.
         reason: Reason for missing blocks.
@@ -215,6 +216,7 @@ class LoadOutcome:
     num_compared: int = 0
     num_corrupt: int = 0
     transport: str = ""
+    transport_reason: str = ""
     elapsed_s: float = 0.0
     backlog_s: float = 0.0
     reason: str = ""
@@ -237,6 +239,7 @@ class LoadOutcome:
             num_compared=self.num_compared + other.num_compared,
             num_corrupt=self.num_corrupt + other.num_corrupt,
             transport=self.transport or other.transport,
+            transport_reason=self.transport_reason or other.transport_reason,
             elapsed_s=max(self.elapsed_s, other.elapsed_s),
             backlog_s=max(self.backlog_s, other.backlog_s),
             reason=self.reason or other.reason,

@@ -22,7 +22,7 @@ pub use agent::{Agent, AgentConfig};
 pub use inbox::Notification;
 pub use metadata::Metadata;
 pub use notices::TAG_CAP;
-pub use peer::{Peer, Regions, Stats};
+pub use peer::{Peer, Regions, SessionTransport, Stats};
 pub use plan::{Options, Plan, Region};
 
 pub(crate) use agent::AgentCommand;

@@ -76,10 +76,19 @@ impl Counters {
     }
 }
 
+/// The transport by which this side gets a peer's blocks.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SessionTransport {
+    /// Its name, such as `cma`; empty without a session.
+    pub name: String,
+    /// Why it is slower than this host allows, and the remedy; empty if it is not.
+    pub reason: String,
+}
+
 #[derive(Debug)]
 struct PeerStatus {
     incarnation: Incarnation,
-    transport: String,
+    transport: SessionTransport,
     regions: Regions,
     lost: Option<Error>,
 }
@@ -106,7 +115,7 @@ impl Peer {
             counters: Counters::default(),
             state: Mutex::new(PeerStatus {
                 incarnation: [0; 16],
-                transport: String::new(),
+                transport: SessionTransport::default(),
                 regions: Regions::default(),
                 lost: None,
             }),
@@ -134,7 +143,12 @@ impl Peer {
 
     /// The transport by which this side gets its blocks.
     pub fn transport(&self) -> String {
-        self.state().transport.clone()
+        self.state().transport.name.clone()
+    }
+
+    /// Why that transport is slower than this host allows, and the remedy; empty if it is not.
+    pub fn transport_reason(&self) -> String {
+        self.state().transport.reason.clone()
     }
 
     /// Its regions, as it last described them.
@@ -165,12 +179,12 @@ impl Peer {
         &self.0.counters
     }
 
-    pub(super) fn set_identity(&self, incarnation: Incarnation, transport: String) {
+    pub(super) fn set_identity(&self, incarnation: Incarnation, transport: SessionTransport) {
         let mut state = self.state();
         (state.incarnation, state.transport) = (incarnation, transport);
     }
 
-    pub(super) fn set_transport(&self, transport: String) {
+    pub(super) fn set_transport(&self, transport: SessionTransport) {
         self.state().transport = transport;
     }
 

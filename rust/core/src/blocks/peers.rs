@@ -7,7 +7,7 @@ use super::agent_core::AgentCore;
 use super::messages::Offer;
 use super::notices::{Arrivals, NoticeOutbox};
 use super::offers::Write;
-use super::peer::{Counters, Peer, Regions};
+use super::peer::{Counters, Peer, Regions, SessionTransport};
 use crate::error::Error;
 use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::identity::Identity;
@@ -163,7 +163,8 @@ impl AgentCore {
         }
         let ucx = links.ucx();
         self.logs.push(format!(
-            "session.open peer={address} transport={transport} ucx={ucx}"
+            "session.open peer={address} transport={} ucx={ucx}",
+            transport.name
         ));
         if let Some(text) = links.advice(session) {
             self.logs
@@ -217,6 +218,9 @@ impl AgentCore {
     }
 }
 
-pub(crate) fn transport(links: &Links, session: SessionKey) -> String {
-    links.shown_transport(session).unwrap_or_default()
+pub(crate) fn transport(links: &Links, session: SessionKey) -> SessionTransport {
+    SessionTransport {
+        name: links.shown_transport(session).unwrap_or_default(),
+        reason: links.slow_reason(session).unwrap_or_default(),
+    }
 }

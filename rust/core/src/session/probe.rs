@@ -48,8 +48,8 @@ pub(super) struct DataPaths {
     canary: Option<CanaryRead>,
     /// Reads the peer's process, where the path is CMA.
     process: Option<Arc<ProcessVmReader>>,
-    /// True if the log has the reason why this side streams.
-    has_reason: bool,
+    /// Why this side streams what it could read, as the log has it; none if it reads, or has nothing to read by.
+    reason: Option<String>,
 }
 
 /// A get of the peer's canary.
@@ -377,8 +377,14 @@ impl Links {
     /// Reason for a slower data path than possible on this side, and the remedy; none if the log has a reason.
     pub(crate) fn advice(&self, session: SessionKey) -> Option<&'static str> {
         let paths = &self.endpoint(session)?.paths;
-        let data_path = paths.ours.as_ref().filter(|_| !paths.has_reason)?;
+        let data_path = paths.ours.as_ref().filter(|_| paths.reason.is_none())?;
         data_path.advice()
+    }
+
+    /// Reason for a slower data path than possible on this side, and the remedy, whether the log has it or not.
+    pub(crate) fn slow_reason(&self, session: SessionKey) -> Option<String> {
+        let reason = self.endpoint(session)?.paths.reason.clone();
+        reason.or_else(|| self.advice(session).map(str::to_owned))
     }
 
     /// This side may not read the peer's memory (any more): it gets all bytes as streams from now on. The log has the
@@ -389,7 +395,8 @@ impl Links {
         };
         let paths = &mut endpoint.paths;
         paths.process = None;
-        if !std::mem::replace(&mut paths.has_reason, true) {
+        if paths.reason.is_none() {
+            paths.reason = Some(reason.to_owned());
             let peer = self.peer(session);
             tracing::warn!("session.stream peer={peer} transport={TCP} {reason}");
         }

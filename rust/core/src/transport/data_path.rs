@@ -23,7 +23,7 @@ impl DataPath {
     pub(crate) fn advice(&self) -> Option<&'static str> {
         let is_stream = matches!(self, Self::Stream(_));
         (is_stream && has_rdma_devices()).then_some(
-            "this machine has RDMA devices, but bytes move over tcp: the libucx wheel has no RDMA (install the system's UCX, or name one with KVPIPE_UCX_LIB), or UCX_NET_DEVICES or UCX_TLS leaves it out",
+            "this machine has RDMA devices, but bytes move over tcp: the libucx wheel has no RDMA (install the system's UCX, or name one with KVPIPE_UCX_LIB), or UCX_NET_DEVICES, UCX_TLS or KVPIPE_DATA_PATH leaves it out",
         )
     }
 }

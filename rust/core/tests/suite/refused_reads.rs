@@ -84,6 +84,8 @@ fn reads_blocks(search: &Search, address: &str, middle: impl Fn(&str)) -> String
         let expected = pattern(LEN, 0).rchunks(BLOCK).collect::<Vec<_>>().concat();
         assert!(bytes(&to) == expected, "content of read {number}");
     }
+    let reason = peer.transport_reason();
+    assert!(reason.contains("process_vm_readv"), "{reason:?}");
     peer.transport()
 }
 

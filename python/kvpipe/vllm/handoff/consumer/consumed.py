@@ -129,6 +129,7 @@ class Consumed:
             "checksums_differed": outcome.num_corrupt,
             "bytes": outcome.num_bytes,
             "transport": outcome.transport,
+            "transport_reason": outcome.transport_reason,
             "steps_ms": round(self.steps_s * 1000, 3),
             "backlog_ms": round(outcome.backlog_s * 1000, 3),
             "transfer_ms": round(outcome.elapsed_s * 1000, 3),

@@ -364,7 +364,9 @@ class ConsumerScheduler:
     def _report(self, consumed: Consumed) -> None:
         report = consumed.report()
         self._out.control.set_result(consumed.handoff, json.dumps(report))
-        fields = " ".join(f"{name}={value}" for name, value in report.items() if value != "")
+        # The log has the reason of the transport once a session, see `session.stream` and `session.slow`.
+        shown = {name: value for name, value in report.items() if value != "" and name != "transport_reason"}
+        fields = " ".join(f"{name}={value}" for name, value in shown.items())
         logger.info("handoff.end %s", fields)
         self._count_handoff(consumed, report)
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::load_request::{LoadCounts, LoadFailure};
 use super::service::HandoffCommand;
-use crate::blocks::AgentCommand;
+use crate::blocks::{AgentCommand, SessionTransport};
 use crate::events::Events;
 use crate::ids::HandoffId;
 use crate::reactor::CommandHandle;
@@ -41,8 +41,8 @@ pub struct LoadReport {
     pub rank: u16,
     /// Its counters.
     pub counts: LoadCounts,
-    /// The transport of its session; empty if no session is left.
-    pub transport: String,
+    /// The transport of its session.
+    pub transport: SessionTransport,
     /// Time since the load began.
     pub elapsed: Duration,
 }

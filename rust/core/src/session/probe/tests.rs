@@ -132,7 +132,7 @@ fn a_session_whose_lanes_read_nothing_streams_at_once() {
     let mut it = Fixture::over(MemoryPath::Stream);
     it.begin();
     assert_eq!(it.links.data_path(SESSION), Some(stream()));
-    assert!(!it.links.endpoint(SESSION).unwrap().paths.has_reason);
+    assert_eq!(it.links.endpoint(SESSION).unwrap().paths.reason, None);
 }
 
 #[test]
@@ -164,6 +164,8 @@ fn a_session_that_streams_logs_why_once_whatever_refuses_reads_afterwards() {
     let expected = format!("WARN session.stream peer=peer transport=tcp {reason}: {remedy}");
     assert_eq!(lines, [expected]);
     assert_eq!(it.links.advice(SESSION), None, "the log has it");
+    let reason = format!("{reason}: {remedy}");
+    assert_eq!(it.links.slow_reason(SESSION), Some(reason), "the first one");
 }
 
 #[test]
