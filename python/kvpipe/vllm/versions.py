@@ -32,7 +32,8 @@ _COMPARED_DTYPES = ("float32", "bfloat16", "float16")
 _COMPARED_BACKENDS = {"CPU_ATTN": _COMPARED[:3], "FLASH_ATTN": _COMPARED}
 
 
-def _running() -> str:
+def running_version() -> str:
+    """Returns the version of vLLM."""
     from vllm import __version__  # noqa: PLC0415 - as it is now
 
     return str(__version__)
@@ -48,7 +49,7 @@ def check_version() -> None:
     Raises:
         ConfigError: vLLM is 0.29 or older.
     """
-    running = _running()
+    running = running_version()
     if not hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"):
         message = (
             f"vLLM {running} is too old: its connectors have no bind_kv_cache_manager; install vLLM {_OLDEST} or newer"
@@ -84,7 +85,7 @@ def attention_version(backend: str) -> str:
 
 
 def _same_as_running(versions: Iterable[str]) -> str:
-    same, running = tuple(versions), _running()
+    same, running = tuple(versions), running_version()
     return ", ".join(same) if running in same else running
 
 
@@ -118,7 +119,7 @@ class LoadedFirst:
     """
 
     def __init__(self) -> None:
-        self._is_needed = _minor(_running()) == "0.30"
+        self._is_needed = _minor(running_version()) == "0.30"
         # Requests that hold blocks for a load, and those whose load has ended and that have not run since.
         self._loading: set[str] = set()
         self._loaded: set[str] = set()

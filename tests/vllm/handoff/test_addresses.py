@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from vllm.config import VllmConfig
 
+from kvpipe._machine import machine
 from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
 from kvpipe.transfer_params import produce
@@ -161,7 +162,9 @@ def test_routers_and_consumers_are_told_the_advertised_addresses(
     assert control == engine.role.address
     assert control.startswith("localhost:")
     client = ControlClient(TOKEN)
-    assert client.describe(control).wait(5)["ranks"] == [handshake.address]
+    description = client.describe(control).wait(5)
+    assert (description["address"], description["ranks"]) == (control, [handshake.address])
+    assert description["machines"] == [machine()]
     client.close()
     worker.close()
     engine.close()

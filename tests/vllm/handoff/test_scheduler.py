@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import vllm
 from vllm.v1.request import Request
 
+import kvpipe
 from kvpipe import _kvpipe
 from kvpipe.control import ControlClient
 from kvpipe.transfer_params import consume, produce
@@ -105,6 +107,22 @@ def test_the_result_counts_what_was_computed(engine: Engine, producer: _kvpipe.C
     scheduled(engine, request)
     result = reported(engine, handoff.hex())
     assert (result["result"], result["prompt_tokens"], result["computed_tokens"]) == ("full", 100, 1)
+
+
+def test_the_result_says_why_its_transport_is_slow_and_the_log_does_not_repeat_it(
+    engine: Engine, producer: _kvpipe.Control, log: pytest.LogCaptureFixture
+) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    opened(producer, request, handoff)
+    loading(engine, request)
+    slow = outcome(request, transport="tcp", transport_reason="process_vm_readv is refused")
+    engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=slow)
+    scheduled(engine, request)
+    result = reported(engine, handoff.hex())
+    assert (result["transport"], result["transport_reason"]) == ("tcp", "process_vm_readv is refused")
+    (line,) = [text for text in log.messages if text.startswith("handoff.end")]
+    assert "transport=tcp" in line
+    assert "process_vm_readv" not in line
 
 
 @pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 1])
@@ -482,13 +500,19 @@ def test_a_producing_request_that_would_decode_on_is_an_ordinary_one(engine: Eng
     assert engine.num_free_blocks == FREE
 
 
-def test_the_description_names_engine_and_fingerprint(engine: Engine) -> None:
-    client = ControlClient("")
+def test_the_description_names_engine_and_fingerprint(
+    new_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    engine, client = new_engine(), ControlClient("")
     description = client.describe(engine.role.address).wait(5)
     client.close()
     assert description["fingerprint"]["block size"] == str(BLOCK)
     assert description["max_model_len"] > 0
     assert description["data_parallel_rank"] is None
+    assert description["address"] == engine.role.address
+    assert description["versions"] == {"kvpipe": kvpipe.__version__, "vllm": vllm.__version__}
+    assert description["prefix_hash_seed"] == "7"
     json.dumps(description)
 
 

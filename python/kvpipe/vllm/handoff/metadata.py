@@ -177,6 +177,7 @@ class HandshakeMetadata:
         forces_first_tokens: True if this rank's sampler applies `StepMetadata.first_tokens`.
         properties: This rank's additions to the engine's fingerprint.
         layers: This rank's layers of each KV cache group.
+        machine: This rank's machine, see `kvpipe._machine`.
     """
 
     address: str
@@ -184,6 +185,7 @@ class HandshakeMetadata:
     forces_first_tokens: bool = False
     properties: list[tuple[str, str]] = field(default_factory=list)
     layers: list[tuple[str, ...]] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -7,11 +7,13 @@ commands and drain its events.
 from __future__ import annotations
 
 import json
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from kvpipe import __version__ as kvpipe_version
 from kvpipe import _kvpipe
 from kvpipe.config import resolve_tokens
 from kvpipe.exceptions import ConfigError
@@ -32,6 +34,7 @@ from kvpipe.vllm.handoff.requests import read_params
 from kvpipe.vllm.lora_adapters import Adapters
 from kvpipe.vllm.model_files import NOT_COMPARED
 from kvpipe.vllm.rank_properties import merge_layers
+from kvpipe.vllm.versions import running_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -183,6 +186,10 @@ class SchedulerRole:
             "reasoning_parser": self._reasoning_parser,
             "max_model_len": self._max_model_len,
             "data_parallel_rank": self._data_parallel_rank,
+            "address": self.address,
+            "versions": {"kvpipe": kvpipe_version, "vllm": running_version()},
+            "prefix_hash_seed": os.environ.get("PYTHONHASHSEED"),
+            "machines": [workers[rank].machine for rank in sorted(workers)],
         }
         self._out.control.describe_as(json.dumps(description))
 

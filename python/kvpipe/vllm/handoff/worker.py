@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpipe import _kvpipe
+from kvpipe._machine import machine
 from kvpipe._transport import transport
 from kvpipe.config import resolve_tokens
 from kvpipe.exceptions import ConfigError, KVPipeError, TransferTimeoutError
@@ -193,6 +194,7 @@ class WorkerRole:
             PENDING_FIRST_TOKENS.has_processor,
             self._properties,
             [tuple(names) for names in self._engine.groups],
+            machine(),
         )
 
     # --- every step
