@@ -25,7 +25,7 @@ def test_info_prints_a_key_and_a_value_a_line_to_stdout():
 def test_help_names_every_command_and_loads_nothing_heavy():
     command = [sys.executable, "-X", "importtime", "-m", "kvpipe", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert all(name in done.stdout for name in ("info", "up", "proxy", "bench"))
+    assert all(name in done.stdout for name in ("info", "up", "doctor", "proxy", "bench"))
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not loaded & {"torch", "vllm", "numpy", "aiohttp"}
 

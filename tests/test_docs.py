@@ -139,7 +139,7 @@ def test_the_bound_of_short_prompts_is_documented_with_its_default():
     assert f"The default is {DEFAULT_SPLIT_FROM}:" in text_of("docs/guide/proxy.md")
 
 
-@pytest.mark.parametrize("command", [["up"], ["proxy"], ["worker"], ["store", "serve"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["up"], ["doctor"], ["proxy"], ["worker"], ["store", "serve"]], ids=" ".join)
 def test_every_flag_is_in_the_reference(command, capsys):
     with pytest.raises(SystemExit):
         cli.main([*command, "--help"])

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,6 +31,8 @@ _MODULES = {
     "bench": ("matplotlib", "numpy", "tabulate"),
     "proxy": ("aiohttp", "dotenv", "multidict", "orjson", "prometheus_client", "uvloop"),
 }
+_USAGE = 2  # the exit status of argparse for wrong usage
+_LONGEST_QUESTION_S = 600.0
 _INTERRUPTED = 130  # the exit status of a command that SIGINT ended, as in shells
 
 
@@ -53,7 +56,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         prog="kvpipe", description="Moves the KV cache between prefill and decode instances."
     )
     commands: Commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_info, _add_up, _add_proxy, _add_front, _add_worker, _add_queue, _add_store, _add_bench):
+    for add in (
+        _add_info,
+        _add_up,
+        _add_doctor,
+        _add_proxy,
+        _add_front,
+        _add_worker,
+        _add_queue,
+        _add_store,
+        _add_bench,
+    ):
         add(commands)
     if argv[:1] in (["bench"], ["store"]):
         args = parser.parse_args(argv[:1])
@@ -119,6 +132,43 @@ def _add_up(commands: Commands) -> None:
     )
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="also write each process's log here")
     parser.set_defaults(command=_up)
+
+
+def _add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="ask instances what is wrong with a deployment, and name the remedy",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Asks instances for versions, fingerprints, ports, data paths and clocks, and names what is wrong.",
+        epilog="exit status: 0 if nothing is wrong, 1 if something is, 2 for wrong usage\n\n"
+        "examples:\n"
+        "  kvpipe doctor 10.0.0.1:7100 10.0.0.3:7200\n"
+        "  kvpipe doctor http://10.0.0.1:8100,10.0.0.1:7100 http://10.0.0.3:8200,10.0.0.3:7200 --json",
+    )
+    parser.add_argument(
+        "addresses",
+        nargs="+",
+        metavar="ADDRESS",
+        help="control-host:port of an instance, or http://host:port,control-host:port as of kvpipe proxy: between "
+        "instances with URLs doctor sends a short request for each pair, a test handoff",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the text")
+    parser.add_argument(
+        "--timeout",
+        type=_question_timeout,
+        default=5.0,
+        metavar="SECONDS",
+        help="for each question to an instance, default 5",
+    )
+    parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE")
+    parser.set_defaults(command=_doctor)
+
+
+def _question_timeout(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= _LONGEST_QUESTION_S:
+        raise argparse.ArgumentTypeError(f"{text}: expected seconds above 0, at most {_LONGEST_QUESTION_S:g}")
+    return seconds
 
 
 def _add_proxy(commands: Commands) -> None:
@@ -375,6 +425,28 @@ def _up(args: argparse.Namespace) -> int:
         **_files_of_endpoint(args),
     )
     return asyncio.run(run_up(spec))
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from kvpipe.doctor.examine import examine
+    from kvpipe.doctor.facts import InstanceAddress
+    from kvpipe.doctor.findings import find
+    from kvpipe.doctor.report import document, is_healthy, text
+
+    # Findings have what the sessions of this process would log.
+    logging.getLogger("kvpipe").addHandler(logging.NullHandler())
+    try:
+        targets = list(dict.fromkeys(map(InstanceAddress.parse, args.addresses)))
+        asked = examine(targets, token=args.token, timeout_s=args.timeout, tell=partial(print, file=sys.stderr))
+        facts = asyncio.run(asked)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _USAGE
+    except ModuleNotFoundError as error:
+        raise _missing(error, "proxy") from error
+    findings = find(facts)
+    print(json.dumps(document(facts, findings), indent=2) if args.json else text(facts, findings))
+    return 0 if is_healthy(findings) else 1
 
 
 def _proxy(args: argparse.Namespace) -> int:

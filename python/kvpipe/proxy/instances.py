@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Self
 from urllib.parse import urlsplit
 
+from kvpipe._address import is_host_port
 from kvpipe._redaction import redact
 from kvpipe.exceptions import ConfigError
 
 _FORM = "http://host:port or http://host:port,control-host:port; https:// where it speaks TLS"
-_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Instance:
         """
         url, comma, control = text.strip().partition(",")
         url = url.rstrip("/")
-        if not _is_url(url) or (comma and not _is_address(control)):
+        if not _is_url(url) or (comma and not is_host_port(control)):
             raise ConfigError(f"instance {redact(text)!r}: must be {_FORM}")
         return cls(url, control)
 
@@ -62,11 +62,3 @@ def _is_url(text: str) -> bool:
     # An `@` in the path ends a password that has a slash and is not percent-encoded.
     has_more = parts.query or parts.fragment or "@" in text
     return parts.scheme in {"http", "https"} and bool(parts.hostname) and port != 0 and not has_more
-
-
-def _is_address(text: str) -> bool:
-    host, colon, port = text.rpartition(":")
-    is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
-    if not (host and colon and port.isdecimal()) or is_bare_ipv6 or "@" in host:
-        return False
-    return 0 < int(port) <= _MAX_PORT

@@ -1,0 +1,160 @@
+"""Test handoffs: one short request for each pair, sent to the producer and then to the consumer as a router would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import time
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Self
+
+import aiohttp
+
+from kvpipe import transfer_params
+from kvpipe.doctor.facts import Failure, FailureKind, HttpFacts
+from kvpipe.exceptions import ConfigError, KVPipeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from kvpipe.control import ControlClient
+    from kvpipe.doctor.facts import InstanceFacts, PairFacts
+
+# For one request of a test handoff: an engine compiles some of its code for the first one.
+_REQUEST_TIMEOUT_S = 60.0
+# Test handoffs at a time.
+_NUM_CONCURRENT = 4
+_LONGEST_ERROR = 300
+# The producer keeps the last token, so two blocks and a token are two blocks of KV at least.
+_NUM_BLOCKS = 2
+
+
+class Api:
+    """A client of the instances' API, between entering and leaving the context.
+
+    Args:
+        timeout_s: Seconds for a question that costs an engine nothing.
+        tell: Called with a line before each test handoff.
+    """
+
+    def __init__(self, timeout_s: float, tell: Callable[[str], None]) -> None:
+        self._timeout_s, self._tell = timeout_s, tell
+        self._places = asyncio.Semaphore(_NUM_CONCURRENT)
+        key = os.environ.get("VLLM_API_KEY")
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S),
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._session.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.__aexit__(kind, error, trace)
+
+    async def look(self, url: str) -> HttpFacts:
+        """Asks an instance for its model. The answer has the time of its clock, too."""
+        facts, asked = HttpFacts(), time.time()
+        try:
+            async with asyncio.timeout(self._timeout_s), self._session.get(f"{url}/v1/models") as response:
+                _note_clock(facts, asked, time.time(), response.headers.get("Date", ""))
+                facts.model = str((await _json(response))["data"][0]["id"])
+        except aiohttp.ClientConnectorError as error:
+            facts.failure = Failure(FailureKind.PORT, f"{url}: {error}")
+        except TimeoutError:
+            facts.failure = Failure(FailureKind.SILENT, f"{url}/v1/models: no answer within {self._timeout_s:g} s")
+        except (aiohttp.ClientError, ConfigError, LookupError, TypeError) as error:
+            facts.failure = Failure(FailureKind.ERROR, f"{url}/v1/models: {error or type(error).__name__}")
+        return facts
+
+    async def hand_over(self, pair: PairFacts, control: ControlClient) -> None:
+        """Has the producer compute a short prompt of random digits, and the consumer continue with its KV.
+
+        Nothing is done for a pair of which an instance has no URL, or whose API does not answer.
+        """
+        sides = (pair.producer, pair.consumer)
+        if not all(side.http and side.http.model for side in sides):
+            return
+        async with self._places:
+            num_tokens = _num_tokens(sides)
+            self._tell(f"test handoff {pair.name}: a prompt of about {num_tokens} tokens")
+            handoff = secrets.token_hex(16)
+            try:
+                pair.handoff = await self._result(pair, control, handoff, num_tokens)
+            except (aiohttp.ClientError, KVPipeError, OSError) as error:
+                pair.failure = str(error) or f"{type(error).__name__} after {_REQUEST_TIMEOUT_S:g} s"
+            if pair.handoff is None or pair.handoff["result"] != "full":
+                # the producer's lease would end by itself, later
+                with suppress(KVPipeError, OSError):
+                    await control.release(pair.producer.name, handoff, self._timeout_s)
+
+    async def _result(
+        self, pair: PairFacts, control: ControlClient, handoff: str, num_tokens: int
+    ) -> dict[str, Any] | None:
+        prompt = " ".join(random.choices("0123456789", k=num_tokens))  # noqa: S311 - only new to the prefix caches
+        produced = await self._complete(pair.producer, prompt, transfer_params.produce(handoff))
+        params = produced.get("kv_transfer_params")
+        if not params:
+            message = f"the answer of {pair.producer.target.url} has no kv_transfer_params; its log has the reason"
+            raise ConfigError(message)
+        await self._complete(pair.consumer, prompt, params)
+        result = await control.result(pair.consumer.name, handoff, self._timeout_s)
+        if result is None:
+            message = f"{pair.consumer.name} knows no result: is it the control port of {pair.consumer.target.url}?"
+            raise ConfigError(message)
+        return result
+
+    async def _complete(self, instance: InstanceFacts, prompt: str, params: dict[str, Any]) -> dict[str, Any]:
+        model = instance.http.model if instance.http else ""
+        rank = instance.description.get("data_parallel_rank")
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        body = {"model": model, "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
+        async with self._session.post(f"{instance.target.url}/v1/completions", json=body, headers=headers) as response:
+            answer = await _json(response)
+            return answer if isinstance(answer, dict) else {}
+
+
+async def _json(response: aiohttp.ClientResponse) -> Any:
+    if response.status == HTTPStatus.UNAUTHORIZED:
+        message = "401: it wants an API key; set VLLM_API_KEY"
+        raise ConfigError(message)
+    if response.status != HTTPStatus.OK:
+        text = (await response.text())[:_LONGEST_ERROR]
+        message = f"{response.url} answers {response.status}: {text}"
+        raise ConfigError(message)
+    try:
+        return await response.json(content_type=None)
+    except ValueError as error:
+        message = f"{response.url} answers no JSON; is it an instance of vLLM?"
+        raise ConfigError(message) from error
+
+
+def _note_clock(facts: HttpFacts, asked: float, answered: float, date: str) -> None:
+    """Notes what a header `Date` says. Its clock then showed that second, at some time between question and answer."""
+    try:
+        second = parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return
+    earliest, latest = second - answered, second + 1 - asked
+    facts.clock_offset_s = (earliest + latest) / 2
+    facts.clock_uncertainty_s = (latest - earliest) / 2
+
+
+def _num_tokens(sides: tuple[InstanceFacts, ...]) -> int:
+    """Digits that make two blocks in any tokenizer, if both engines take as many tokens: two for each digit at most."""
+    block_size = max(_block_size(side) for side in sides)
+    longest = min(int(side.description.get("max_model_len") or 0) for side in sides)
+    return max(2, min(_NUM_BLOCKS * block_size + 1, (longest - 1) // 2))
+
+
+def _block_size(side: InstanceFacts) -> int:
+    text = side.fingerprint.get("block size", "")
+    return int(text) if text.isdecimal() else 1
