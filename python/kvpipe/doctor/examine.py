@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
-from kvpipe.config import resolve_token, resolve_tokens
+from kvpipe.config import resolve_tokens
 from kvpipe.control import ControlClient
 from kvpipe.doctor.facts import Facts, Failure, FailureKind, InstanceAddress, InstanceFacts, PairFacts, WorkerFacts
 from kvpipe.exceptions import KVPipeError, TransferTimeoutError
@@ -54,7 +54,6 @@ async def examine(
 class _Examination:
     def __init__(self, token: str | None, timeout_s: float, api: Api | None) -> None:
         self._timeout_s, self._api = timeout_s, api
-        resolve_token(token)
         self._control = ControlClient(token)
         self._agent = _kvpipe.Agent("127.0.0.1:0", resolve_tokens(token), transport(), "doctor")
 
