@@ -381,10 +381,20 @@ impl Links {
         data_path.advice()
     }
 
-    /// Reason for a slower data path than possible on this side, and the remedy, whether the log has it or not.
+    /// Reason for a slower path than possible of the bytes that `shown_transport` names, and the remedy, whether the log
+    /// has it or not.
     pub(crate) fn slow_reason(&self, session: SessionKey) -> Option<String> {
-        let reason = self.endpoint(session)?.paths.reason.clone();
-        reason.or_else(|| self.advice(session).map(str::to_owned))
+        let paths = &self.endpoint(session)?.paths;
+        match (paths.gpu_transport.as_deref(), &paths.ours) {
+            (None, _) | (Some(TCP), Some(DataPath::Stream(_))) => {
+                let reason = paths.reason.clone();
+                reason.or_else(|| self.advice(session).map(str::to_owned))
+            }
+            (Some(TCP), Some(DataPath::RemoteRead(host))) => Some(format!(
+                "bytes from or to a GPU are streamed, while {host} reads host memory: docs/gpu.md names what reads memory of GPUs"
+            )),
+            _ => None,
+        }
     }
 
     /// This side may not read the peer's memory (any more): it gets all bytes as streams from now on. The log has the

@@ -397,4 +397,22 @@ fn what_carries_bytes_of_gpus_is_shown_and_changes_nothing_for_the_hosts() {
     assert_eq!(it.links.data_path(SESSION), Some(read));
     it.links.note_gpu_transport(SESSION, None);
     assert_eq!(shown(&it), "tcp", "no lane reached it");
+    let reason = it.links.slow_reason(SESSION).unwrap();
+    assert!(reason.contains("are streamed, while memory reads host memory"));
+}
+
+#[test]
+fn the_reason_for_a_slow_path_is_that_of_the_transport_that_is_shown() {
+    let mut it = Fixture::new();
+    it.begin();
+    it.run();
+    let refused = Some("process_vm_readv is refused".to_owned());
+    it.links
+        .switch_to_stream(SESSION, "process_vm_readv is refused");
+    assert_eq!(it.links.slow_reason(SESSION), refused);
+    it.links
+        .note_gpu_transport(SESSION, Some("cuda_ipc".to_owned()));
+    assert_eq!(it.links.slow_reason(SESSION), None);
+    it.links.note_gpu_transport(SESSION, None);
+    assert_eq!(it.links.slow_reason(SESSION), refused);
 }
