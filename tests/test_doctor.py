@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, contextmanager
 
 import pytest
 
+from kvpipe import _machine
 from kvpipe.cli import main
 from kvpipe.doctor.examine import examine
 from kvpipe.doctor.facts import InstanceAddress
@@ -343,6 +344,11 @@ def test_wrong_usage_is_status_2_with_the_form(arguments, part, capsys):
         status = ended.code
     assert status == 2
     assert part in capsys.readouterr().err
+
+
+def test_a_machine_that_hides_its_boot_id_stops_no_engine(monkeypatch, tmp_path):
+    monkeypatch.setattr(_machine, "_BOOT_ID", tmp_path)  # a directory: it is there and cannot be read
+    assert _machine.machine()["host"] == ""
 
 
 def test_help_has_examples_and_the_exit_statuses(capsys):
