@@ -320,3 +320,10 @@ def test_outcomes_of_ranks_are_merged() -> None:
         reason="lost",
     )  # fmt: skip
     assert ours.merged(theirs) == theirs.merged(ours) == merged
+
+
+def test_the_transport_of_merged_outcomes_is_that_of_the_rank_with_a_reason() -> None:
+    fast = LoadOutcome(is_loaded=True, transport="cma")
+    slow = LoadOutcome(is_loaded=True, transport="tcp", transport_reason="process_vm_readv is refused")
+    for merged in (fast.merged(slow), slow.merged(fast)):
+        assert (merged.transport, merged.transport_reason) == ("tcp", "process_vm_readv is refused")

@@ -230,7 +230,11 @@ class LoadOutcome:
         return cls(is_loaded, **{name: event[name] for name in _FACTS if name in event})
 
     def merged(self, other: LoadOutcome) -> LoadOutcome:
-        """Returns the outcome of both ranks: loaded if both are. Bytes add up, and the longer time counts."""
+        """Returns the outcome of both ranks: loaded if both are. Bytes add up, and the longer time counts.
+
+        The transport is that of the rank that has a reason for it, if there is one.
+        """
+        slower = max((self, other), key=lambda each: (bool(each.transport_reason), bool(each.transport)))
         return LoadOutcome(
             is_loaded=self.is_loaded and other.is_loaded,
             num_bytes=self.num_bytes + other.num_bytes,
@@ -240,8 +244,8 @@ class LoadOutcome:
             num_validated=self.num_validated + other.num_validated,
             num_compared=self.num_compared + other.num_compared,
             num_corrupt=self.num_corrupt + other.num_corrupt,
-            transport=self.transport or other.transport,
-            transport_reason=self.transport_reason or other.transport_reason,
+            transport=slower.transport,
+            transport_reason=slower.transport_reason,
             elapsed_s=max(self.elapsed_s, other.elapsed_s),
             backlog_s=max(self.backlog_s, other.backlog_s),
             reason=self.reason or other.reason,
