@@ -44,7 +44,8 @@ class DoctorInstance:
         api: Its API, where `serve` has started it.
         headers: Headers of the answers of its API.
         bodies: Requests that its API got.
-        status: The status of its answers to these.
+        status: The status of its answers to these; None: it does not answer.
+        body: The body of these answers, in place of what is right.
     """
 
     def __init__(self, role, *, token=b"", fingerprint=(), **description):
@@ -66,7 +67,7 @@ class DoctorInstance:
             "machines": [machine()],
         }
         self.control.describe_as(json.dumps(described | description))
-        self.result, self.headers, self.bodies, self.status = {}, {}, [], 200
+        self.result, self.headers, self.bodies, self.status, self.body = {}, {}, [], 200, b""
         memory = np.zeros(BLOCK_BYTES, np.uint8)
         self._regions = [
             Work(self.agent.register("kv", memory, BLOCK_BYTES, BLOCK_BYTES), lambda region: region).wait()
@@ -83,7 +84,7 @@ class DoctorInstance:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         yield f"http://127.0.0.1:{runner.addresses[0][1]},{self.address}"
@@ -96,8 +97,10 @@ class DoctorInstance:
         body = await request.json()
         self.bodies.append(body)
         params = body["kv_transfer_params"]
-        if self.status != 200:
-            return web.Response(status=self.status, text="it failed")
+        if self.status is None:
+            await asyncio.Event().wait()
+        if self.status != 200 or self.body:
+            return web.Response(status=self.status, body=self.body or b"it failed")
         handoff = parse(params).handoff
         if params.get("do_remote_decode"):
             self.agent.mark_ready(_kvpipe.ReadyBlocks([(handoff, 0, [0])]), self._regions)

@@ -32,7 +32,7 @@ _MODULES = {
     "proxy": ("aiohttp", "dotenv", "multidict", "orjson", "prometheus_client", "uvloop"),
 }
 _USAGE = 2  # the exit status of argparse for wrong usage
-_LONGEST_QUESTION_S = 600.0
+_LONGEST_QUERY_S = 600.0
 _INTERRUPTED = 130  # the exit status of a command that SIGINT ended, as in shells
 
 
@@ -137,9 +137,9 @@ def _add_up(commands: Commands) -> None:
 def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="ask instances what is wrong with a deployment, and name the remedy",
+        help="query instances, and report what is wrong with a deployment and the remedy",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Asks instances for versions, fingerprints, ports, data paths and clocks, and names what is wrong.",
+        description="Queries versions, fingerprints, ports, data paths and clocks of instances, for what is wrong.",
         epilog="exit status: 0 if nothing is wrong, 1 if something is, 2 for wrong usage\n\n"
         "examples:\n"
         "  kvpipe doctor 10.0.0.1:7100 10.0.0.3:7200\n"
@@ -155,19 +155,19 @@ def _add_doctor(commands: Commands) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the text")
     parser.add_argument(
         "--timeout",
-        type=_question_timeout,
+        type=_query_timeout,
         default=5.0,
         metavar="SECONDS",
-        help="for each question to an instance, default 5",
+        help="for each query of an instance, default 5",
     )
     parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE")
     parser.set_defaults(command=_doctor)
 
 
-def _question_timeout(text: str) -> float:
+def _query_timeout(text: str) -> float:
     seconds = float(text)
-    if not 0 < seconds <= _LONGEST_QUESTION_S:
-        raise argparse.ArgumentTypeError(f"{text}: expected seconds above 0, at most {_LONGEST_QUESTION_S:g}")
+    if not 0 < seconds <= _LONGEST_QUERY_S:
+        raise argparse.ArgumentTypeError(f"{text}: expected seconds above 0, at most {_LONGEST_QUERY_S:g}")
     return seconds
 
 
@@ -437,7 +437,7 @@ def _doctor(args: argparse.Namespace) -> int:
     logging.getLogger("kvpipe").addHandler(logging.NullHandler())
     try:
         targets = list(dict.fromkeys(map(InstanceAddress.parse, args.addresses)))
-        asked = examine(targets, token=args.token, timeout_s=args.timeout, tell=partial(print, file=sys.stderr))
+        asked = examine(targets, token=args.token, timeout_s=args.timeout, announce=partial(print, file=sys.stderr))
         facts = asyncio.run(asked)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`kvpipe doctor`: asks the instances of a deployment what is wrong with it. It needs no vLLM.
+"""`kvpipe doctor`: finds what is wrong with a deployment, by queries of its instances. It needs no vLLM.
 
-`examine` asks, `find` draws conclusions from the answers, `report` shows both.
+`examine` queries, `find` draws conclusions from the answers, `report` shows both.
 """

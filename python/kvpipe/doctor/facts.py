@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
 from kvpipe._address import is_host_port
 from kvpipe._redaction import redact
-from kvpipe.exceptions import AuthenticationError, ConfigError, ConnectError, IncompatiblePeerError
+from kvpipe.exceptions import AuthenticationError, ConfigError, IncompatiblePeerError
 
 _FORM = "control-host:port, or http://host:port,control-host:port"
 _PRODUCERS, _CONSUMERS = ("kv_producer", "kv_both"), ("kv_consumer", "kv_both")
@@ -53,6 +55,7 @@ class FailureKind(StrEnum):
     TOKEN = "token"  # noqa: S105 - no token
     RELEASE = "release"
     PORT = "port"
+    NAME = "name"
     SILENT = "silent"
     UNREACHED = "unreached"
     ERROR = "error"
@@ -64,7 +67,8 @@ class Failure:
 
     Attributes:
         kind: `token`: another token. `release`: another protocol version or kind of session. `port`: the connection is
-            refused. `silent`: it accepts connections and answers nothing. `unreached`: not even that in time.
+            refused. `name`: the name of the host has no address. `silent`: it accepts connections and answers nothing.
+            `unreached`: there is no route, or no connection in time.
         text: The error.
     """
 
@@ -73,14 +77,23 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Self:
-        """The failure behind an error other than a time-out."""
-        kinds = {
-            AuthenticationError: FailureKind.TOKEN,
-            IncompatiblePeerError: FailureKind.RELEASE,
-            ConnectError: FailureKind.PORT,
-        }
+        """The failure behind an error of an address that accepts connections."""
+        kinds = {AuthenticationError: FailureKind.TOKEN, IncompatiblePeerError: FailureKind.RELEASE}
         found = (kind for known, kind in kinds.items() if isinstance(error, known))
         return cls(next(found, FailureKind.ERROR), str(error) or type(error).__name__)
+
+    @classmethod
+    def without_connection(cls, address: str, error: OSError | None) -> Self:
+        """The failure behind an error of the system; none: no connection in time."""
+        if isinstance(error, socket.gaierror):
+            return cls(FailureKind.NAME, f"the name of {address} has no address: {error.strerror}")
+        if isinstance(error, ConnectionRefusedError):
+            return cls(FailureKind.PORT, f"{address} refuses connections: nothing listens there")
+        if error is None or isinstance(error, TimeoutError):
+            reason = "none in time"
+        else:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+        return cls(FailureKind.UNREACHED, f"no connection to {address}: {reason}")
 
 
 @dataclass(slots=True)
@@ -167,20 +180,29 @@ class PairFacts:
         producer: The instance that sends it.
         consumer: The instance that receives it.
         refusal: Why the consumer cannot connect to the producer; empty if it can.
+        is_reached: False if the consumer has no connection to the address that the producer advertises.
         handoff: The result of the test handoff, see docs/reference/status.md; None if there was none.
         failure: Why the test handoff has no result.
+        skipped: Why there was no test handoff between instances that have URLs.
     """
 
     producer: InstanceFacts
     consumer: InstanceFacts
     refusal: str = ""
+    is_reached: bool = True
     handoff: dict[str, Any] | None = None
     failure: str = ""
+    skipped: str = ""
 
     @property
     def name(self) -> str:
         """Both control ports."""
         return f"{self.producer.name} -> {self.consumer.name}"
+
+    @property
+    def address(self) -> str:
+        """The producer's control port as it advertises it: the address to which real handoffs connect."""
+        return str(self.producer.description.get("address") or self.producer.name)
 
 
 @dataclass(slots=True)

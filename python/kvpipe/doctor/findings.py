@@ -18,14 +18,21 @@ if TYPE_CHECKING:
 # Nothing of kvpipe compares clocks of hosts; lines of their logs cannot be joined where these differ by more.
 _CLOCK_BOUND_S = 5.0
 _ABSENT = "(absent)"
+# The reason of a data path that blames RDMA devices begins so, see rust/core/src/transport/data_path.rs.
+_RDMA_REASON = "this machine has RDMA devices"
 _PAGE = "docs/guide/troubleshooting.md"
-_PORTS = "start the instance, or mend its address or the firewall (docs/guide/multi-host.md, Ports)"
+_PORTS = "start the instance, or fix its address or the firewall (docs/guide/multi-host.md, Ports)"
+_ADDRESS_REMEDY = (
+    "set `listen` or `advertise` of the producer to an address that the consumer reaches, or open the port"
+)
 _REMEDIES = {
     FailureKind.TOKEN: "give all instances and kvpipe doctor the same KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE",
     FailureKind.RELEASE: "run the same release of kvpipe everywhere, and give doctor control ports (`listen`)",
     FailureKind.PORT: _PORTS,
-    FailureKind.SILENT: "look at the process: it is stopped (kill -CONT goes on), hangs, or is no kvpipe instance",
-    FailureKind.UNREACHED: "a firewall drops packets, or the host is down: open the port, or mend the address",
+    FailureKind.SILENT: "look at the process: it is stopped (kill -CONT resumes it), hangs, or is no kvpipe instance",
+    FailureKind.NAME: "fix the name, or the resolver of this host (DNS, /etc/hosts)",
+    FailureKind.UNREACHED: "a firewall drops packets, the host is down, or no route leads there: open the port, or fix "
+    "the address",
     FailureKind.ERROR: "see the log of the instance",
 }
 
@@ -39,7 +46,7 @@ class Finding:
         kind: Its kind, see docs/guide/doctor.md.
         instances: Control ports of the instances that it is about.
         problem: What is wrong.
-        remedy: What mends it.
+        remedy: What fixes it.
     """
 
     level: Literal["problem", "note"]
@@ -50,13 +57,14 @@ class Finding:
 
 
 def find(facts: Facts) -> list[Finding]:
-    """Returns what is wrong, in the order in which it should be mended."""
+    """Returns what is wrong, in the order in which it should be fixed."""
     described = [instance for instance in facts.instances if instance.description]
     parts: Iterable[Iterable[Finding]] = (
         chain.from_iterable(map(_of_instance, facts.instances)),
         _of_roles(described),
         _of_fingerprints(described),
         chain.from_iterable(map(_of_pair, facts.pairs)),
+        _of_skipped(facts.pairs),
         _of_versions(described),
         _of_hash_seeds(described),
     )
@@ -88,7 +96,7 @@ def _of_worker(instance: InstanceFacts, rank: int, worker: WorkerFacts) -> Itera
     names, what = (instance.name,), f"rank {rank} of {instance.name}"
     if worker.failure is not None:
         yield _of_failure(worker.failure, names, f"{what}: ")
-    elif worker.transport_reason:
+    elif worker.transport_reason and not _wants_rdma_of(worker.transport_reason, [worker]):
         problem = f"this process would read {what} over {worker.transport}: {worker.transport_reason}"
         remedy = f"none for kvpipe doctor; instances that run as this process does need what the reason names ({_PAGE})"
         yield Finding("note", "data path from here", names, problem, remedy)
@@ -138,10 +146,14 @@ def field_names(described: list[InstanceFacts]) -> list[str]:
 
 def _of_pair(pair: PairFacts) -> Iterator[Finding]:
     names = (pair.producer.name, pair.consumer.name)
-    if pair.refusal:
+    if not pair.is_reached:
+        problem = f"{pair.consumer.name} does not reach {pair.address}, which {pair.producer.name} advertises: "
+        yield Finding("problem", "address", names, problem + pair.refusal, _ADDRESS_REMEDY)
+    elif pair.refusal and not _is_explained(pair):
         problem = f"{pair.consumer.name} refuses KV of {pair.producer.name}: {pair.refusal}"
         yield Finding("problem", "pair", names, problem, f"see the message in {_PAGE}, Peers that refuse each other")
-    yield from _of_loopback(pair)
+    else:
+        yield from _of_loopback(pair)
     if pair.failure:
         yield Finding("problem", "handoff", names, f"test handoff {pair.name}: {pair.failure}", "see both logs")
     if (result := pair.handoff) is None:
@@ -149,20 +161,41 @@ def _of_pair(pair: PairFacts) -> Iterator[Finding]:
     if result["result"] != "full":
         problem = f"test handoff {pair.name} is {result['result']}: {result['reason'] or 'no reason is known'}"
         yield Finding("problem", "handoff", names, problem, f"see the reason in {_PAGE}, Reasons in results")
-    if reason := result.get("transport_reason"):
+    reason = result.get("transport_reason")
+    if reason and not _wants_rdma_of(reason, pair.producer.workers):
         problem = f"KV of {pair.producer.name} reaches {pair.consumer.name} over {result['transport']}: {reason}"
         remedy = f"do what the reason names, on the host of {pair.consumer.name}; {_PAGE} has more"
         yield Finding("problem", "data path", names, problem, remedy)
 
 
 def _of_loopback(pair: PairFacts) -> Iterator[Finding]:
-    """A producer's advertised address that its consumer, on another host, cannot mean."""
-    address = str(pair.producer.description.get("address", ""))
+    """A loopback address that is advertised to another host, where something else listens at it."""
+    address = pair.address
     ours, theirs = (_hosts(side) for side in (pair.producer, pair.consumer))
     if _is_loopback(address) and ours and theirs and ours.isdisjoint(theirs):
         problem = f"{pair.producer.name} advertises {address} to {pair.consumer.name}, which is on another host"
-        remedy = "set `listen` or `advertise` to an address that other hosts reach"
-        yield Finding("problem", "address", (pair.producer.name, pair.consumer.name), problem, remedy)
+        yield Finding("problem", "address", (pair.producer.name, pair.consumer.name), problem, _ADDRESS_REMEDY)
+
+
+def _is_explained(pair: PairFacts) -> bool:
+    """True if the refusal is that of a field of the fingerprint, which has a finding of its own."""
+    ours, theirs = pair.consumer.fingerprint, pair.producer.fingerprint
+    differing = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
+    return any(f": {name} is " in pair.refusal for name in differing)
+
+
+def _wants_rdma_of(reason: str, workers: list[WorkerFacts]) -> bool:
+    """True if a data path's reason is the RDMA devices of the reading side, and the machines of the other have none."""
+    has_none = bool(workers) and all(worker.machine.get("rdma_devices") is False for worker in workers)
+    return has_none and reason.startswith(_RDMA_REASON)
+
+
+def _of_skipped(pairs: list[PairFacts]) -> Iterator[Finding]:
+    skipped = [pair for pair in pairs if pair.skipped]
+    if skipped:
+        problem = f"{len(skipped)} of {len(pairs)} pairs had no complete test handoff; {skipped[0].skipped}"
+        names = tuple(dict.fromkeys(name for pair in skipped for name in (pair.producer.name, pair.consumer.name)))
+        yield Finding("note", "skipped", names, problem, "fix the other problems, then give fewer instances at a time")
 
 
 def _of_versions(described: list[InstanceFacts]) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import secrets
@@ -16,10 +17,10 @@ import aiohttp
 
 from kvpipe import transfer_params
 from kvpipe.doctor.facts import Failure, FailureKind, HttpFacts
-from kvpipe.exceptions import ConfigError, KVPipeError
+from kvpipe.exceptions import ConfigError, KVPipeError, TransferTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
     from kvpipe.control import ControlClient
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 # For one request of a test handoff: an engine compiles some of its code for the first one.
 _REQUEST_TIMEOUT_S = 60.0
+# For all test handoffs together.
+_HANDOFFS_TIMEOUT_S = 300.0
+# Of an answer that is longer, this much is read.
+_LONGEST_ANSWER = 1 << 20
 # Test handoffs at a time.
 _NUM_CONCURRENT = 4
 _LONGEST_ERROR = 300
@@ -38,13 +43,14 @@ class Api:
     """A client of the instances' API, between entering and leaving the context.
 
     Args:
-        timeout_s: Seconds for a question that costs an engine nothing.
-        tell: Called with a line before each test handoff.
+        timeout_s: Seconds for a query that costs an engine nothing.
+        announce: Called with a line before each test handoff.
     """
 
-    def __init__(self, timeout_s: float, tell: Callable[[str], None]) -> None:
-        self._timeout_s, self._tell = timeout_s, tell
+    def __init__(self, timeout_s: float, announce: Callable[[str], None]) -> None:
+        self._timeout_s, self._announce = timeout_s, announce
         self._places = asyncio.Semaphore(_NUM_CONCURRENT)
+        self._late: set[str] = set()
         key = os.environ.get("VLLM_API_KEY")
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -60,41 +66,50 @@ class Api:
     ) -> None:
         await self._session.__aexit__(kind, error, trace)
 
-    async def look(self, url: str) -> HttpFacts:
-        """Asks an instance for its model. The answer has the time of its clock, too."""
-        facts, asked = HttpFacts(), time.time()
+    async def query(self, url: str) -> HttpFacts:
+        """Queries the model of an instance. The answer has the time of its clock, too."""
+        facts, sent = HttpFacts(), time.time()
         try:
             async with asyncio.timeout(self._timeout_s), self._session.get(f"{url}/v1/models") as response:
-                _note_clock(facts, asked, time.time(), response.headers.get("Date", ""))
+                _note_clock(facts, sent, time.time(), response.headers.get("Date", ""))
                 facts.model = str((await _json(response))["data"][0]["id"])
+        except aiohttp.ClientSSLError as error:
+            facts.failure = Failure(FailureKind.ERROR, f"{url}: {error}")
         except aiohttp.ClientConnectorError as error:
-            facts.failure = Failure(FailureKind.PORT, f"{url}: {error}")
+            facts.failure = Failure.without_connection(url, error.os_error)
         except TimeoutError:
             facts.failure = Failure(FailureKind.SILENT, f"{url}/v1/models: no answer within {self._timeout_s:g} s")
-        except (aiohttp.ClientError, ConfigError, LookupError, TypeError) as error:
+        except (aiohttp.ClientError, ValueError, LookupError, TypeError, OSError) as error:
             facts.failure = Failure(FailureKind.ERROR, f"{url}/v1/models: {error or type(error).__name__}")
         return facts
 
-    async def hand_over(self, pair: PairFacts, control: ControlClient) -> None:
-        """Has the producer compute a short prompt of random digits, and the consumer continue with its KV.
+    async def hand_over(self, pairs: Iterable[PairFacts], control: ControlClient) -> None:
+        """Makes one test handoff for each pair whose instances have URLs, and APIs that answer."""
+        deadline = asyncio.get_running_loop().time() + _HANDOFFS_TIMEOUT_S
+        sides = ((pair, (pair.producer, pair.consumer)) for pair in pairs)
+        complete = [pair for pair, both in sides if all(side.http and side.http.model for side in both)]
+        await asyncio.gather(*(self._test(pair, control, deadline) for pair in complete))
 
-        Nothing is done for a pair of which an instance has no URL, or whose API does not answer.
-        """
-        sides = (pair.producer, pair.consumer)
-        if not all(side.http and side.http.model for side in sides):
-            return
-        async with self._places:
-            num_tokens = _num_tokens(sides)
-            self._tell(f"test handoff {pair.name}: a prompt of about {num_tokens} tokens")
-            handoff = secrets.token_hex(16)
-            try:
-                pair.handoff = await self._result(pair, control, handoff, num_tokens)
-            except (aiohttp.ClientError, KVPipeError, OSError) as error:
-                pair.failure = str(error) or f"{type(error).__name__} after {_REQUEST_TIMEOUT_S:g} s"
-            if pair.handoff is None or pair.handoff["result"] != "full":
-                # the producer's lease would end by itself, later
-                with suppress(KVPipeError, OSError):
-                    await control.release(pair.producer.name, handoff, self._timeout_s)
+    async def _test(self, pair: PairFacts, control: ControlClient, deadline: float) -> None:
+        """Has the producer compute a short prompt of random digits, and the consumer continue with its KV."""
+        sides, handoff = (pair.producer, pair.consumer), ""
+        try:
+            async with asyncio.timeout_at(deadline), self._places:
+                if late := self._late.intersection(side.name for side in sides):
+                    pair.skipped = f"skipped: {min(late)} did not answer another test handoff in time"
+                    return
+                handoff, num_tokens = secrets.token_hex(16), _num_tokens(sides)
+                self._announce(f"test handoff {pair.name}: a prompt of about {num_tokens} tokens")
+                try:
+                    pair.handoff = await self._result(pair, control, handoff, num_tokens)
+                except (aiohttp.ClientError, KVPipeError, ValueError, OSError) as error:
+                    pair.failure = str(error) or f"{type(error).__name__} after {_REQUEST_TIMEOUT_S:g} s"
+        except TimeoutError:
+            pair.skipped = f"skipped: all test handoffs have {_HANDOFFS_TIMEOUT_S:g} s together"
+        if handoff and (pair.handoff is None or pair.handoff["result"] != "full"):
+            # the producer's lease would end by itself, later
+            with suppress(KVPipeError, OSError):
+                await control.release(pair.producer.name, handoff, self._timeout_s)
 
     async def _result(
         self, pair: PairFacts, control: ControlClient, handoff: str, num_tokens: int
@@ -117,33 +132,47 @@ class Api:
         rank = instance.description.get("data_parallel_rank")
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         body = {"model": model, "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
-        async with self._session.post(f"{instance.target.url}/v1/completions", json=body, headers=headers) as response:
-            answer = await _json(response)
-            return answer if isinstance(answer, dict) else {}
+        url = f"{instance.target.url}/v1/completions"
+        try:
+            async with self._session.post(url, json=body, headers=headers) as response:
+                answer = await _json(response)
+        except TimeoutError as error:
+            self._late.add(instance.name)
+            message = f"{url} did not answer within {_REQUEST_TIMEOUT_S:g} s"
+            raise TransferTimeoutError(message) from error
+        return answer if isinstance(answer, dict) else {}
 
 
 async def _json(response: aiohttp.ClientResponse) -> Any:
     if response.status == HTTPStatus.UNAUTHORIZED:
         message = "401: it wants an API key; set VLLM_API_KEY"
         raise ConfigError(message)
+    text = await _text(response)
     if response.status != HTTPStatus.OK:
-        text = (await response.text())[:_LONGEST_ERROR]
-        message = f"{response.url} answers {response.status}: {text}"
+        message = f"{response.url} answers {response.status}: {text[:_LONGEST_ERROR]}"
         raise ConfigError(message)
     try:
-        return await response.json(content_type=None)
-    except ValueError as error:
-        message = f"{response.url} answers no JSON; is it an instance of vLLM?"
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        message = f"{response.url} answers no JSON of up to {_LONGEST_ANSWER} bytes; is it an instance of vLLM?"
         raise ConfigError(message) from error
 
 
-def _note_clock(facts: HttpFacts, asked: float, answered: float, date: str) -> None:
-    """Notes what a header `Date` says. Its clock then showed that second, at some time between question and answer."""
+async def _text(response: aiohttp.ClientResponse) -> str:
+    try:
+        body = await response.content.readexactly(_LONGEST_ANSWER)
+    except asyncio.IncompleteReadError as ended:
+        body = ended.partial
+    return body.decode(errors="replace")
+
+
+def _note_clock(facts: HttpFacts, sent: float, answered: float, date: str) -> None:
+    """Notes what a header `Date` says. Its clock then showed that second, at some time between query and answer."""
     try:
         second = parsedate_to_datetime(date).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return
-    earliest, latest = second - answered, second + 1 - asked
+    earliest, latest = second - answered, second + 1 - sent
     facts.clock_offset_s = (earliest + latest) / 2
     facts.clock_uncertainty_s = (latest - earliest) / 2
 

@@ -50,6 +50,7 @@ def _pair_document(pair: PairFacts) -> dict[str, Any]:
         "refusal": pair.refusal,
         "handoff": pair.handoff,
         "failure": pair.failure,
+        "skipped": pair.skipped,
     }
 
 
@@ -67,8 +68,13 @@ def text(facts: Facts, findings: Sequence[Finding]) -> str:
         lines += ["", "fingerprint", *_fingerprint_lines(described)]
     if facts.pairs:
         lines += ["", "pairs", *(f"  {pair.name}: {_pair_line(pair)}" for pair in facts.pairs)]
-    lines += ["", *_finding_lines(findings)]
-    return "\n".join(lines)
+    lines += ["", *_finding_lines(facts, findings)]
+    return "\n".join(map(_printable, lines))
+
+
+def _printable(line: str) -> str:
+    """Instances' texts move no cursor."""
+    return "".join(each if each.isprintable() else " " for each in line)
 
 
 def _instance_lines(instance: InstanceFacts) -> Iterator[str]:
@@ -115,15 +121,25 @@ def _pair_line(pair: PairFacts) -> str:
         return f"refused: {pair.refusal}"
     if pair.failure:
         return f"accepted; test handoff failed: {pair.failure}"
+    if pair.skipped:
+        return f"accepted; {pair.skipped}"
     if (result := pair.handoff) is None:
         return "accepted; no test handoff without the URLs of both"
     carried = f"{result['bytes']} bytes over {result['transport'] or 'nothing'} in {result['transfer_ms']:.1f} ms"
     return f"accepted; test handoff {result['result']}, {carried}"
 
 
-def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+def _finding_lines(facts: Facts, findings: Sequence[Finding]) -> Iterator[str]:
     for finding in findings:
         yield f"{finding.level}: {finding.problem}"
         yield f"  remedy: {finding.remedy}"
-    if is_healthy(findings):
+    if not is_healthy(findings):
+        return
+    num_untested = sum(pair.handoff is None for pair in facts.pairs)
+    if num_untested:
+        yield (
+            f"no problem was found, but data paths of {num_untested} of {len(facts.pairs)} pairs were not tested, "
+            "which needs the URLs of both instances (docs/guide/doctor.md, Test handoffs)"
+        )
+    else:
         yield "nothing is wrong"
