@@ -213,6 +213,21 @@ def test_an_instance_that_refuses_the_proxys_key_has_failed_with_the_remedy(inst
     run(scene)
 
 
+def test_an_instance_that_wants_a_key_of_a_proxy_without_one_for_it_has_failed_with_the_remedy(key_file, caplog):
+    async def scene():
+        refuses = answers(401, b'{"error":"Unauthorized"}')
+        async with stage(decode=[refuses], api_key_file=key_file) as s:
+            status, body, _ = await s.post(headers=bearer(KEY))
+            reason = "wants an API key of its own: name it by --instances-api-key-file"
+            assert (status, orjson.loads(body)["error"]["message"]) == (
+                502,
+                f"decode instance {s.decode[0].url}: {reason}",
+            )
+            assert f"instance.failed role=decode url={s.decode[0].url} reason={reason!r}" in caplog.text
+
+    run(scene)
+
+
 def test_no_key_is_in_a_log_a_status_or_an_error(key_file, instances_key_file, caplog):
     caplog.set_level(logging.DEBUG)
     settings = {"api_key_file": key_file, "instances_api_key_file": instances_key_file}

@@ -98,7 +98,8 @@ class _Proxy:
         authorization = None if key_file is None else instances_authorization(key_file)
         session = open_session(config.connect_timeout_s, config.silence_timeout_s, config.instances_ca_file)
         async with session, self._queue or nullcontext():
-            upstream = Upstream(session, config.silence_timeout_s, authorization)
+            has_keys = config.api_key_file is not None
+            upstream = Upstream(session, config.silence_timeout_s, authorization, has_client_keys=has_keys)
             dispatcher = Dispatcher(self._config, upstream, self._control, self._metrics, self._queue)
             pairs = Pairs(self._config, self._control)
             async with dispatcher as self._dispatcher, pairs as self._pairs:

@@ -41,6 +41,7 @@ WhenBegun = Callable[[str], None]
 # close fails and cannot safely be repeated, so the proxy closes idle connections well before.
 _KEEPALIVE_S = 2.0
 _WRONG_KEY = "refuses the key of --instances-api-key-file: start it with this key among those of --api-key"
+_NO_KEY_FOR_IT = "wants an API key of its own: name it by --instances-api-key-file"
 _STATUSES: dict[Failure, HTTPStatus] = {
     "timeout": HTTPStatus.GATEWAY_TIMEOUT,
     "unavailable": HTTPStatus.SERVICE_UNAVAILABLE,
@@ -255,6 +256,7 @@ class Upstream:
         silence_timeout_s: limit for an instance that takes no byte of a request, or sends none of an answer. The
             session's `sock_read` limits the time between bytes of a stream that has begun.
         authorization: the header `Authorization` of all requests; None leaves it to each request.
+        has_client_keys: true if the keys of clients end at the proxy: then a 401 is no fault of a client.
     """
 
     def __init__(
@@ -262,10 +264,13 @@ class Upstream:
         session: aiohttp.ClientSession,
         silence_timeout_s: float,
         authorization: Reloaded[str] | None = None,
+        *,
+        has_client_keys: bool = False,
     ) -> None:
         self._session = session
         self._silence_timeout_s = silence_timeout_s
         self._authorization = authorization
+        self._has_client_keys = has_client_keys
 
     async def post(
         self,
@@ -314,9 +319,10 @@ class Upstream:
                 url = instance.url + path
                 response = await self._session.request(method, url, headers=headers, data=data, allow_redirects=False)
                 moved()
-                if response.status == HTTPStatus.UNAUTHORIZED and self._authorization is not None:
+                if response.status == HTTPStatus.UNAUTHORIZED and (self._authorization or self._has_client_keys):
                     response.close()
-                    raise InstanceError(role, instance, _WRONG_KEY, "answered")
+                    reason = _WRONG_KEY if self._authorization else _NO_KEY_FOR_IT
+                    raise InstanceError(role, instance, reason, "answered")
                 stream = _HttpStream(role, instance, response, self._silence_timeout_s)
                 return await _read(stream, moved, awaits_first_byte=awaits_first_byte)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
