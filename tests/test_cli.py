@@ -172,3 +172,14 @@ def test_the_flag_of_a_worker_reaches_it(monkeypatch, flag, frozen_after_s):
     monkeypatch.setattr("kvpipe.queue.command.Worker", Worker)
     assert main([*WORKER, *flag]) == 0
     assert given == [frozen_after_s]
+
+
+def test_a_package_that_is_too_old_is_named_with_the_command():
+    code = (
+        "import sys, aiohttp.helpers; del aiohttp.helpers.DEFAULT_CHUNK_SIZE; from kvpipe.cli import main; "
+        "sys.exit(main(['proxy', '--prefill', 'http://127.0.0.1:1,127.0.0.1:2', '--decode', 'http://127.0.0.1:3']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: aiohttp is too old (cannot import name 'DEFAULT_CHUNK_SIZE'")
+    assert done.stderr.endswith("pip install --upgrade 'kvpipe[proxy]'\n")

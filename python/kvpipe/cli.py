@@ -362,7 +362,7 @@ def _add_instances(parser: argparse.ArgumentParser) -> None:
         "--instances-ca-file",
         type=Path,
         metavar="FILE",
-        help="authorities of the certificates of https:// instances; default: those that the system trusts",
+        help="CA certificates of https:// instances; default: those that the system trusts",
     )
     parser.add_argument(
         "--instances-api-key-file",
@@ -404,7 +404,7 @@ def _up(args: argparse.Namespace) -> int:
         from kvpipe import proxy  # noqa: F401 - started last, in a process of its own: what it lacks is known here first
         from kvpipe.launch.deployment import DeploymentSpec
         from kvpipe.launch.up import run_up
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise _missing(error, "proxy") from error
     spec = DeploymentSpec(
         model=args.model,
@@ -452,7 +452,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _proxy(args: argparse.Namespace) -> int:
     try:
         from kvpipe import proxy
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise _missing(error, "amqp" if args.dispatch == "amqp" else "proxy") from error
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     environment = proxy.Environment.read()
@@ -514,7 +514,7 @@ def _queue(args: argparse.Namespace) -> int:
 def _queue_commands() -> Any:
     try:
         from kvpipe.queue import command
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise _missing(error, "amqp") from error
     return command
 
@@ -540,7 +540,7 @@ def _bench(args: argparse.Namespace) -> int:
     sys.path.insert(0, str(_checkout()))
     try:
         command = importlib.import_module("bench.command")
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise _missing(error, "bench") from error
     return int(command.main(args.arguments))
 
@@ -555,9 +555,11 @@ def _checkout() -> Path:
     )
 
 
-def _missing(error: ModuleNotFoundError, extra: str) -> KVPipeError:
-    """Names the command's extra if a package of an extra is missing; any other missing module is a bug."""
+def _missing(error: ImportError, extra: str) -> KVPipeError:
+    """Names the command's extra if a package of an extra is missing or too old; any other failed import is a bug."""
     module = (error.name or "").partition(".")[0]
     if module not in itertools.chain.from_iterable(_MODULES.values()):
         raise error
+    if not isinstance(error, ModuleNotFoundError):
+        return ConfigError(f"{module} is too old ({error.msg}); pip install --upgrade 'kvpipe[{extra}]'")
     return ConfigError(f"{module} is not installed; pip install 'kvpipe[{extra}]'")
