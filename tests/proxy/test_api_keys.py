@@ -26,7 +26,7 @@ def bearer(key):
 @pytest.fixture
 def key_file(tmp_path, monkeypatch):
     """It is looked at whenever it is used."""
-    monkeypatch.setattr("kvpipe.proxy.files._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvpipe.proxy.files._CHECK_INTERVAL_S", 0.0)
     path = tmp_path / "keys"
     path.write_text(f"# of the proxy's clients\n{KEY}\n\n  {NEXT}  \n")
     return path

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
+import os
 import re
 import ssl
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 import orjson
@@ -14,6 +15,8 @@ from aiohttp import web
 from kvpipe.cli import main
 from kvpipe.exceptions import ConfigError
 from kvpipe.proxy import Instance, ProxyConfig
+from kvpipe.proxy import files as files_module
+from kvpipe.proxy.api_keys import ApiKeys
 from kvpipe.proxy.tls import instances_context, server_context
 from kvpipe.queue.command import WorkerConfig, _work
 from kvpipe.queue.topology import Topology
@@ -43,7 +46,7 @@ def https(certificate, monkeypatch):
 @pytest.fixture
 def renewable(certificate, monkeypatch, tmp_path):
     """As `https`, with a certificate in files of its own, which are looked at whenever they are used."""
-    monkeypatch.setattr("kvpipe.proxy.files._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvpipe.proxy.files._CHECK_INTERVAL_S", 0.0)
     files = Certificate(certificate.ca, tmp_path / "cert.pem", tmp_path / "key.pem")
     renew(files, certificate)
     monkeypatch.setattr(harness, "CERTIFICATE", files)
@@ -67,7 +70,7 @@ UNUSABLE = [
     ("none", "key", "ssl_keyfile='{key}' without ssl_certfile: name its certificate (--ssl-certfile)"),
     ("missing", "key", "ssl_certfile='{missing}' cannot be read: No such file or directory"),
     ("cert", "missing", "ssl_keyfile='{missing}' cannot be read: No such file or directory"),
-    ("cert", "folder", "ssl_keyfile='{folder}' cannot be read: Is a directory"),
+    ("cert", "folder", "ssl_keyfile='{folder}' is not a regular file: a pipe or a folder cannot be read again"),
     ("junk", "key", "ssl_certfile='{junk}' has no certificate in PEM form"),
     ("cert", "cert", "ssl_keyfile='{cert}' has no private key in PEM form"),
     ("cert", "other", "ssl_keyfile='{other}' with ssl_certfile='{cert}' cannot be used: the key is not that of"),
@@ -84,7 +87,9 @@ def test_certificate_and_key_that_cannot_be_used_are_named_with_the_remedy(files
 
 def test_a_proxy_does_not_start_with_a_certificate_that_it_cannot_use(files, capsys):
     options = ["--ssl-certfile", str(files["cert"]), "--ssl-keyfile", str(files["other"]), "--port", "0"]
-    assert main(["proxy", "--prefill", "http://p:1,p:2", "--decode", "http://d:1", *options]) == 1
+    assert (
+        main(["proxy", "--prefill", "http://127.0.0.1:1,127.0.0.1:2", "--decode", "http://127.0.0.1:3", *options]) == 1
+    )
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: ssl_keyfile='{files['other']}' with")
 
 
@@ -102,7 +107,7 @@ def test_authorities_that_cannot_be_read_are_named(files, ca, words):
 
 
 def test_authorities_without_an_instance_that_speaks_tls_are_refused(certificate):
-    prefill, decode = Instance("http://p:1", "p:2"), Instance("http://d:1")
+    prefill, decode = Instance("http://127.0.0.1:1", "127.0.0.1:2"), Instance("http://127.0.0.1:3")
     expected = f"instances_ca_file='{certificate.ca}': must be left out, or an instance written as https://host:port"
     with pytest.raises(ConfigError, match=re.escape(expected)):
         ProxyConfig(prefill=(prefill,), decode=(decode,), instances_ca_file=certificate.ca)
@@ -112,7 +117,11 @@ def test_authorities_without_an_instance_that_speaks_tls_are_refused(certificate
 
 def test_tls_is_1_2_or_newer_and_instances_are_verified_by_name(certificate):
     endpoint, instances = server_context(certificate.cert, certificate.key), instances_context(certificate.ca)
-    for context in (endpoint, instances):
+    for context in (endpoint.latest.current(), instances):
+        assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+    for context in (instances, instances_context(None)):
+        # Those of each version of Python, and not strict: CA certificates without keyUsage are taken.
+        assert context.verify_flags == ssl.VERIFY_X509_TRUSTED_FIRST | ssl.VERIFY_X509_PARTIAL_CHAIN
         assert context.minimum_version == ssl.TLSVersion.TLSv1_2
     assert instances.check_hostname
     assert instances.verify_mode == ssl.CERT_REQUIRED
@@ -171,15 +180,85 @@ def test_a_renewal_that_cannot_be_used_is_logged_once_and_the_old_certificate_is
     run(scene)
 
 
-def test_files_are_read_at_most_once_a_second(renewable, authority, monkeypatch):
-    async def scene():
-        async with stage() as s:
-            before = renewable.cert.read_text()
-            renew(renewable, authority.issue())
-            monkeypatch.setattr("kvpipe.proxy.files._LOOK_EVERY_S", 3600.0)
-            assert await shown(s) in before
+@pytest.fixture
+def reads(monkeypatch):
+    """Settings whose files are read, in turn."""
+    read, names = files_module.read, []
 
-    run(scene)
+    def counted(name, path):
+        names.append(name)
+        return read(name, path)
+
+    monkeypatch.setattr(files_module, "read", counted)
+    return names
+
+
+def test_files_are_read_at_most_once_a_second_and_each_once(renewable, authority, monkeypatch, reads):
+    now_s = 1000.0
+    monkeypatch.setattr(files_module, "_CHECK_INTERVAL_S", 1.0)
+    monkeypatch.setattr(files_module.time, "monotonic", lambda: now_s)
+    latest = server_context(renewable.cert, renewable.key).latest
+    first = latest.current()
+    once = ["ssl_certfile", "ssl_keyfile"]
+    renew(renewable, authority.issue())
+    now_s = 1000.9
+    assert [latest.current() for _ in range(3)] == [first] * 3
+    assert reads == once
+    now_s = 1001.0
+    assert latest.current() is latest.current() is not first
+    assert reads == once * 2
+
+
+def test_refused_files_are_not_tried_again_until_they_change(renewable, monkeypatch):
+    latest = server_context(renewable.cert, renewable.key).latest
+    load, tries = latest._load, []
+    monkeypatch.setattr(latest, "_load", lambda contents: [tries.append(1), load(contents)][1])
+    for content in (b"junk", b"other junk"):
+        replace(renewable.cert, content)
+        for _ in range(3):
+            latest.current()
+    assert len(tries) == 2
+
+
+def handshake(server, client, session=None):
+    """Client and server after a handshake in memory, and one byte from the server, which brings the client tickets."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        server.wrap_bio(to_server, to_client, server_side=True),
+        client.wrap_bio(to_client, to_server, server_hostname="127.0.0.1", session=session),
+    ]
+    for _ in range(3):
+        for end in reversed(ends):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    ends[0].write(b"x")
+    assert ends[1].read(1) == b"x"
+    return ends[1]
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_that_resumes_its_session_gets_the_renewed_certificate(renewable, authority, version):
+    server, client = server_context(renewable.cert, renewable.key), renewable.client_context()
+    client.maximum_version = version
+    session = handshake(server, client).session
+    assert handshake(server, client, session).session_reused
+    renew(renewable, authority.issue())
+    connection = handshake(server, client, session)
+    assert not connection.session_reused
+    shown = ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True))
+    assert shown in renewable.cert.read_text()
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path, certificate):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for load in (
+        lambda: server_context(pipe, certificate.key),
+        lambda: instances_context(pipe),
+        lambda: ApiKeys(pipe),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"='{pipe}' is not a regular file: a pipe or a folder")):
+            load()
 
 
 @asynccontextmanager
@@ -207,8 +286,8 @@ def strange(kind, authority, tmp_path):
 
 
 REFUSED = {
-    "authority": "its certificate is of an unknown authority (unable to get local issuer certificate): name the "
-    "authority's by --instances-ca-file",
+    "authority": "its certificate is of an unknown CA (unable to get local issuer certificate): name the CA's "
+    "own certificate by --instances-ca-file",
     "expired": "its certificate is out of date (certificate has expired): renew it, and restart vLLM if it lacks "
     "--enable-ssl-refresh",
     "host": "its certificate is for another host (IP address mismatch, certificate is not valid for '127.0.0.1'): use "

@@ -3,10 +3,11 @@
 import hashlib
 import hmac
 import re
+from functools import partial
 from pathlib import Path
 
 from kvpipe.exceptions import ConfigError
-from kvpipe.proxy.files import Reloaded, read
+from kvpipe.proxy.files import Reloaded
 
 _API_KEY_FILE, _INSTANCES_API_KEY_FILE = "api_key_file", "instances_api_key_file"
 _KEY = re.compile(r"[!-~]+")
@@ -23,7 +24,7 @@ class ApiKeys:
     """
 
     def __init__(self, file: Path) -> None:
-        self._hashes = Reloaded({_API_KEY_FILE: file}, lambda: _hashes_in(file))
+        self._hashes = Reloaded({_API_KEY_FILE: file}, partial(_hashes_in, file))
 
     def accepts(self, authorization: str) -> bool:
         """True for `Bearer KEY`; takes the same time for every wrong key."""
@@ -42,8 +43,8 @@ def instances_authorization(file: Path) -> Reloaded[str]:
         ConfigError: the file cannot be read, or has no key, several, or a line that is none.
     """
 
-    def load() -> str:
-        keys = _keys_in(_INSTANCES_API_KEY_FILE, file)
+    def load(contents: list[bytes]) -> str:
+        keys = _keys_in(_INSTANCES_API_KEY_FILE, file, contents[0])
         if len(keys) > 1:
             raise ConfigError(f"{_INSTANCES_API_KEY_FILE}={str(file)!r} has {len(keys)} keys: leave one")
         return f"Bearer {keys[0]}"
@@ -51,17 +52,17 @@ def instances_authorization(file: Path) -> Reloaded[str]:
     return Reloaded({_INSTANCES_API_KEY_FILE: file}, load)
 
 
-def _hashes_in(file: Path) -> list[bytes]:
-    return list(map(_hash, _keys_in(_API_KEY_FILE, file)))
+def _hashes_in(file: Path, contents: list[bytes]) -> list[bytes]:
+    return list(map(_hash, _keys_in(_API_KEY_FILE, file, contents[0])))
 
 
 def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
-def _keys_in(name: str, file: Path) -> list[str]:
+def _keys_in(name: str, file: Path, content: bytes) -> list[str]:
     """The keys in a file. No message has any of its content."""
-    lines = read(name, file).decode("utf-8-sig", errors="replace").splitlines()
+    lines = content.decode("utf-8-sig", errors="replace").splitlines()
     keys = {number: line.strip() for number, line in enumerate(lines, 1)}
     keys = {number: key for number, key in keys.items() if key and not key.startswith("#")}
     for number, key in keys.items():

@@ -37,12 +37,12 @@ class ProxyConfig:
             their workers take the requests.
         host: interface to listen on. Default: loopback only.
         port: TCP port to listen on; 0 picks a free one, which the log names.
-        ssl_certfile: PEM file with the certificate of the endpoint, and those between it and its authority; with it the
+        ssl_certfile: PEM file with the certificate of the endpoint, and those between it and its CA's; with it the
             endpoint speaks TLS alone. A renewed file is used without a restart.
         ssl_keyfile: PEM file with the certificate's private key, without a passphrase.
         api_key_file: file with the API keys of clients, one a line; each request but those for reports of the proxy
             needs one of them, which instances do not get. A changed file is used without a restart.
-        instances_ca_file: PEM file with the authorities of the certificates of `https://` instances; None: those that
+        instances_ca_file: PEM file with the CA certificates of `https://` instances; None: those that
             the system trusts.
         instances_api_key_file: file with the API key that instances get with every request, in place of the client's.
             A changed file is used without a restart.
@@ -128,7 +128,7 @@ class ProxyConfig:
 
 
 def check_ca_file(ca_file: Path | None, instances: Iterable[Instance]) -> None:
-    """Raises `ConfigError` for authorities that no connection needs."""
+    """Raises `ConfigError` for CA certificates that no connection needs."""
     has_tls = any(instance.url.startswith("https://") for instance in instances)
     wanted = "left out, or an instance written as https://host:port"
     _check("instances_ca_file", str(ca_file), wanted, ok=ca_file is None or has_tls)

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import stat
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,14 +12,17 @@ from kvpipe.exceptions import ConfigError
 
 T = TypeVar("T")
 
-_LOOK_EVERY_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 def read(name: str, path: Path) -> bytes:
-    """The content of the file that a setting names; raises `ConfigError` with both."""
+    """The content of the regular file that a setting names; raises `ConfigError` with both."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            message = f"{name}={str(path)!r} is not a regular file: a pipe or a folder cannot be read again"
+            raise ConfigError(message)
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{name}={str(path)!r} cannot be read: {error.strerror}") from error
@@ -33,41 +37,48 @@ class Reloaded(Generic[T]):
 
     Args:
         files: the files, by the settings that name them.
-        load: makes the value; raises `ConfigError`.
+        load: makes the value of the files' contents, in the order of `files`; raises `ConfigError`.
 
     Raises:
         ConfigError: the files cannot be read or used.
     """
 
-    def __init__(self, files: Mapping[str, Path], load: Callable[[], T]) -> None:
+    def __init__(self, files: Mapping[str, Path], load: Callable[[list[bytes]], T]) -> None:
         self._files = files
         self._load = load
-        self._digest = self._digest_of_files()
-        self._value = load()
+        contents = self._contents()
+        self._digests = _digests(contents)
+        self._value = load(contents)
         self._problem = ""
-        self._looked_at_s = time.monotonic()
+        self._checked_at_s = time.monotonic()
 
     def current(self) -> T:
         """The value of the files as they were within the last second."""
         now_s = time.monotonic()
-        if now_s - self._looked_at_s >= _LOOK_EVERY_S:
-            self._looked_at_s = now_s
-            self._look()
+        if now_s - self._checked_at_s >= _CHECK_INTERVAL_S:
+            self._checked_at_s = now_s
+            self._reload_if_changed()
         return self._value
 
-    def _look(self) -> None:
-        problem = ""
+    def _reload_if_changed(self) -> None:
         try:
-            digest = self._digest_of_files()
-            if digest != self._digest:
-                self._value = self._load()
-                self._digest = digest
-                logger.info("file.reloaded files=%s", ",".join(map(str, self._files.values())))
+            contents = self._contents()
+            digests = _digests(contents)
+            if digests == self._digests:
+                return
+            self._digests = digests  # those of refused files, too: they are not tried again until they change
+            self._value = self._load(contents)
         except ConfigError as error:
-            problem = str(error)
-            if problem != self._problem:
-                logger.warning("file.refused reason=%r", problem)
-        self._problem = problem
+            if str(error) != self._problem:
+                logger.warning("file.refused reason=%r", str(error))
+            self._problem = str(error)
+            return
+        self._problem = ""
+        logger.info("file.reloaded files=%s", ",".join(map(str, self._files.values())))
 
-    def _digest_of_files(self) -> list[bytes]:
-        return [hashlib.sha256(read(name, path)).digest() for name, path in self._files.items()]
+    def _contents(self) -> list[bytes]:
+        return [read(name, path) for name, path in self._files.items()]
+
+
+def _digests(contents: list[bytes]) -> list[bytes]:
+    return [hashlib.sha256(content).digest() for content in contents]

@@ -1,16 +1,20 @@
 """TLS of the proxy's endpoint and of the connections to instances. A failure has a reason that names its remedy."""
 
 import ssl
+from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvpipe.exceptions import ConfigError
 from kvpipe.proxy.files import Reloaded, read
 
 _OLDEST = ssl.TLSVersion.TLSv1_2
+# Those of curl, with each version of Python, whose defaults are strict from 3.13 on: strict ones refuse CA certificates
+# without keyUsage, which are common in companies. Any certificate in the file may end a chain.
+_VERIFY_FLAGS = ssl.VERIFY_X509_TRUSTED_FIRST | ssl.VERIFY_X509_PARTIAL_CHAIN
 # Codes of OpenSSL's x509_vfy.h.
 _NOT_YET_VALID, _EXPIRED = 9, 10
-_UNKNOWN_AUTHORITY = {2, 18, 19, 20, 21}
+_UNKNOWN_CA = {2, 18, 19, 20, 21}
 _OTHER_HOST = {62, 64}
 # A server that answers in HTTP: the first name is OpenSSL 3.0's, newer releases have the others, too.
 _NO_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"}
@@ -33,30 +37,50 @@ def server_context(certfile: Path | None, keyfile: Path | None) -> ssl.SSLContex
     if certfile is None:
         raise ConfigError(f"ssl_keyfile={str(keyfile)!r} without ssl_certfile: name its certificate (--ssl-certfile)")
     files = {"ssl_certfile": certfile, "ssl_keyfile": keyfile}
-    latest = Reloaded(files, lambda: _load(certfile, keyfile))
-    context = latest.current()
-
-    def use_latest(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        # To load a certificate into a context that is in use would leave it without a key where the two do not match.
-        connection.context = latest.current()
-
-    context.sni_callback = use_latest  # OpenSSL calls it for every handshake
+    context = _RenewedContext(ssl.PROTOCOL_TLS_SERVER)
+    context.latest = Reloaded(files, lambda contents: _load(certfile, keyfile, *contents))
     return context
 
 
-def instances_context(ca_file: Path) -> ssl.SSLContext:
-    """The context of connections to instances whose certificates these authorities have signed.
+class _RenewedContext(ssl.SSLContext):
+    """Each connection is one of the latest context, which has its own sessions: none of a replaced one is resumed.
+
+    To load a certificate into a context that is in use would leave it without a key where the two do not match.
+    """
+
+    latest: Reloaded[ssl.SSLContext]
+
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        return self.latest.current().wrap_bio(*args, **options)
+
+
+def instances_context(ca_file: Path | None) -> ssl.SSLContext:
+    """The context of connections to instances whose certificates are signed by one of these CA certificates.
+
+    Without a file those that the system trusts count.
 
     Raises:
         ConfigError: the file cannot be read, or has no certificate.
     """
-    read("instances_ca_file", ca_file)
+    if ca_file is None:
+        return _system_context()
+    pem = read("instances_ca_file", ca_file).decode("ascii", errors="ignore")
     try:
-        context = ssl.create_default_context(cafile=ca_file)
-    except ssl.SSLError as error:
-        message = f"instances_ca_file={str(ca_file)!r} has no certificate in PEM form ({error.reason})"
+        return _verifying(ssl.create_default_context(cadata=pem))
+    except (ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or "none is found"
+        message = f"instances_ca_file={str(ca_file)!r} has no certificate in PEM form ({reason})"
         raise ConfigError(message) from error
+
+
+@cache  # to load the system's certificates takes OpenSSL tenths of a second
+def _system_context() -> ssl.SSLContext:
+    return _verifying(ssl.create_default_context())
+
+
+def _verifying(context: ssl.SSLContext) -> ssl.SSLContext:
     context.minimum_version = _OLDEST
+    context.verify_flags = _VERIFY_FLAGS
     return context
 
 
@@ -70,8 +94,8 @@ def failure(error: ssl.SSLError) -> str:
 
 
 def _refusal(code: int, text: str) -> str:
-    if code in _UNKNOWN_AUTHORITY:
-        return f"its certificate is of an unknown authority ({text}): name the authority's by --instances-ca-file"
+    if code in _UNKNOWN_CA:
+        return f"its certificate is of an unknown CA ({text}): name the CA's own certificate by --instances-ca-file"
     if code in _OTHER_HOST:
         return f"its certificate is for another host ({text}): use a name of its subjectAltName, or add this one to it"
     if code == _EXPIRED:
@@ -81,9 +105,9 @@ def _refusal(code: int, text: str) -> str:
     return f"its certificate is refused ({text})"
 
 
-def _load(certfile: Path, keyfile: Path) -> ssl.SSLContext:
-    _check("ssl_certfile", certfile, b"-----BEGIN CERTIFICATE-----", "certificate")
-    _check("ssl_keyfile", keyfile, b"PRIVATE KEY-----", "private key")
+def _load(certfile: Path, keyfile: Path, cert: bytes, key_content: bytes) -> ssl.SSLContext:
+    _check("ssl_certfile", certfile, cert, b"-----BEGIN CERTIFICATE-----", "certificate")
+    _check("ssl_keyfile", keyfile, key_content, b"PRIVATE KEY-----", "private key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = _OLDEST
     key = f"ssl_keyfile={str(keyfile)!r}"
@@ -100,8 +124,8 @@ def _load(certfile: Path, keyfile: Path) -> ssl.SSLContext:
     return context
 
 
-def _check(name: str, path: Path, marker: bytes, what: str) -> None:
-    if marker not in read(name, path):
+def _check(name: str, path: Path, content: bytes, marker: bytes, what: str) -> None:
+    if marker not in content:
         raise ConfigError(f"{name}={str(path)!r} has no {what} in PEM form")
 
 

@@ -334,14 +334,13 @@ def open_session(
 ) -> aiohttp.ClientSession:
     """Open the session to all instances: no limit on connections, bytes unchanged.
 
-    Certificates of instances have to be of an authority in `ca_file`, or else of one that the system trusts.
+    Certificates of instances have to be signed by a CA certificate in `ca_file`, or else by one that the system trusts.
 
     Raises:
         ConfigError: the file cannot be read, or has no certificate.
     """
-    trusted = True if ca_file is None else tls.instances_context(ca_file)
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=trusted),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=tls.instances_context(ca_file)),
         timeout=aiohttp.ClientTimeout(
             total=None,
             connect=connect_timeout_s,
@@ -427,7 +426,7 @@ def _instance_error(role: Role, instance: Instance, error: Exception, reason: st
     return InstanceError(role, instance, reason, failure)
 
 
-def _why_unreached(error: aiohttp.ClientConnectorError) -> str:
+def _connect_error_reason(error: aiohttp.ClientConnectorError) -> str:
     if isinstance(error.__cause__, ssl.SSLError):
         return tls.failure(error.__cause__)
     return f"cannot connect: {error.os_error.strerror or error.os_error}"
@@ -435,7 +434,7 @@ def _why_unreached(error: aiohttp.ClientConnectorError) -> str:
 
 def _describe(error: Exception, silence_timeout_s: float) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        return _why_unreached(error)
+        return _connect_error_reason(error)
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return "cannot connect in time (--connect-timeout)"
     if isinstance(error, TimeoutError):
