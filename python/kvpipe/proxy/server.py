@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import signal
+from collections.abc import Iterable
 from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 import uvloop
 from aiohttp import web
@@ -13,6 +15,7 @@ from kvpipe.proxy.app import create_app
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.connections import Runner
 from kvpipe.proxy.control import Control
+from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.tls import server_context
 from kvpipe.proxy.upstream import DecodeQueue
 
@@ -49,12 +52,8 @@ async def serve(config: ProxyConfig, control: Control, queue: DecodeQueue | None
     runner = create_runner(config, control, queue)
     try:
         await listen(runner, config)
+        _warn(config, [address[0] for address in runner.addresses])
         host, port = runner.addresses[0][:2]
-        if config.api_key_file is not None and config.ssl_certfile is None and not ip_address(host).is_loopback:
-            logger.warning(
-                "proxy.unencrypted API keys and prompts can be read on the network: add --ssl-certfile and "
-                "--ssl-keyfile, unless TLS ends at a gateway in front of this proxy"
-            )
         logger.info(
             "proxy.listening host=%s port=%s tls=%s dispatch=%s early_token=%s split_from=%s",
             host,
@@ -69,6 +68,42 @@ async def serve(config: ProxyConfig, control: Control, queue: DecodeQueue | None
     finally:
         await runner.cleanup()
     logger.info("proxy.stopped")
+
+
+def _warn(config: ProxyConfig, hosts: list[str]) -> None:
+    """Logs what others can read or use at the addresses that are listened on, and at instances."""
+    if not all(map(_is_loopback, hosts)):
+        if config.api_key_file is not None and config.ssl_certfile is None:
+            logger.warning(
+                "proxy.unencrypted API keys and prompts can be read on the network: add --ssl-certfile and "
+                "--ssl-keyfile, unless TLS ends at a gateway in front of this proxy"
+            )
+        if config.api_key_file is None and config.instances_api_key_file is not None:
+            logger.warning(
+                "proxy.unauthenticated every client uses the key of --instances-api-key-file: add --api-key-file, "
+                "unless a gateway in front of this proxy authenticates clients"
+            )
+    if config.instances_api_key_file is not None:
+        warn_of_unencrypted_key((*config.prefill, *config.decode))
+
+
+def warn_of_unencrypted_key(instances: Iterable[Instance]) -> None:
+    """Logs each URL that gets the API key of instances over a network without TLS."""
+    for url in dict.fromkeys(instance.url for instance in instances):
+        parts = urlsplit(url)
+        if parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
+            logger.warning(
+                "instance.unencrypted url=%s the key of --instances-api-key-file can be read on the network: give the "
+                "instance a certificate, and write https://",
+                url,
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def create_runner(config: ProxyConfig, control: Control, queue: DecodeQueue | None = None) -> web.AppRunner:

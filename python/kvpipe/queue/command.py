@@ -18,7 +18,7 @@ from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
 from kvpipe.proxy.api_keys import instances_authorization
 from kvpipe.proxy.config import check_ca_file
-from kvpipe.proxy.server import signalled
+from kvpipe.proxy.server import signalled, warn_of_unencrypted_key
 from kvpipe.proxy.upstream import Upstream, open_session
 from kvpipe.queue.front import DecodeQueue
 from kvpipe.queue.letters import letters, replay
@@ -117,6 +117,8 @@ async def _work(config: WorkerConfig) -> None:
                 control=control,
                 frozen_after_s=config.frozen_after_s,
             )
+            if key_file is not None:
+                warn_of_unencrypted_key((config.decode,))
             logger.info("worker.started decode=%s slots=%s", config.decode.url, config.num_slots)
             await worker.run(stopped, config.drain_timeout_s)
     finally:
