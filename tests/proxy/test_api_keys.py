@@ -2,18 +2,23 @@
 
 import asyncio
 import logging
+import re
 
 import aiohttp
 import orjson
 import pytest
+from multidict import CIMultiDict
 
 from kvpipe.cli import main
 from kvpipe.exceptions import ConfigError
 from kvpipe.proxy import Instance, ProxyConfig, serve
 from kvpipe.proxy.api_keys import ApiKeys, instances_authorization
 from kvpipe.proxy.endpoints import ALONE, AUDIO, HANDED_OFF
+from kvpipe.proxy.instances import QUEUE
+from kvpipe.proxy.server import _warn, create_runner, listen
+from kvpipe.proxy.upstream import Answer
 
-from .harness import COMPLETIONS, DEAD, REQUEST, RecordingControl, answers, run, stage, streams
+from .harness import COMPLETIONS, DEAD, REQUEST, RecordingControl, StandIn, answers, run, stage, streams
 
 KEY, NEXT, WRONG, OF_INSTANCES = "sk-current-3f", "sk-next-a9", "sk-wrong-77", "sk-of-instances-c1"
 MODELS = b'{"data": [{"id": "m", "max_model_len": 4096}]}'
@@ -158,7 +163,7 @@ def test_a_file_without_usable_keys_is_refused_and_at_a_change_the_old_ones_are_
 
 def test_the_proxy_does_not_start_without_usable_keys(tmp_path, capsys):
     for flag in ("api-key-file", "instances-api-key-file"):
-        instances = ["--prefill", "http://p:1,p:2", "--decode", "http://d:1"]
+        instances = ["--prefill", "http://127.0.0.1:1,127.0.0.1:2", "--decode", "http://127.0.0.1:3"]
         assert main(["proxy", *instances, "--port", "0", f"--{flag}", str(tmp_path / "none")]) == 1
         named = f"error: {flag.replace('-', '_')}='{tmp_path / 'none'}' cannot be read: No such file or directory\n"
         assert capsys.readouterr().err == named
@@ -265,11 +270,159 @@ def test_only_hashes_of_the_clients_keys_are_kept(key_file):
     assert all(isinstance(each, bytes) and len(each) == 32 for each in keys._hashes.current())
 
 
+async def ask(reader, writer, head, body=b""):
+    """The first line of the answer to a request that is written by hand, after which its body has been read."""
+    writer.write(head.encode() + b"\r\n\r\n" + body)
+    answer = (await reader.readuntil(b"\r\n\r\n")).decode()
+    size = re.search(r"Content-Length: (\d+)", answer)
+    await reader.readexactly(int(size[1]) if size else 0)
+    return answer.splitlines()[0]
+
+
+def test_a_revoked_key_is_refused_on_a_connection_that_was_kept_which_ends(key_file):
+    async def scene():
+        async with stage(api_key_file=key_file) as s:
+            reader, writer = await s.connect()
+            head = f"GET /v1/models HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {KEY}"
+            assert await ask(reader, writer, head) == "HTTP/1.1 200 OK"
+            key_file.write_text(NEXT)
+            assert await ask(reader, writer, head) == "HTTP/1.1 401 Unauthorized"
+            assert await reader.read() == b""
+            writer.close()
+
+    run(scene)
+
+
+@pytest.mark.parametrize(("key", "line"), [(KEY, "HTTP/1.1 100 Continue"), (WRONG, "HTTP/1.1 401 Unauthorized")])
+def test_a_client_that_waits_with_its_body_is_asked_for_it_only_with_a_key(key_file, key, line):
+    async def scene():
+        async with stage(api_key_file=key_file) as s:
+            reader, writer = await s.connect()
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\nExpect: 100-continue\r\n"
+            assert await ask(reader, writer, f"{head}Authorization: Bearer {key}") == line
+            writer.close()
+
+    run(scene)
+
+
+@pytest.mark.parametrize("path", ["/version", "/ping"])
+@pytest.mark.parametrize("names", [("api_key_file",), ("instances_api_key_file",)])
+def test_requests_that_need_no_key_bring_no_headers_of_their_own_to_an_instance(
+    key_file, instances_key_file, path, names
+):
+    files = {"api_key_file": key_file, "instances_api_key_file": instances_key_file}
+
+    async def scene():
+        async with stage(**{name: files[name] for name in names}) as s:
+            async with s.client.get(s.url + path, headers={"X-Mine": "1", "x-api-key": KEY}) as response:
+                assert response.status == 200
+            assert s.decode[0].paths == [path]
+            assert {"X-Mine", "x-api-key"} & set(s.decode[0].headers[0]) == set()
+
+    run(scene)
+
+
+def test_a_clients_x_api_key_ends_at_a_proxy_with_keys(key_file):
+    async def scene():
+        async with stage(api_key_file=key_file) as s:
+            assert (await s.post(headers=bearer(KEY) | {"x-api-key": KEY, "X-Mine": "1"}))[0] == 200
+            for instance in (s.prefill[0], s.decode[0]):
+                assert "X-Mine" in instance.headers[-1]
+                assert "x-api-key" not in instance.headers[-1]
+
+    run(scene)
+
+
+class KeptQueue:
+    """Decode instances behind a broker, which keeps the headers that it gets."""
+
+    def __init__(self):
+        self.headers = []
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    def check(self, num_bytes=0):
+        pass
+
+    def describe(self):
+        return None
+
+    def health(self):
+        return "ok"
+
+    async def state(self):
+        return {"workers": []}
+
+    async def post(self, path, headers, body, *, awaits_first_byte, when_begun=None):
+        self.headers.append(headers)
+        return Answer("decode", QUEUE, 200, CIMultiDict(), b"{}")
+
+
+def test_behind_a_broker_no_message_has_a_key_and_the_page_of_the_queue_needs_none(key_file, instances_key_file):
+    async def scene():
+        prefill = StandIn("p0", answers())
+        instances = await prefill.serve()
+        instance = Instance(prefill.url, prefill.control)
+        settings = {"api_key_file": key_file, "instances_api_key_file": instances_key_file, "port": 0}
+        config = ProxyConfig(prefill=(instance,), decode=(), dispatch="amqp", drain_timeout_s=0.2, **settings)
+        runner = create_runner(config, RecordingControl(), queue := KeptQueue())
+        try:
+            await listen(runner, config)
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            async with aiohttp.ClientSession() as client:
+                for headers in ({}, bearer(WRONG)):
+                    async with client.get(url + "/queue", headers=headers) as response:
+                        assert (response.status, await response.json()) == (200, {"workers": []})
+                headers = bearer(KEY) | {"x-api-key": KEY, "X-Mine": "1"}
+                async with client.post(url + COMPLETIONS, json=REQUEST, headers=headers) as response:
+                    assert response.status == 200
+            [sent] = queue.headers
+            assert sent["X-Mine"] == "1"
+            assert {"authorization", "x-api-key"} & {name.lower() for name in sent} == set()
+        finally:
+            await runner.cleanup()
+            await instances.cleanup()
+
+    run(scene)
+
+
+def warnings_at(caplog, hosts, **settings):
+    caplog.clear()
+    instances = {"prefill": (Instance("http://127.0.0.1:1", "127.0.0.1:2"),), "decode": (Instance("http://[::1]:3"),)}
+    _warn(ProxyConfig(**instances | settings), hosts)
+    return [record.getMessage().split()[0] for record in caplog.records]
+
+
+def test_a_proxy_whose_every_client_uses_its_key_for_instances_is_warned_of(key_file, instances_key_file, caplog):
+    beyond, only = ["127.0.0.1", "10.0.0.1"], {"instances_api_key_file": instances_key_file}
+    assert warnings_at(caplog, beyond, **only) == ["proxy.unauthenticated"]
+    assert warnings_at(caplog, ["127.0.0.1", "::1"], **only) == []
+    assert warnings_at(caplog, beyond, api_key_file=key_file, **only) == ["proxy.unencrypted"]
+    assert warnings_at(caplog, beyond) == []
+
+
+def test_each_instance_that_gets_the_key_unencrypted_is_warned_of_once(instances_key_file, caplog):
+    far = (Instance("http://10.0.0.1:1"), Instance("https://10.0.0.2:1"), Instance("http://localhost:1"))
+    settings = {"decode": far, "prefill": (Instance("http://10.0.0.1:1", "10.0.0.1:2"),)}
+    assert warnings_at(caplog, ["127.0.0.1"], **settings) == []
+    settings["instances_api_key_file"] = instances_key_file
+    assert warnings_at(caplog, ["127.0.0.1"], **settings) == ["instance.unencrypted"]
+    assert "url=http://10.0.0.1:1 " in caplog.text
+    assert OF_INSTANCES not in caplog.text
+
+
 @pytest.mark.parametrize(("host", "has_tls"), [("0.0.0.0", False), ("127.0.0.1", False), ("0.0.0.0", True)])
 def test_keys_that_travel_unencrypted_beyond_this_host_are_warned_of(key_file, certificate, caplog, host, has_tls):
     caplog.set_level(logging.INFO)
     files = {"api_key_file": key_file} | (certificate.of_endpoint if has_tls else {})
-    instances = {"prefill": (Instance("http://p:1", "p:2"),), "decode": (Instance("http://d:1"),)}
+    instances = {
+        "prefill": (Instance("http://127.0.0.1:1", "127.0.0.1:2"),),
+        "decode": (Instance("http://127.0.0.1:3"),),
+    }
 
     async def scene():
         listening = asyncio.Event()

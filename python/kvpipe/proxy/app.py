@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
+from aiohttp.web_urldispatcher import _default_expect_handler
 from multidict import CIMultiDict
 
 from kvpipe.proxy.api_keys import ApiKeys, instances_authorization
@@ -19,7 +20,7 @@ from kvpipe.proxy.connections import CORS, METRICS
 from kvpipe.proxy.control import Control
 from kvpipe.proxy.cors import Cors
 from kvpipe.proxy.dispatch import Dispatcher
-from kvpipe.proxy.endpoints import ABOUT_INSTANCE, ALONE, AUDIO, HANDED_OFF, OPEN
+from kvpipe.proxy.endpoints import ABOUT_INSTANCE, ALONE, AUDIO, HANDED_OFF, UNAUTHENTICATED_PATHS
 from kvpipe.proxy.exchanges import Call
 from kvpipe.proxy.headers import request_headers
 from kvpipe.proxy.metrics import Metrics
@@ -55,12 +56,15 @@ def create_app(config: ProxyConfig, control: Control, queue: DecodeQueue | None 
     app[CORS].install(app)
     app.middlewares.append(_openai_errors)
     app[METRICS] = Metrics()
+    expect = None
     if config.api_key_file is not None:
-        app.middlewares.append(_authenticate(ApiKeys(config.api_key_file), app[METRICS]))
+        keys = ApiKeys(config.api_key_file)
+        app.middlewares.append(_authenticate(keys, app[METRICS]))
+        expect = partial(_continue_with_key, keys)
     proxy = _Proxy(config, control, queue, app[METRICS])
     app.cleanup_ctx.append(proxy.lifespan)
     for path in (*HANDED_OFF, *ALONE, *AUDIO):
-        app.router.add_post(path, proxy.answer)
+        app.router.add_post(path, proxy.answer, expect_handler=expect)
     for path in ABOUT_INSTANCE:
         app.router.add_get(path, proxy.about_instance)
     app.router.add_get("/health", proxy.health)
@@ -92,6 +96,10 @@ class _Proxy:
         self._queue = queue
         self._metrics = metrics
 
+    @property
+    def _has_keys(self) -> bool:
+        return self._config.api_key_file is not None or self._config.instances_api_key_file is not None
+
     async def lifespan(self, _: web.Application) -> AsyncIterator[None]:
         config = self._config
         key_file = config.instances_api_key_file
@@ -119,7 +127,8 @@ class _Proxy:
                 return await relay(request, answer, self._config.client_timeout_s, record)
 
     async def about_instance(self, request: web.Request) -> web.StreamResponse:
-        headers = self._headers(request)
+        # A request without a key brings nothing of its own along with that of the instances.
+        headers = CIMultiDict[str]() if _is_open(request) and self._has_keys else self._headers(request)
         answer = await self._dispatcher.ask_decode(request.path, headers)
         return await relay(request, answer, self._config.client_timeout_s, RequestRecord(request.path, self._metrics))
 
@@ -150,6 +159,7 @@ class _Proxy:
         headers = request_headers(request.headers)
         if self._config.api_key_file is not None:
             headers.popall(hdrs.AUTHORIZATION, None)
+            headers.popall("x-api-key", None)
         return headers
 
     async def _read(self, request: web.Request) -> bytes:
@@ -221,18 +231,33 @@ def _authenticate(keys: ApiKeys, metrics: Metrics) -> Middleware:
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        is_open = resource is not None and resource.canonical in OPEN
-        if is_open or keys.accepts(request.headers.get(hdrs.AUTHORIZATION, "")):
+        if _is_open(request) or _has_key(request, keys):
             return await handler(request)
+        resource = request.match_info.route.resource
         record = RequestRecord("" if resource is None else resource.canonical, metrics)
         record.refused(HTTPStatus.UNAUTHORIZED, _NO_KEY)
         record.end()
         response = _error(HTTPStatus.UNAUTHORIZED, _NO_KEY)
         response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
+        response.force_close()  # what is left of its body is not read
         return response
 
     return check_key
+
+
+async def _continue_with_key(keys: ApiKeys, request: web.Request) -> None:
+    """Asks a client that waits for `100 Continue` for its body, unless it will get 401."""
+    if _has_key(request, keys):
+        await _default_expect_handler(request)
+
+
+def _is_open(request: web.Request) -> bool:
+    resource = request.match_info.route.resource
+    return resource is not None and resource.canonical in UNAUTHENTICATED_PATHS
+
+
+def _has_key(request: web.Request, keys: ApiKeys) -> bool:
+    return keys.accepts(request.headers.get(hdrs.AUTHORIZATION, ""))
 
 
 @web.middleware

@@ -29,5 +29,5 @@ ALONE = (
 AUDIO = ("/v1/audio/transcriptions", "/v1/audio/translations")
 # One instance answers these.
 ABOUT_INSTANCE = ("/v1/models", "/version", "/ping")
-# These need no API key, as in vLLM: probes and monitoring have none. Reports have neither prompts nor answers.
-OPEN = ("/health", "/metrics", "/status/{handoff}", "/queue", "/version", "/ping")
+# These need no API key: probes and monitoring have none. Reports have neither prompts nor answers.
+UNAUTHENTICATED_PATHS = ("/health", "/metrics", "/status/{handoff}", "/queue", "/version", "/ping")
