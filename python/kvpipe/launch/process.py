@@ -28,7 +28,9 @@ _NUM_TAIL_LINES = 30
 # Longer lines are split: vLLM prints its whole configuration as one.
 _LINE_LIMIT_BYTES = 1 << 16
 
-_KILL_WAIT_S = 5.0
+# Of a process that has been killed: on a busy machine the kernel has not taken its memory back after seconds.
+_KILL_WAIT_S = 60.0
+_LOG_WAIT_S = 5.0
 
 
 class ProcessGroup(subprocess.Popen[bytes]):
@@ -172,7 +174,7 @@ class ChildProcess:
         await self._exited.wait()
         if self._reader is not None:  # ends with the pipe, unless a process left the group with it
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._reader, _KILL_WAIT_S)
+                await asyncio.wait_for(self._reader, _LOG_WAIT_S)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Sends a signal to the command, not to its descendants."""
