@@ -483,7 +483,7 @@ class Peer:
     def transport(self) -> str: ...
     @property
     def transport_reason(self) -> str:
-        """Why that is slower than this host allows, and the remedy; empty if it is not."""
+        """The reason that this is slower than this host allows, and the remedy; empty if it is not."""
 
     @property
     def lost(self) -> str | None:

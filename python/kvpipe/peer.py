@@ -101,7 +101,7 @@ class Peer:
 
     @property
     def transport_reason(self) -> str:
-        """Why that transport is slower than this host allows, and the remedy; empty if it is not."""
+        """The reason that this transport is slower than this host allows, and the remedy; empty if it is not."""
         return self._native.transport_reason
 
     @property

@@ -61,6 +61,7 @@ def test_an_instance_that_takes_a_request_slowly_is_not_silent():
     run(scene)
 
 
+@pytest.mark.usefixtures("_each_scheme")
 def test_an_instance_that_takes_nothing_of_a_request_is_silent():
     async def scene():
         async def stuck(request):

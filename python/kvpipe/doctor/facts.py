@@ -50,7 +50,7 @@ class InstanceAddress:
 
 
 class FailureKind(StrEnum):
-    """Why an address gave no answer."""
+    """Causes of a missing answer."""
 
     TOKEN = "token"  # noqa: S105 - no token
     RELEASE = "release"
@@ -158,7 +158,7 @@ class InstanceFacts:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """What has to be equal on both sides of a handoff, in the order of comparison."""
+        """Fields that have to be equal on both sides of a handoff, in the order of comparison."""
         return dict(self.description.get("fingerprint", {}))
 
     @property

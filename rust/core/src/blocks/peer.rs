@@ -81,7 +81,7 @@ impl Counters {
 pub struct SessionTransport {
     /// Its name, such as `cma`; empty without a session.
     pub name: String,
-    /// Why it is slower than this host allows, and the remedy; empty if it is not.
+    /// Reason that it is slower than this host allows, and the remedy; empty if it is not.
     pub reason: String,
 }
 
@@ -146,7 +146,7 @@ impl Peer {
         self.state().transport.name.clone()
     }
 
-    /// Why that transport is slower than this host allows, and the remedy; empty if it is not.
+    /// Reason that this transport is slower than this host allows, and the remedy; empty if it is not.
     pub fn transport_reason(&self) -> String {
         self.state().transport.reason.clone()
     }

@@ -278,6 +278,24 @@ mod tests {
     }
 
     #[test]
+    fn queued_frames_leave_by_one_flush_which_is_due_at_once_where_they_are_many() {
+        let (mut near, far) = pair();
+        let mut received = Vec::new();
+        for frame in [b"one", b"two"] {
+            assert_eq!(near.queue(frame, None), Ok(false));
+        }
+        let nothing = socket::receive(far.socket(), None, &mut received, 1 << 20);
+        assert_eq!(nothing.unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+        near.flush(None);
+        assert!(near.outbox.is_empty());
+        assert!(far.stream.set_nonblocking(false).is_ok());
+        socket::receive(far.socket(), None, &mut received, 1 << 20).unwrap();
+        assert!(received.windows(3).any(|it| it == b"one"));
+        assert!(received.windows(3).any(|it| it == b"two"));
+        assert_eq!(near.queue(&vec![0; QUEUED_CAP], None), Ok(true));
+    }
+
+    #[test]
     fn a_connection_that_the_peer_has_dropped_is_not_open() {
         let (near, far) = pair();
         drop(far);

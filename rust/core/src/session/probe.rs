@@ -48,7 +48,7 @@ pub(super) struct DataPaths {
     canary: Option<CanaryRead>,
     /// Reads the peer's process, where the path is CMA.
     process: Option<Arc<ProcessVmReader>>,
-    /// Why this side streams what it could read, as the log has it; none if it reads, or has nothing to read by.
+    /// Reason for which this side streams what it could read, as the log has it; none if it reads, or has nothing to read by.
     reason: Option<String>,
 }
 
