@@ -2,6 +2,7 @@
 //! and whole: a process that is killed leaves the last one.
 
 use std::fmt::Display;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use kvpipe_ucx::Buffer;
@@ -116,9 +117,7 @@ impl ValueDatabase {
         let file = self.file.display();
         let write = self.begin_change()?;
         {
-            let mut meta = write.open_table(META).map_err(|error| {
-                Error::Config(format!("{file} is not of a kvpipe store: {error}"))
-            })?;
+            let mut meta = write.open_table(META).map_err(failed)?;
             let found = meta.get("format").map_err(failed)?.map(|it| it.value());
             match found {
                 None => drop(meta.insert("format", FORMAT).map_err(failed)?),
@@ -227,13 +226,17 @@ fn refusal(file: &Path, error: &DatabaseError) -> Error {
         DatabaseError::DatabaseAlreadyOpen => {
             format!("another store server uses {shown}: give each its own directory")
         }
-        DatabaseError::Storage(StorageError::Io(error))
-            if error.kind() != std::io::ErrorKind::InvalidData =>
-        {
+        DatabaseError::Storage(StorageError::Io(error)) if !is_damage(error) => {
             format!("{shown} cannot be used: {error}")
         }
         _ => return Error::Config(damaged_file(file.parent().unwrap_or(file), error)),
     })
+}
+
+/// Whether a file's contents are the cause: what it should have is not there, or is something else.
+fn is_damage(error: &io::Error) -> bool {
+    use io::ErrorKind::{InvalidData, UnexpectedEof};
+    matches!(error.kind(), InvalidData | UnexpectedEof)
 }
 
 /// Error of a file that no store has written so.
