@@ -1,6 +1,8 @@
 """Signals need a process of their own: a proxy with instances and client in this one."""
 
 import asyncio
+import logging
+import os
 import signal
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,7 +11,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from .harness import COMPLETIONS, EVENTS, REQUEST, StandIn, answers, never_ends, run, streams
+from kvpipe.proxy import Instance, ProxyConfig, serve
+
+from .harness import COMPLETIONS, EVENTS, REQUEST, RecordingControl, StandIn, answers, never_ends, run, streams
 
 STREAMED = REQUEST | {"stream": True}
 
@@ -107,6 +111,31 @@ def test_a_signal_stops_accepting_and_lets_running_requests_finish(number):
             assert await process.wait() == 0
 
     run(scene)
+
+
+def test_a_signal_at_the_moment_at_which_it_listens_is_heard(caplog):
+    class Stopping(logging.Handler):
+        """Ends the proxy that says that it listens."""
+
+        def emit(self, record):
+            if record.getMessage().startswith("proxy.listening"):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def not_heard(*_):
+        message = "the proxy does not handle the signal yet"
+        raise AssertionError(message)
+
+    logger, handler = logging.getLogger("kvpipe.proxy.server"), Stopping()
+    before = signal.signal(signal.SIGTERM, not_heard)
+    logger.addHandler(handler)
+    caplog.set_level("INFO", logger.name)
+    prefill, decode = (Instance("http://127.0.0.1:1", "p:1"),), (Instance("http://127.0.0.1:1"),)
+    try:
+        run(lambda: serve(ProxyConfig(prefill=prefill, decode=decode, port=0), RecordingControl()))
+    finally:
+        logger.removeHandler(handler)
+        signal.signal(signal.SIGTERM, before)
+    assert "proxy.stopped" in caplog.text
 
 
 def test_after_the_drain_deadline_running_requests_are_cancelled_and_released():

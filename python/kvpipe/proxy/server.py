@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -51,19 +52,20 @@ async def serve(config: ProxyConfig, control: Control, queue: DecodeQueue | None
     """As `run`, in a running loop on the main thread, with the caller's control client."""
     runner = create_runner(config, control, queue)
     try:
-        await listen(runner, config)
-        _warn(config, [address[0] for address in runner.addresses])
-        host, port = runner.addresses[0][:2]
-        logger.info(
-            "proxy.listening host=%s port=%s tls=%s dispatch=%s early_token=%s split_from=%s",
-            host,
-            port,
-            "off" if config.ssl_certfile is None else "on",
-            config.dispatch,
-            "on" if config.early_token else "off",
-            config.split_from,
-        )
-        await signalled()
+        with stop_signals() as stopped:
+            await listen(runner, config)
+            _warn(config, [address[0] for address in runner.addresses])
+            host, port = runner.addresses[0][:2]
+            logger.info(
+                "proxy.listening host=%s port=%s tls=%s dispatch=%s early_token=%s split_from=%s",
+                host,
+                port,
+                "off" if config.ssl_certfile is None else "on",
+                config.dispatch,
+                "on" if config.early_token else "off",
+                config.split_from,
+            )
+            await stopped.wait()
         logger.info("proxy.draining timeout_s=%s", config.drain_timeout_s)
     finally:
         await runner.cleanup()
@@ -127,14 +129,23 @@ async def listen(runner: web.AppRunner, config: ProxyConfig) -> None:
     await web.TCPSite(runner, config.host, config.port, backlog=_BACKLOG, ssl_context=context).start()
 
 
-async def signalled() -> None:
-    """Wait for SIGTERM or SIGINT, and leave the next one to the default handler."""
+@contextmanager
+def stop_signals() -> Iterator[asyncio.Event]:
+    """An event that SIGTERM or SIGINT sets; the next signal is left to the default handler."""
     loop = asyncio.get_running_loop()
-    received = asyncio.Event()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, received.set)
-    try:
-        await received.wait()
-    finally:
+    stopped = asyncio.Event()
+
+    def restore() -> None:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
+
+    def stop() -> None:
+        restore()
+        stopped.set()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield stopped
+    finally:
+        restore()

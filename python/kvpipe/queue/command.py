@@ -18,7 +18,7 @@ from kvpipe.control import ControlClient
 from kvpipe.exceptions import ConfigError
 from kvpipe.proxy.api_keys import instances_authorization
 from kvpipe.proxy.config import check_ca_file
-from kvpipe.proxy.server import signalled, warn_of_unencrypted_key
+from kvpipe.proxy.server import stop_signals, warn_of_unencrypted_key
 from kvpipe.proxy.upstream import Upstream, open_session
 from kvpipe.queue.front import DecodeQueue
 from kvpipe.queue.letters import letters, replay
@@ -83,7 +83,9 @@ class WorkerConfig:
 
 def run_front(config: ProxyConfig, url: str, topology: Topology) -> None:
     """Serves as `kvpipe.proxy.run`, with a broker between the proxy and the decode instances."""
-    proxy.run(config, DecodeQueue(url, topology, config.silence_timeout_s))
+    has_client_keys = config.api_key_file is not None
+    queue = DecodeQueue(url, topology, config.silence_timeout_s, has_client_keys=has_client_keys)
+    proxy.run(config, queue)
 
 
 def run_worker(config: WorkerConfig) -> None:
@@ -99,30 +101,28 @@ def run_worker(config: WorkerConfig) -> None:
 
 
 async def _work(config: WorkerConfig) -> None:
-    stopped = asyncio.Event()
-    stopping = asyncio.create_task(signalled())
-    stopping.add_done_callback(lambda _: stopped.set())
-    control = ControlClient(token=config.token)
-    key_file = config.instances_api_key_file
-    authorization = None if key_file is None else instances_authorization(key_file)
-    session = open_session(config.connect_timeout_s, config.silence_timeout_s, config.instances_ca_file)
-    try:
-        async with session:
-            worker = Worker(
-                config.url,
-                config.topology,
-                config.decode,
-                num_slots=config.num_slots,
-                upstream=Upstream(session, config.silence_timeout_s, authorization),
-                control=control,
-                frozen_after_s=config.frozen_after_s,
-            )
-            if key_file is not None:
-                warn_of_unencrypted_key((config.decode,))
-            logger.info("worker.started decode=%s slots=%s", config.decode.url, config.num_slots)
-            await worker.run(stopped, config.drain_timeout_s)
-    finally:
-        control.close()
+    with stop_signals() as stopped:
+        control = ControlClient(token=config.token)
+        key_file = config.instances_api_key_file
+        authorization = None if key_file is None else instances_authorization(key_file)
+        session = open_session(config.connect_timeout_s, config.silence_timeout_s, config.instances_ca_file)
+        try:
+            async with session:
+                worker = Worker(
+                    config.url,
+                    config.topology,
+                    config.decode,
+                    num_slots=config.num_slots,
+                    upstream=Upstream(session, config.silence_timeout_s, authorization),
+                    control=control,
+                    frozen_after_s=config.frozen_after_s,
+                )
+                if key_file is not None:
+                    warn_of_unencrypted_key((config.decode,))
+                logger.info("worker.started decode=%s slots=%s", config.decode.url, config.num_slots)
+                await worker.run(stopped, config.drain_timeout_s)
+        finally:
+            control.close()
     logger.info("worker.stopped")
 
 
