@@ -43,15 +43,18 @@ class Deployment:
 
 
 @asynccontextmanager
-async def deployment(broker, way, max_model_len=None, **of_stage):
+async def deployment(broker, way, max_model_len=None, api_key_file=None, **of_stage):
     async with stage(broker.url, **of_stage) as s, AsyncExitStack() as stack:
         prefill = StandIn("p0", healthy(prefilled()))
         stack.push_async_callback((await prefill.serve()).cleanup)
         instance = Instance(prefill.url, prefill.control if way == "handoff" else "")
-        config = ProxyConfig(prefill=(instance,), decode=(), port=0, dispatch="amqp", drain_timeout_s=0.2)
+        config = ProxyConfig(
+            prefill=(instance,), decode=(), port=0, dispatch="amqp", drain_timeout_s=0.2, api_key_file=api_key_file
+        )
         control = RecordingControl()
         control.max_model_lens[prefill.control] = max_model_len
-        runner = create_runner(config, control, DecodeQueue(s.url, s.topology, SILENCE_S))
+        queue = DecodeQueue(s.url, s.topology, SILENCE_S, has_client_keys=api_key_file is not None)
+        runner = create_runner(config, control, queue)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -384,5 +387,24 @@ def test_prefill_is_released_where_no_control_port_of_the_instance_is_known(brok
             assert (await it.post(body()))[0] == 200
             await it.control.until_released()
             assert it.control.asked == [it.prefill.control]
+
+    run(scene)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_instance_behind_the_broker_that_wants_a_key_is_no_fault_of_a_client_with_a_key(broker, tmp_path, stream):
+    key_file = tmp_path / "keys"
+    key_file.write_text("of-the-client-0123456789abcdef\n")
+
+    async def scene():
+        async with deployment(broker, "handoff", api_key_file=key_file) as it:
+            decode = await it.stage.pair()
+            await until_health(it, 200)
+            decode.status = 401
+            status, answer = await it.post(
+                body(stream=stream), {"Authorization": "Bearer of-the-client-0123456789abcdef"}
+            )
+            remedy = b"the instance wants an API key: name it by kvpipe worker --instances-api-key-file"
+            assert (status, remedy in answer) == (200 if stream else 502, True)
 
     run(scene)

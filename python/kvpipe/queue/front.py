@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 # The broker confirms once a majority of its nodes has the message on disk; one that blocks publishers does not.
 # Two busy cores took 5.5 s for the first messages of new queues.
 _CONFIRM_TIMEOUT_S = 10.0
+_NO_KEY_FOR_IT = "the instance wants an API key: name it by kvpipe worker --instances-api-key-file"
 _BLOCKED = "does not take requests: it confirms none in time"
 # A request has these besides its client's body and headers: fields of its own, and where P's KV is.
 _ADDED_BYTES = 4 << 10
@@ -66,6 +67,7 @@ class _QueuedStream:
         """
         while (part := await self._pending.next()).kind != "end":
             if part.kind == "head" and not part.is_stream:
+                self._front.check_key(part)
                 raise failed(Answer("decode", QUEUE, part.status, CIMultiDict(part.headers), part.body))
             if part.body:
                 return part.body
@@ -83,11 +85,15 @@ class DecodeQueue:
         url: of the broker.
         topology: its queues.
         silence_timeout_s: limit for the first part of an answer, the wait in the queue included, and between parts.
+        has_client_keys: true if the keys of clients end at the proxy: then a 401 is no fault of a client.
     """
 
-    def __init__(self, url: str, topology: Topology, silence_timeout_s: float) -> None:
+    def __init__(
+        self, url: str, topology: Topology, silence_timeout_s: float, *, has_client_keys: bool = False
+    ) -> None:
         self._topology = topology
         self._silence_timeout_s = silence_timeout_s
+        self._has_client_keys = has_client_keys
         name = secrets.token_hex(8)
         self._replies = topology.replies(name)
         self._name = name
@@ -188,6 +194,15 @@ class DecodeQueue:
         if pending is not None:
             self._send(DeliveryControl("cancel", id), pending.assembly.worker)
 
+    def check_key(self, head: Reply) -> None:
+        """Refuses an answer that says that the worker's instance wants a key where the clients' keys are no keys of it.
+
+        Raises:
+            InstanceError: It says so.
+        """
+        if head.status == HTTPStatus.UNAUTHORIZED and self._has_client_keys:
+            raise queue_error(_NO_KEY_FOR_IT, "answered")
+
     def _opened(self) -> FrontLink:
         """Channels and queues on the connection to the broker; raises without one."""
         if self._broker.link is None:
@@ -221,6 +236,7 @@ class DecodeQueue:
 
     async def _answer(self, id: str, pending: Pending) -> Answer:  # noqa: A002
         head = await pending.next()
+        self.check_key(head)
         headers = CIMultiDict(head.headers)
         if not head.is_stream:
             return Answer("decode", QUEUE, head.status, headers, head.body)
