@@ -42,6 +42,7 @@ class DoctorInstance:
         agent: Its only worker's agent.
         result: Keys in place of those of the results of its handoffs.
         api: Its API, where `serve` has started it.
+        api_key: Its API wants this key.
         headers: Headers of the answers of its API.
         bodies: Requests that its API got.
         status: The status of its answers to these; None: it does not answer.
@@ -67,6 +68,7 @@ class DoctorInstance:
             "machines": [machine()],
         }
         self.control.describe_as(json.dumps(described | description))
+        self.api_key = ""
         self.result, self.headers, self.bodies, self.status, self.body = {}, {}, [], 200, b""
         memory = np.zeros(BLOCK_BYTES, np.uint8)
         self._regions = [
@@ -79,16 +81,23 @@ class DoctorInstance:
         return self.control.address
 
     @contextlib.asynccontextmanager
-    async def serve(self):
+    async def serve(self, ssl_context=None):
         """Serves its API, and yields it with the control port, as an argument of `kvpipe doctor`."""
-        app = web.Application()
+        app = web.Application(middlewares=[self._check_key])
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]},{self.address}"
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=ssl_context).start()
+        scheme = "http" if ssl_context is None else "https"
+        yield f"{scheme}://127.0.0.1:{runner.addresses[0][1]},{self.address}"
         await runner.cleanup()
+
+    @web.middleware
+    async def _check_key(self, request, handler):
+        if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
 
     async def _models(self, _):
         return web.json_response({"data": [{"id": "tiny"}]}, headers=self.headers)

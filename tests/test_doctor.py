@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 
 import pytest
 
@@ -61,11 +62,12 @@ def only(report, kind):
     return finding
 
 
-async def examined(*instances, announce=lambda _: None):
+async def examined(*instances, announce=lambda _: None, ssl_context=None, **files):
     """Facts and findings of instances with an API."""
     async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
-        served = [await stack.enter_async_context(instance.serve()) for instance in instances]
-        facts = await examine(list(map(InstanceAddress.parse, served)), token=None, timeout_s=5.0, announce=announce)
+        served = [await stack.enter_async_context(instance.serve(ssl_context)) for instance in instances]
+        targets = list(map(InstanceAddress.parse, served))
+        facts = await examine(targets, token=None, timeout_s=5.0, announce=announce, **files)
         return facts, find(facts)
 
 
@@ -346,6 +348,25 @@ def test_a_test_handoff_without_kv_is_named_with_its_reason(new_instance):
         (producer.address, consumer.address),
     )
     assert "is missing: lost peer x: y" in finding.problem
+
+
+def test_instances_with_tls_and_a_key_are_examined_with_the_files_of_the_proxy(new_instance, tmp_path):
+    from tests.proxy.certificates import Authority  # noqa: PLC0415 - its package is needed by this test alone
+
+    certificate = Authority(tmp_path).issue()
+    key_file = tmp_path / "key"
+    key_file.write_text("of-the-instances\n")
+    instances = new_instance("kv_producer"), new_instance("kv_consumer")
+    for instance in instances:
+        instance.api_key = "of-the-instances"
+    examine_with = partial(examined, *instances, ssl_context=certificate.server_context())
+    files = {"instances_ca_file": certificate.ca, "instances_api_key_file": key_file}
+    facts, found = asyncio.run(examine_with(**files))
+    assert (found, [pair.handoff["result"] for pair in facts.pairs]) == ([], ["full"])
+    for missing, remedy in (("instances_ca_file", "--instances-ca-file"), ("instances_api_key_file", "VLLM_API_KEY")):
+        _, found = asyncio.run(examine_with(**{name: file for name, file in files.items() if name != missing}))
+        assert len(found) == 2
+        assert all(remedy in finding.problem for finding in found)
 
 
 def test_an_api_that_fails_is_named(new_instance):

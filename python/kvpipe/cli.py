@@ -152,6 +152,7 @@ def _add_doctor(commands: Commands) -> None:
         help="control-host:port of an instance, or http://host:port,control-host:port as of kvpipe proxy: between "
         "instances with URLs doctor sends a short request for each pair, a test handoff",
     )
+    _add_instances(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the text")
     parser.add_argument(
         "--timeout",
@@ -368,7 +369,7 @@ def _add_instances(parser: argparse.ArgumentParser) -> None:
         "--instances-api-key-file",
         type=Path,
         metavar="FILE",
-        help="the API key that instances get, instead of that of the client; read again when it changes",
+        help="the API key that instances get, instead of that of a client",
     )
 
 
@@ -437,7 +438,13 @@ def _doctor(args: argparse.Namespace) -> int:
     logging.getLogger("kvpipe").addHandler(logging.NullHandler())
     try:
         targets = list(dict.fromkeys(map(InstanceAddress.parse, args.addresses)))
-        asked = examine(targets, token=args.token, timeout_s=args.timeout, announce=partial(print, file=sys.stderr))
+        asked = examine(
+            targets,
+            token=args.token,
+            timeout_s=args.timeout,
+            announce=partial(print, file=sys.stderr),
+            **_files_of_instances(args),
+        )
         facts = asyncio.run(asked)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

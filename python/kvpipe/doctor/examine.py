@@ -18,6 +18,7 @@ from kvpipe.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from kvpipe.doctor.handoffs import Api
 
@@ -28,7 +29,13 @@ _CHECK_TIMEOUT_S = 15.0
 
 
 async def examine(
-    targets: Sequence[InstanceAddress], *, token: str | None, timeout_s: float, announce: Callable[[str], None]
+    targets: Sequence[InstanceAddress],
+    *,
+    token: str | None,
+    timeout_s: float,
+    announce: Callable[[str], None],
+    instances_ca_file: Path | None = None,
+    instances_api_key_file: Path | None = None,
 ) -> Facts:
     """Queries instances for all that can be known from outside.
 
@@ -40,16 +47,18 @@ async def examine(
         token: The shared secret; by default `KVPIPE_TOKEN`, or the content of `KVPIPE_TOKEN_FILE`.
         timeout_s: Seconds for each query.
         announce: Called with a line before each request that costs an instance something.
+        instances_ca_file: Of instances with https URLs, as of `kvpipe proxy`.
+        instances_api_key_file: Of instances with URLs, as of `kvpipe proxy`; by default the key is `VLLM_API_KEY`.
 
     Raises:
-        ConfigError: The token cannot be read, or is too short for these addresses.
+        ConfigError: The token or a file cannot be read, or the token is too short for these addresses.
     """
     async with AsyncExitStack() as stack:
         api = None
         if any(target.url for target in targets):
             from kvpipe.doctor.handoffs import Api  # noqa: PLC0415 - control ports alone need no aiohttp
 
-            api = await stack.enter_async_context(Api(timeout_s, announce))
+            api = await stack.enter_async_context(Api(timeout_s, announce, instances_ca_file, instances_api_key_file))
         examination = _Examination(token, timeout_s, api)
         stack.callback(examination.close)
         return await examination.run(targets)

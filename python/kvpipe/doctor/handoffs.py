@@ -7,6 +7,7 @@ import json
 import os
 import random
 import secrets
+import ssl
 import time
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
@@ -18,9 +19,12 @@ import aiohttp
 from kvpipe import transfer_params
 from kvpipe.doctor.facts import Failure, FailureKind, HttpFacts
 from kvpipe.exceptions import ConfigError, KVPipeError, TransferTimeoutError
+from kvpipe.proxy import tls
+from kvpipe.proxy.api_keys import instances_authorization
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
     from types import TracebackType
 
     from kvpipe.control import ControlClient
@@ -45,15 +49,30 @@ class Api:
     Args:
         timeout_s: Seconds for a query that costs an engine nothing.
         announce: Called with a line before each test handoff.
+        instances_ca_file: As of `kvpipe proxy`.
+        instances_api_key_file: As of `kvpipe proxy`; without it the key is `VLLM_API_KEY`.
+
+    Raises:
+        ConfigError: A file cannot be read or used.
     """
 
-    def __init__(self, timeout_s: float, announce: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        announce: Callable[[str], None],
+        instances_ca_file: Path | None = None,
+        instances_api_key_file: Path | None = None,
+    ) -> None:
         self._timeout_s, self._announce = timeout_s, announce
         self._places = asyncio.Semaphore(_NUM_CONCURRENT)
         self._late: set[str] = set()
         key = os.environ.get("VLLM_API_KEY")
+        authorization = f"Bearer {key}" if key else None
+        if instances_api_key_file is not None:
+            authorization = instances_authorization(instances_api_key_file).current()
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            connector=aiohttp.TCPConnector(ssl=tls.instances_context(instances_ca_file)),
+            headers={"Authorization": authorization} if authorization else {},
             timeout=aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S),
         )
 
@@ -74,7 +93,8 @@ class Api:
                 _note_clock(facts, sent, time.time(), response.headers.get("Date", ""))
                 facts.model = str((await _json(response))["data"][0]["id"])
         except aiohttp.ClientSSLError as error:
-            facts.failure = Failure(FailureKind.ERROR, f"{url}: {error}")
+            reason = tls.failure(error.__cause__) if isinstance(error.__cause__, ssl.SSLError) else str(error)
+            facts.failure = Failure(FailureKind.ERROR, f"{url}: {reason}")
         except aiohttp.ClientConnectorError as error:
             facts.failure = Failure.without_connection(url, error.os_error)
         except TimeoutError:
@@ -145,7 +165,7 @@ class Api:
 
 async def _json(response: aiohttp.ClientResponse) -> Any:
     if response.status == HTTPStatus.UNAUTHORIZED:
-        message = "401: it wants an API key; set VLLM_API_KEY"
+        message = "401: it wants another API key; set VLLM_API_KEY, or name it by --instances-api-key-file"
         raise ConfigError(message)
     text = await _text(response)
     if response.status != HTTPStatus.OK:
