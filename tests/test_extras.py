@@ -25,8 +25,8 @@ NEEDS = [
     for command, distribution in itertools.product(commands, distributions(extra))
 ]
 
-# The caller brings these; huggingface_hub and yaml come with vLLM.
-OF_THE_CALLER = {"huggingface_hub", "numpy", "torch", "vllm", "yaml"}
+# The caller brings these; huggingface_hub, tokenizers, transformers and yaml come with vLLM.
+OF_THE_CALLER = {"huggingface_hub", "numpy", "tokenizers", "torch", "transformers", "vllm", "yaml"}
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from kvpipe import cli
 from kvpipe.exceptions import ConfigError, KVPipeError
-from kvpipe.launch import gpus, ports
+from kvpipe.launch import gpus, ports, up
 from kvpipe.launch.arguments import data_parallel_size
 from kvpipe.launch.cores import sharing_text
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread
 from kvpipe.launch.plan import is_cpu_vllm
 from kvpipe.launch.spec import PROXY_COMMAND
+from kvpipe.launch.tiny_model import RECIPE, RECIPE_FILE, make_tiny_model
 from kvpipe.launch.up import _print_addresses
 from kvpipe.launch.watchdog import group_members
 from kvpipe.store.remote import RemoteStore
@@ -469,10 +471,66 @@ def test_a_spec_that_cannot_be_started_names_field_and_value(change, message):
         ((), "fine"),
         (("--served-model-name", "tiny"), "tiny"),
         (("--served-model-name=tiny",), "tiny"),
+        (("--served-model-name", "tiny", "--served-model-name", "mine"), "mine"),
     ],
 )
 def test_served_model_is_the_name_that_clients_use(vllm_args, name):
     assert stand_ins(vllm_args=vllm_args).served_model == name
+
+
+# --- Without a model's name
+
+
+@pytest.fixture
+def cached_model(monkeypatch, tmp_path):
+    """The folder of the tiny model, with a mark of one that was made."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(up, "_check_vllm", lambda: None)
+    folder = tmp_path / "kvpipe" / "tiny-model"
+    folder.mkdir(parents=True)
+    (folder / RECIPE_FILE).write_text(RECIPE + "\n")
+    return folder
+
+
+@pytest.fixture
+def started_with(monkeypatch):
+    """Runs the command line; returns the specification of the deployment that it would start."""
+    specs = []
+
+    async def note(spec):
+        specs.append(spec)
+        return 0
+
+    monkeypatch.setattr(up, "run_up", note)
+    return lambda *args: (cli.main(["up", *args]), specs.pop())[1]
+
+
+def test_without_a_model_a_tiny_one_is_served_and_one_line_says_so(cached_model, started_with, capsys):
+    spec = started_with("--decode", "2", "--", "--max-model-len", "64")
+    assert (spec.model, spec.num_decode, spec.served_model) == (str(cached_model), 2, "tiny")
+    assert spec.vllm_args[-2:] == ("--max-model-len", "64")
+    assert capsys.readouterr().err == (
+        f"kvpipe up: no model named: serving a tiny one with random weights, {cached_model}; "
+        "for another: kvpipe up MODEL\n"
+    )
+    assert started_with("--", "--served-model-name", "mine").served_model == "mine"
+
+
+def test_a_model_that_is_named_gets_the_users_arguments_alone(cached_model, started_with, capsys):
+    spec = started_with("MODEL", "--", "--enforce-eager")
+    assert (spec.model, list(spec.vllm_args)) == ("MODEL", ["--enforce-eager"])
+    assert capsys.readouterr().err == ""
+
+
+def test_the_tiny_model_is_made_once_and_never_over_something_else(cached_model):
+    assert make_tiny_model(cached_model) == cached_model
+    assert [each.name for each in cached_model.iterdir()] == [RECIPE_FILE]
+    other = cached_model / "other"
+    other.touch()
+    with pytest.raises(ConfigError, match=f"{other} exists and is no tiny model: name a model, or remove it"):
+        make_tiny_model(other)
+    with pytest.raises(ConfigError, match=f"cannot make a model in {other}/model: File exists; name a model"):
+        make_tiny_model(other / "model")
 
 
 # --- GPUs

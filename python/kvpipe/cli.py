@@ -90,9 +90,14 @@ def _add_up(commands: Commands) -> None:
     parser = commands.add_parser(
         "up",
         help="start prefill and decode instances and the proxy on this machine",
-        usage="kvpipe up MODEL [options] [-- vLLM arguments for every instance]",
+        usage="kvpipe up [MODEL] [options] [-- vLLM arguments for every instance]",
     )
-    parser.add_argument("model", metavar="MODEL", help="folder or name of the model, as for vLLM")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="folder or name of the model, as for vLLM; default: a tiny one with random weights, made on this machine",
+    )
     parser.add_argument("--prefill", type=int, default=1, metavar="X", help="instances, default 1")
     parser.add_argument("--decode", type=int, default=1, metavar="Y", help="instances, default 1")
     parser.add_argument(
@@ -404,11 +409,12 @@ def _up(args: argparse.Namespace) -> int:
     try:
         from kvpipe import proxy  # noqa: F401 - started last, in a process of its own: what it lacks is known here first
         from kvpipe.launch.deployment import DeploymentSpec
-        from kvpipe.launch.up import run_up
+        from kvpipe.launch.up import TINY_MODEL_ARGS, default_model, run_up
     except ImportError as error:
         raise _missing(error, "proxy") from error
+    is_named = args.model is not None
     spec = DeploymentSpec(
-        model=args.model,
+        model=args.model if is_named else str(default_model()),
         num_prefill=args.prefill,
         num_decode=args.decode,
         num_undivided=int(args.undivided),
@@ -421,7 +427,7 @@ def _up(args: argparse.Namespace) -> int:
         omp_threads=args.omp_threads,
         gpus=args.gpus,
         token=args.token,
-        vllm_args=args.vllm_args,
+        vllm_args=args.vllm_args if is_named else (*TINY_MODEL_ARGS, *args.vllm_args),
         log_dir=args.log_dir,
         **_files_of_endpoint(args),
     )

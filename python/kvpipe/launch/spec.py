@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvpipe.exceptions import ConfigError
+from kvpipe.launch.arguments import value_of
 
 VLLM_COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 PROXY_COMMAND = (sys.executable, "-m", "kvpipe", "proxy")
@@ -82,10 +83,4 @@ class DeploymentSpec:
     @property
     def served_model(self) -> str:
         """The model name for clients."""
-        args = list(self.vllm_args)
-        for index, arg in enumerate(args):
-            if arg == "--served-model-name" and index + 1 < len(args):
-                return args[index + 1]
-            if arg.startswith("--served-model-name="):
-                return arg.partition("=")[2]
-        return self.model
+        return value_of(self.vllm_args, ("--served-model-name",)) or self.model

