@@ -1,6 +1,9 @@
 """Versions of vLLM: which are refused, which are warned of, and what differs between those that are supported."""
 
+import ast
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvpipe.connector import KVPipeConnector
 from kvpipe.exceptions import ConfigError
+from kvpipe.launch.spec import VLLM_COMMAND
 from kvpipe.store_connector import KVStoreConnector
 from kvpipe.vllm.handoff.metadata import WorkerOutcomes
 from kvpipe.vllm.versions import LoadedFirst, check_version, is_watermarked
@@ -149,3 +153,14 @@ def test_in_0_30_a_load_that_ends_after_its_request_defers_none(running: Any) ->
 def test_from_0_31_on_no_request_is_deferred(running: Any) -> None:
     running("0.31.0")
     assert not after_a_stuck_step(LoadedFirst()).is_deferred(request("other"))
+
+
+def test_kvpipe_up_starts_each_vllm_by_a_module_that_is_there_runs_and_is_not_deprecated() -> None:
+    _, flag, module = VLLM_COMMAND
+    assert flag == "-m"
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).read_text()
+    assert any(isinstance(part, ast.If) and "__main__" in ast.unparse(part.test) for part in ast.parse(source).body)
+    assert "DeprecationWarning" not in source

