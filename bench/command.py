@@ -23,6 +23,7 @@ from bench.serving import command as serving
 from bench.store import command as store
 from bench.subjects import DATA_PATHS
 from bench.transports import rows_of
+from kvpipe._help import add_examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,6 +91,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="kvpipe bench", description="Measures kvpipe beside other transports and connectors."
     )
+    add_examples(parser, ("kvpipe bench pipe", "kvpipe bench pipe --only kvpipe,memcpy --json figures.json"))
     benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK", dest="benchmark")
     for name, benchmark in BENCHMARKS.items():
         _add_benchmark(

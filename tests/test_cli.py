@@ -1,4 +1,5 @@
 import os
+import shlex
 import subprocess
 import sys
 
@@ -6,6 +7,7 @@ import pytest
 
 from kvpipe import cli
 from kvpipe.cli import main
+from kvpipe.store import command
 from tests.peers import ROOT
 
 
@@ -28,6 +30,69 @@ def test_help_names_every_command_and_loads_nothing_heavy():
     assert all(name in done.stdout for name in ("info", "up", "doctor", "proxy", "bench"))
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not loaded & {"torch", "vllm", "numpy", "aiohttp"}
+
+
+HELPS = {
+    **{f"kvpipe {name}".strip(): examples for name, examples in cli._EXAMPLES.items()},
+    **{f"kvpipe store {name}".strip(): examples for name, examples in command._EXAMPLES.items()},
+}
+
+
+def parsers():
+    """Each command's parser by its name."""
+    whole, commands = cli._parsers()
+    commands.choices["store"] = store = command.parser()
+    of_store = next(action.choices for action in store._actions if action.dest == "==SUPPRESS==" and action.choices)
+    named = {"kvpipe": whole} | {f"kvpipe {name}": parser for name, parser in commands.choices.items()}
+    return named | {f"kvpipe store {name}": parser for name, parser in of_store.items()}
+
+
+def test_every_help_ends_with_one_to_three_examples():
+    # That of bench is in the repository alone.
+    assert set(HELPS) == set(parsers()) - {"kvpipe bench"}
+    for name, parser in parsers().items():
+        if name in HELPS:
+            assert 1 <= len(HELPS[name]) <= 3
+            assert parser.format_help().endswith("examples:\n  " + "\n  ".join(HELPS[name]) + "\n")
+    done = kvpipe("bench", "--help")
+    assert 1 <= len(done.stdout.partition("examples:\n")[2].splitlines()) <= 3
+
+
+@pytest.mark.parametrize("example", sorted({example for examples in HELPS.values() for example in examples}))
+def test_an_example_of_a_help_is_accepted(example):
+    _, name, *arguments = shlex.split(example.removeprefix('eval "$(').removesuffix(')"').partition(" >")[0])
+    if name == "store":
+        command.parser().parse_args(arguments)
+    elif "--help" not in arguments:
+        cli._parse(cli._parsers()[0], [name, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["st"], {"store"}),
+        (["doc"], {"doctor"}),
+        (["proxy", "--dis"], {"--dispatch"}),
+        (["proxy", "--dispatch", "s"], {"sequential", "store"}),
+        (["store", "s"], {"serve", "stats"}),
+    ],
+)
+def test_bash_completes_commands_flags_and_values(words, completed, capsys):
+    assert main(["completion", "bash"]) == 0
+    line = shlex.join(["kvpipe", *words])
+    script = f"""{capsys.readouterr().out}
+function=$(complete -p kvpipe | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
+COMP_WORDS=({line}) COMP_CWORD={len(words)}
+$function kvpipe {shlex.quote(words[-1])} {shlex.quote(words[-2] if words[1:] else "kvpipe")}
+echo "${{COMPREPLY[@]}}"
+"""
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert set(done.stdout.split()) == completed
+
+
+def test_the_script_for_zsh_completes_kvpipe(capsys):
+    assert main(["completion", "zsh"]) == 0
+    assert capsys.readouterr().out.startswith("#compdef kvpipe")
 
 
 def test_an_error_is_one_line_without_traceback():

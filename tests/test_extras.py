@@ -19,9 +19,10 @@ WITHOUT = "import sys; sys.modules[sys.argv.pop(1)] = None; from kvpipe.cli impo
 
 MODULES = {"aio-pika": "aio_pika", "prometheus-client": "prometheus_client", "python-dotenv": "dotenv"}
 BENCH = [("bench", "pipe", "--plot", "drawing.png")]
+COMPLETION = [("completion", "bash")]
 NEEDS = [
     (extra, command, distribution)
-    for extra, commands in {**COMMANDS, "bench": BENCH}.items()
+    for extra, commands in {**COMMANDS, "bench": BENCH, "completion": COMPLETION}.items()
     for command, distribution in itertools.product(commands, distributions(extra))
 ]
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from kvpipe._help import add_examples
 from kvpipe.exceptions import ConfigError, KVPipeError
 
 # argparse has no public name for the result of add_subparsers()
@@ -29,7 +30,33 @@ _TIMEOUTS = ("connect-timeout", "frozen-after", "silence-timeout", "client-timeo
 _MODULES = {
     "amqp": ("aio_pika", "aiormq", "yarl"),
     "bench": ("matplotlib", "numpy", "tabulate"),
+    "completion": ("shtab",),
     "proxy": ("aiohttp", "dotenv", "multidict", "orjson", "prometheus_client", "uvloop"),
+}
+# The ends of --help: of all commands, and of each.
+_EXAMPLES = {
+    "": ("kvpipe up", "kvpipe doctor 10.0.0.1:7100 10.0.0.3:7200", "kvpipe proxy --help"),
+    "info": ("kvpipe info",),
+    "up": (
+        "kvpipe up",
+        "kvpipe up MODEL --prefill 1 --decode 2 --gpus 0,1,2",
+        "kvpipe up MODEL --store -- --max-model-len 4096 --served-model-name demo",
+    ),
+    "doctor": (
+        "kvpipe doctor 10.0.0.1:7100 10.0.0.3:7200",
+        "kvpipe doctor http://10.0.0.1:8100,10.0.0.1:7100 http://10.0.0.3:8200,10.0.0.3:7200 --json",
+    ),
+    "proxy": (
+        "kvpipe proxy --prefill http://10.0.0.1:8100,10.0.0.1:7100 --decode http://10.0.0.3:8200,10.0.0.3:7200",
+        "kvpipe proxy --prefill http://10.0.0.1:8100 --decode http://10.0.0.3:8200 --dispatch store",
+    ),
+    "front": ("kvpipe front --prefill http://127.0.0.1:8100,127.0.0.1:7100 --amqp amqp://broker:5672/",),
+    "worker": ("kvpipe worker --decode http://127.0.0.1:8200,127.0.0.1:7200 --amqp amqp://broker:5672/",),
+    "queue": ("kvpipe queue show --amqp amqp://broker:5672/", "kvpipe queue replay"),
+    "completion": (
+        'eval "$(kvpipe completion bash)"',
+        "kvpipe completion zsh > ~/.zfunc/_kvpipe",
+    ),
 }
 _USAGE = 2  # the exit status of argparse for wrong usage
 _LONGEST_QUERY_S = 600.0
@@ -41,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A `KVPipeError` is one line on stderr and status 1; wrong usage is status 2.
     """
-    args = _parse(list(sys.argv[1:] if argv is None else argv))
+    parser, _ = _parsers()
+    args = _parse(parser, list(sys.argv[1:] if argv is None else argv))
     try:
         return int(args.command(args))
     except KVPipeError as error:
@@ -51,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
+    """The parser of the whole command line, and those of its commands."""
     parser = argparse.ArgumentParser(
         prog="kvpipe", description="Moves the KV cache between prefill and decode instances."
     )
@@ -66,8 +95,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         _add_queue,
         _add_store,
         _add_bench,
+        _add_completion,
     ):
         add(commands)
+    for name, examples in _EXAMPLES.items():
+        add_examples(commands.choices[name] if name else parser, examples)
+    return parser, commands
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     if argv[:1] in (["bench"], ["store"]):
         args = parser.parse_args(argv[:1])
         args.arguments = argv[1:]
@@ -143,12 +179,8 @@ def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         help="query instances, and report what is wrong with a deployment and the remedy",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Queries versions, fingerprints, ports, data paths and clocks of instances, for what is wrong.",
-        epilog="exit status: 0 if nothing is wrong, 1 if something is, 2 for wrong usage\n\n"
-        "examples:\n"
-        "  kvpipe doctor 10.0.0.1:7100 10.0.0.3:7200\n"
-        "  kvpipe doctor http://10.0.0.1:8100,10.0.0.1:7100 http://10.0.0.3:8200,10.0.0.3:7200 --json",
+        epilog="exit status: 0 if nothing is wrong, 1 if something is, 2 for wrong usage",
     )
     parser.add_argument(
         "addresses",
@@ -395,6 +427,12 @@ def _add_bench(commands: Commands) -> None:
     parser.set_defaults(command=_bench)
 
 
+def _add_completion(commands: Commands) -> None:
+    parser = commands.add_parser("completion", help="print a script that completes kvpipe's commands in a shell")
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
+    parser.set_defaults(command=_completion)
+
+
 def _info(_: argparse.Namespace) -> int:
     from kvpipe import info
 
@@ -547,6 +585,19 @@ def _store(args: argparse.Namespace) -> int:
     from kvpipe.store import command
 
     return command.main(args.arguments)
+
+
+def _completion(args: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ImportError as error:
+        raise _missing(error, "completion") from error
+    from kvpipe.store import command
+
+    parser, commands = _parsers()
+    commands.choices["store"] = command.parser()
+    print(shtab.complete(parser, args.shell))
+    return 0
 
 
 def _bench(args: argparse.Namespace) -> int:

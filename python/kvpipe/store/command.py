@@ -13,6 +13,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from kvpipe._address import join_host_port
+from kvpipe._help import add_examples
 from kvpipe.exceptions import ConfigError
 from kvpipe.store.server import StoreServer
 from kvpipe.store.urls import open_store
@@ -27,18 +28,30 @@ _PURGED_AT_ONCE = 10_000
 
 logger = logging.getLogger(__name__)
 
+# The ends of --help: of all commands, and of each.
+_EXAMPLES = {
+    "": ("kvpipe store serve --capacity 32GiB", "kvpipe store stats kvpipe://127.0.0.1:7300"),
+    "serve": (
+        "kvpipe store serve --listen 10.0.0.1:7300 --capacity 32GiB --disk /var/lib/kvpipe --disk-capacity 1TiB",
+    ),
+    "list": ("kvpipe store list kvpipe://127.0.0.1:7300",),
+    "stats": ("kvpipe store stats kvpipe://127.0.0.1:7300",),
+    "purge": ("kvpipe store purge kvpipe://127.0.0.1:7300",),
+}
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs one command and returns its exit status."""
-    args = _parse(argv)
+    args = parser().parse_args(argv)
     return int(args.command(args))
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of `kvpipe store`."""
+    whole = argparse.ArgumentParser(
         prog="kvpipe store", description="A database that keeps KV for later use by other instances."
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = whole.add_subparsers(title="commands", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve values from the memory of this machine until SIGTERM or SIGINT")
     serve.add_argument(
         "--listen",
@@ -66,7 +79,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         looking.set_defaults(command=command)
     for each in commands.choices.values():
         each.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, which other users cannot see")
-    return parser.parse_args(argv)
+    for name, examples in _EXAMPLES.items():
+        add_examples(commands.choices[name] if name else whole, examples)
+    return whole
 
 
 def _serve(args: argparse.Namespace) -> int:
