@@ -20,7 +20,7 @@ from kvpipe.store.metrics import StoreMetrics
 
 ROOT = Path(__file__).parents[1]
 # vLLM's own, not ours.
-OF_VLLM = ("… received pp_rank > 0", "No package metadata", "Turning off hybrid")
+OF_VLLM = ("… received pp_rank > 0", "No package metadata", "Turning off hybrid", "operator torchvision")
 MONITORING = "docs/guide/monitoring.md"
 TIMEOUTS = "docs/internals/timeouts.md"
 SETTINGS, METRICS, FAILURES, STORE_FAILURES = (
