@@ -19,8 +19,16 @@ from kvpipe.store import StoreStats
 from kvpipe.store.metrics import StoreMetrics
 
 ROOT = Path(__file__).parents[1]
-# vLLM's own, not ours.
-OF_VLLM = ("… received pp_rank > 0", "No package metadata", "Turning off hybrid", "operator torchvision")
+# Of vLLM and what it imports, not ours.
+OF_VLLM = (
+    "… received pp_rank > 0",
+    "AsyncLLM output_handler",
+    "No package metadata",
+    "Turning off hybrid",
+    "nanobind: leaked",
+    "operator torchvision",
+    "resource_tracker:",
+)
 MONITORING = "docs/guide/monitoring.md"
 TIMEOUTS = "docs/internals/timeouts.md"
 SETTINGS, METRICS, FAILURES, STORE_FAILURES = (

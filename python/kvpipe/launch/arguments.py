@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kvpipe.exceptions import ConfigError
 
 _TENSOR_FLAGS = ("--tensor-parallel-size", "-tp")
+_SHUTDOWN_FLAGS = ("--shutdown-timeout",)
 _DATA_FLAGS = ("--data-parallel-size", "-dp")
 
 
@@ -32,10 +33,23 @@ def data_parallel_size(args: Sequence[str]) -> int:
     return _size(args, _DATA_FLAGS)
 
 
+def shutdown_timeout_s(args: Sequence[str]) -> int:
+    """Returns vLLM's setting of this name: how long an instance may finish its requests after SIGTERM.
+
+    Raises:
+        ConfigError: It is no number.
+    """
+    return _number(args, _SHUTDOWN_FLAGS, least=0, default=0)
+
+
 def _size(args: Sequence[str], flags: Sequence[str]) -> int:
+    return _number(args, flags, least=1, default=1)
+
+
+def _number(args: Sequence[str], flags: Sequence[str], *, least: int, default: int) -> int:
     value = value_of(args, flags)
     if value is None:
-        return 1
-    if not value.isdecimal() or int(value) == 0:
-        raise ConfigError(f"{flags[0]} {value}: expected a number, 1 or more")
+        return default
+    if not value.isdecimal() or int(value) < least:
+        raise ConfigError(f"{flags[0]} {value}: expected a number, {least} or more")
     return int(value)

