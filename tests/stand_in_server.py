@@ -5,7 +5,8 @@ A real instance takes a minute to start and cannot be told to die at a given mom
 under the launcher in the end-to-end tests and in `make demo`. Like vLLM, this one starts a child
 that does the work, ends it on SIGTERM, and leaves it behind when it is killed itself.
 
-The model's name says how to behave: `dies` ends at once, `stubborn` ignores SIGTERM.
+The model's name says how to behave: `dies` ends at once, `stubborn` ignores SIGTERM, `slow` ends a
+second after it.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -40,6 +42,8 @@ def main():
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 
     def end(*_):
+        if args.model == "slow":
+            time.sleep(1)
         if args.model != "stubborn":
             worker.kill()
             worker.wait()

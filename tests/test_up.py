@@ -124,8 +124,14 @@ def test_an_instance_that_ignores_sigterm_is_killed_after_the_grace():
     ("vllm_args", "grace_s", "waits_s"),
     [((), 0.3, 0.3), (("--shutdown-timeout", "0"), 0.3, 0.3), (("--shutdown-timeout=45",), 15, 50), (UP_ARGS, 15, 17)],
 )
-def test_an_instance_is_not_killed_while_vllm_lets_it_finish_its_requests(vllm_args, grace_s, waits_s):
+def test_the_grace_of_an_instance_is_longer_than_its_shutdown_timeout(vllm_args, grace_s, waits_s):
     assert stand_ins(vllm_args=vllm_args, grace_s=grace_s).instance_grace_s == waits_s
+
+
+def test_an_instance_is_not_killed_while_vllm_lets_it_finish_its_requests():
+    with DeploymentThread(stand_ins(model="slow", grace_s=0.1, vllm_args=("--shutdown-timeout=30",))) as running:
+        instances = running.deployment.instances
+    assert [each.child.returncode for each in instances] == [0, 0]
 
 
 def test_restart_keeps_the_addresses():
