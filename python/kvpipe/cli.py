@@ -447,7 +447,7 @@ def _up(args: argparse.Namespace) -> int:
     try:
         from kvpipe import proxy  # noqa: F401 - started last, in a process of its own: what it lacks is known here first
         from kvpipe.launch.deployment import DeploymentSpec
-        from kvpipe.launch.up import TINY_MODEL_ARGS, UP_ARGS, default_model, run_up
+        from kvpipe.launch.up import TINY_MODEL_ARGS, default_model, run_up
     except ImportError as error:
         raise _missing(error, "proxy") from error
     is_named = args.model is not None
@@ -465,7 +465,7 @@ def _up(args: argparse.Namespace) -> int:
         omp_threads=args.omp_threads,
         gpus=args.gpus,
         token=args.token,
-        vllm_args=(*UP_ARGS, *(() if is_named else TINY_MODEL_ARGS), *args.vllm_args),
+        vllm_args=args.vllm_args if is_named else (*TINY_MODEL_ARGS, *args.vllm_args),
         log_dir=args.log_dir,
         **_files_of_endpoint(args),
     )

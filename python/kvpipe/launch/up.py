@@ -19,11 +19,7 @@ from kvpipe.launch.tiny_model import cached_path, make_tiny_model
 
 T = TypeVar("T")
 
-# Of all instances, before the user's own, which win. Without it vLLM 0.32 kills its EngineCore at once at SIGTERM, and
-# Python warns of the shared memory and semaphores that it left. On two busy cores 12 s were enough for all, 5 were not.
-UP_ARGS = ("--shutdown-timeout", "12")
-
-# Of the tiny model. Eager execution needs no C++ compiler, and starts sooner.
+# Of the tiny model, before the user's own, which win. Eager execution needs no C++ compiler, and starts sooner.
 TINY_MODEL_ARGS = ("--served-model-name", "tiny", "--enforce-eager")
 
 
