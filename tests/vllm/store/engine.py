@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -21,7 +21,6 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvpipe.store_connector import KVStoreConnector
 from kvpipe.vllm.first_token.logits_processor import ForcedOutputs
 from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
 from kvpipe.vllm.scheduler_output import scheduled
@@ -29,6 +28,8 @@ from tests.vllm.handoff.engine import BLOCK, cache_config, engine_config, is_unr
 from tests.vllm.store.stores import URL
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -104,10 +105,12 @@ class Engine:
         role: str = "kv_both",
         is_checked: bool = True,
         weights: torch.nn.Module | None = None,
+        config: VllmConfig | None = None,
+        layers: Sequence[str] = LAYERS,
         **extra: Any,
     ) -> None:
         self.is_checked = is_checked
-        config = store_config(model, store, role, **extra)
+        config = config or store_config(model, store, role, **extra)
         self.weights = weights or Model()
         config.compilation_config.static_forward_context["layer"] = self.weights.attention
         config.parallel_config.world_size = num_ranks
@@ -125,16 +128,16 @@ class Engine:
         # Tests add this to every token that is sampled here.
         self.sampled_offset = 0
         self.role = self.scheduler.connector._scheduler
-        self.workers = []
+        self.workers: list[KVConnectorBase_V1] = []
         self.caches = {
             f"{rank} {name}": torch.zeros((num_blocks, BLOCK), dtype=torch.int64)
             for rank in range(num_ranks)
-            for name in LAYERS
+            for name in layers
         }
         for rank in range(num_ranks):
             config.parallel_config.rank = rank
-            worker = KVStoreConnector(config, KVConnectorRole.WORKER, cache_config(num_blocks))
-            worker.register_kv_caches({name: self.caches[f"{rank} {name}"] for name in LAYERS})
+            worker = type(self.scheduler.connector)(config, KVConnectorRole.WORKER, cache_config(num_blocks))
+            worker.register_kv_caches({name: self.caches[f"{rank} {name}"] for name in layers})
             self.workers.append(worker)
         self._aggregator = KVOutputAggregator(num_ranks)
         self.answers: dict[str, list[int]] = {}
@@ -185,13 +188,14 @@ class Engine:
         """The part of a step before the scheduler gets its result."""
         output = self.scheduler.schedule()
         for worker in self.workers:
+            worker.handle_preemptions(output.kv_connector_metadata)
             worker.bind_connector_metadata(output.kv_connector_metadata)
         self._update_rows(output)
         sampled = self._compute(output)
         return output, self._aggregator.aggregate([self._result(worker, output, sampled) for worker in self.workers])
 
     def _result(
-        self, worker: KVStoreConnector, output: SchedulerOutput, sampled: dict[str, list[int]]
+        self, worker: KVConnectorBase_V1, output: SchedulerOutput, sampled: dict[str, list[int]]
     ) -> ModelRunnerOutput:
         """Runs the worker of one rank after the forward pass, and returns its report."""
         worker.start_load_kv(None)
@@ -300,9 +304,9 @@ class Engine:
             worker.shutdown()
 
 
-def answered(prompt: list[int], max_tokens: int = 3, num_ranks: int = 1) -> list[int]:
+def answered(prompt: list[int], max_tokens: int = 3, num_ranks: int = 1, num_layers: int = len(LAYERS)) -> list[int]:
     """Answer of an engine without a store."""
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(10 + num_ranks * len(LAYERS) * history(tokens)[-1] % 1000)
+        tokens.append(10 + num_ranks * num_layers * history(tokens)[-1] % 1000)
     return tokens[len(prompt) :]

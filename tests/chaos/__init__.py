@@ -1,0 +1,1 @@
+"""`python -m tests.chaos`: handoffs between engines that are killed, stopped, cut off, and lied to by their wires."""

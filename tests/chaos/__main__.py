@@ -1,0 +1,36 @@
+"""`python -m tests.chaos`: a run, and a table. Ends with 1 if a promise was broken."""
+
+import argparse
+import secrets
+import sys
+import tempfile
+from pathlib import Path
+
+from bench import chaos, machine
+from tests.chaos.run import Chaos, zygote
+
+
+def main(argv=None):
+    options = _parse(argv)
+    print(f"seed {options.seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="kvpipe-chaos-") as folder:
+        logs = options.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        with zygote(logs / "zygote.log") as forks:
+            outcomes = Chaos(forks, options.requests, options.seed, logs).run()
+    facts = {**machine.machine(), "requests": options.requests, "seed": options.seed}
+    chaos.show(facts, {"handoffs": outcomes}, options.json)
+    return 0 if outcomes.is_clean else 1
+
+
+def _parse(argv):
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--requests", type=int, default=10_000, help="default 10000")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32), help="by default another one each time")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--logs", type=Path, help="folder that keeps the logs of the engines")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
