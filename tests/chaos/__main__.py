@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from bench import chaos, machine
+from tests.chaos.instances import InstanceChaos
 from tests.chaos.run import Chaos, zygote
 
 
@@ -16,16 +17,23 @@ def main(argv=None):
     with tempfile.TemporaryDirectory(prefix="kvpipe-chaos-") as folder:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        with zygote(logs / "zygote.log") as forks:
-            outcomes = Chaos(forks, options.requests, options.seed, logs).run()
-    facts = {**machine.machine(), "requests": options.requests, "seed": options.seed}
-    chaos.show(facts, {"handoffs": outcomes}, options.json)
+        outcomes = _run(options, logs)
+    facts = {**machine.machine(), "seed": options.seed}
+    chaos.show(facts, {"instances" if options.vllm else "engines": outcomes}, options.json)
     return 0 if outcomes.is_clean else 1
+
+
+def _run(options, logs):
+    if options.vllm:
+        return InstanceChaos(options.requests or 300, options.seed, logs).run()
+    with zygote(logs / "zygote.log") as forks:
+        return Chaos(forks, options.requests or 10_000, options.seed, logs).run()
 
 
 def _parse(argv):
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--requests", type=int, default=10_000, help="default 10000")
+    parser.add_argument("--requests", type=int, help="default 10000, or 300 with --vllm")
+    parser.add_argument("--vllm", action="store_true", help="real vLLM instances behind the proxy; 12 GB")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32), help="by default another one each time")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--logs", type=Path, help="folder that keeps the logs of the engines")
