@@ -97,6 +97,14 @@ struct Joined {
     last_rx: Instant,
 }
 
+impl Joined {
+    /// Time of its last bytes; if its frame has stopped coming, the time of the last that advanced it.
+    fn alive_since(&self) -> Instant {
+        let stuck_since = self.link.inbox.stuck_since();
+        stuck_since.map_or(self.last_rx, |at| at.min(self.last_rx))
+    }
+}
+
 /// The further connections of a session.
 #[derive(Debug, Default)]
 pub(super) struct Bulk {
@@ -135,7 +143,8 @@ impl Bulk {
     /// Earliest time at which a further connection is late: it has not joined, or was silent for so long.
     pub(super) fn next_deadline(&self, silence: Duration) -> Option<Instant> {
         let joining = self.joining.values().map(|joining| joining.deadline);
-        let joined = self.joined.values().map(|joined| joined.last_rx + silence);
+        let joined = self.joined.values();
+        let joined = joined.map(|joined| joined.alive_since() + silence);
         joining.chain(joined).min()
     }
 
@@ -145,7 +154,7 @@ impl Bulk {
         let late = joining.find(|(_, joining)| joining.deadline <= now);
         let late = late.map(|(token, _)| (*token, "it did not join in time".to_owned()));
         let mut joined = self.joined.iter();
-        let is_silent = |joined: &Joined| joined.last_rx + silence <= now;
+        let is_silent = |joined: &Joined| joined.alive_since() + silence <= now;
         let silent = joined.find(|(_, joined)| is_silent(joined));
         late.or_else(|| Some((*silent?.0, format!("silent for {silence:?}"))))
     }
@@ -323,6 +332,7 @@ impl Bulk {
             let Some(link) = self.link(token) else {
                 return received;
             };
+            link.inbox.note_advance(now);
             if received.num_bytes >= READ_CAP {
                 return received;
             }

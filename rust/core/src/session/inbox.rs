@@ -1,6 +1,7 @@
 //! Bytes that a connection has received, until they are frames, or lie where their stream belongs.
 
 use std::os::fd::BorrowedFd;
+use std::time::Instant;
 
 use kvpipe_ucx::socket::{self, Range};
 
@@ -16,6 +17,10 @@ const READ_AHEAD: usize = 16 << 10;
 pub(super) const READ_CAP: usize = 1 << 20;
 /// Bytes of a part that are read into the buffer at once where its sink does not give its memory.
 const COPIED_CAP: usize = 256 << 10;
+
+/// Bytes by which a frame that is coming has advanced. Fewer prove nothing: if its length was changed on the way, the
+/// heartbeats behind it are taken for its content.
+const ADVANCE_BYTES: usize = 1 << 20;
 
 /// The part of a stream that is coming.
 struct ReceivingPart {
@@ -39,6 +44,12 @@ pub(super) struct ReceivedPart {
 pub(super) struct Inbox {
     frames: FrameReader,
     part: Option<ReceivingPart>,
+    /// Bytes since a frame came whole, or advanced.
+    num_bytes: usize,
+    /// True if a frame came whole since `note_advance`.
+    has_whole: bool,
+    /// Since when the frame that is coming has not advanced; none if there is none.
+    stuck_since: Option<Instant>,
     /// Kept between calls for its capacity.
     ranges: Vec<Range>,
 }
@@ -49,6 +60,12 @@ impl Inbox {
     /// # Errors
     /// That of the kernel, `WouldBlock` included.
     pub(super) fn read(&mut self, socket: BorrowedFd<'_>) -> std::io::Result<usize> {
+        let len = self.read_once(socket)?;
+        self.num_bytes += len;
+        Ok(len)
+    }
+
+    fn read_once(&mut self, socket: BorrowedFd<'_>) -> std::io::Result<usize> {
         let buffer = self.frames.buffer();
         let Some(part) = &mut self.part else {
             let cap = (self.frames.num_missing() + READ_AHEAD).min(READ_CAP);
@@ -85,7 +102,24 @@ impl Inbox {
         if self.part.is_some() {
             return Ok(None);
         }
-        self.frames.next(cap)
+        let frame = self.frames.next(cap)?;
+        self.has_whole |= frame.is_some();
+        Ok(frame)
+    }
+
+    /// Notes whether the frame that is coming has advanced, after all whole ones were taken.
+    pub(super) fn note_advance(&mut self, now: Instant) {
+        let is_coming = self.part.is_some() || !self.frames.unread().is_empty();
+        let has_advanced = std::mem::take(&mut self.has_whole) || self.num_bytes >= ADVANCE_BYTES;
+        if has_advanced || !is_coming || self.stuck_since.is_none() {
+            self.num_bytes = 0;
+            self.stuck_since = is_coming.then_some(now);
+        }
+    }
+
+    /// Since when the frame that is coming has not advanced; none if there is none.
+    pub(super) fn stuck_since(&self) -> Option<Instant> {
+        self.stuck_since
     }
 
     /// Begins and continues the next part of a stream, if that comes next; returns it once it is complete.
@@ -124,6 +158,7 @@ impl Inbox {
         let Some(is_aborted) = is_aborted else {
             return Ok(None);
         };
+        self.has_whole = true;
         Ok(self.part.take().map(|part| ReceivedPart {
             header: part.head.header,
             num_bytes: part.head.payload_len,

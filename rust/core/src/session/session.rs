@@ -312,7 +312,7 @@ impl Session {
     /// Time of the next call of [`expire`](Self::expire); earlier than needed if bytes have come since.
     pub(super) fn next_deadline(&self) -> Instant {
         let established_by = self.established_by();
-        let alive_by = self.last_rx + self.timeouts.silence;
+        let alive_by = self.alive_since() + self.timeouts.silence;
         match self.state {
             SessionState::Up => {
                 let due = alive_by.min(self.next_heartbeat);
@@ -331,6 +331,12 @@ impl Session {
         }
     }
 
+    /// Time of the last bytes of the peer; if its frame has stopped coming, the time of the last that advanced it.
+    fn alive_since(&self) -> Instant {
+        let stuck_since = self.link.as_ref().and_then(|link| link.inbox.stuck_since());
+        stuck_since.map_or(self.last_rx, |at| at.min(self.last_rx))
+    }
+
     fn established_by(&self) -> Instant {
         self.begun + self.timeouts.handshake
     }
@@ -346,9 +352,14 @@ impl Session {
         if !self.is_ready() {
             return Ok(());
         }
-        if now >= self.last_rx + self.timeouts.silence {
-            let silent = format_args!("silent for {:?}", self.timeouts.silence).to_string();
+        let silence = self.timeouts.silence;
+        if now >= self.last_rx + silence {
+            let silent = format_args!("silent for {silence:?}").to_string();
             return Err(Error::lost(&self.peer, silent));
+        }
+        if now >= self.alive_since() + silence {
+            let stuck = format_args!("a frame did not come whole within {silence:?}").to_string();
+            return Err(Error::lost(&self.peer, stuck));
         }
         if now >= self.next_heartbeat {
             self.next_heartbeat = now + self.timeouts.heartbeat;

@@ -1,3 +1,4 @@
+use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 
@@ -15,6 +16,13 @@ use crate::transport::{DataPath, reads_host};
 pub(crate) struct FarEnd {
     stream: TcpStream,
     received: FrameReader,
+}
+
+impl FarEnd {
+    /// Sends bytes as they are.
+    pub(crate) fn send(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).unwrap();
+    }
 }
 
 impl Links {

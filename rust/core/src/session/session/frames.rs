@@ -90,6 +90,7 @@ impl Session {
                 }
             }
         };
+        inbox.note_advance(now);
         if let Some(link) = &mut self.link {
             link.inbox = inbox;
         }

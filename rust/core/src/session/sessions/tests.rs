@@ -295,3 +295,41 @@ fn ucx(memory: &Memory) -> Arc<kvpipe_ucx::Memory> {
         Memory::Host(_) | Memory::Twin(_) => panic!("of UCX"),
     }
 }
+
+/// Sends these bytes each second, and returns the second in which the session is lost; none if it is not.
+fn lost_after(first: &[u8], each_s: &[u8], num_s: u64) -> Option<u64> {
+    let mut links = Links::manual(None);
+    let mut far = links.add_manual(SESSION, None);
+    let (_send, receiver) = CommandReceiver::manual();
+    let mut it = sessions(links, FailureNotes::default(), receiver);
+    let begun = it.links.now();
+    it.links.timers.set(SESSION, begun);
+    far.send(first);
+    (0..=num_s).find(|second| {
+        it.set_now(begun + Duration::from_secs(*second));
+        far.send(each_s);
+        it.receive(SESSION);
+        it.expire();
+        it.links.has_failed(SESSION)
+    })
+}
+
+const HEARTBEAT: [u8; 5] = [1, 0, 0, 0, 32];
+
+#[test]
+fn a_peer_whose_frame_never_comes_whole_is_lost_although_bytes_come() {
+    let mut changed = HEARTBEAT;
+    changed[1] = 1;
+    assert_eq!(lost_after(&HEARTBEAT, &HEARTBEAT, 30), None);
+    assert_eq!(lost_after(&changed, &HEARTBEAT, 30), Some(10));
+}
+
+#[test]
+fn a_peer_whose_large_frame_comes_slowly_is_not_lost() {
+    let len = 30_u32 << 20;
+    assert_eq!(
+        lost_after(&len.to_le_bytes(), &vec![33; 128 << 10], 60),
+        None
+    );
+    assert_eq!(lost_after(&len.to_le_bytes(), &[33; 1 << 10], 60), Some(10));
+}
