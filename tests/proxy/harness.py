@@ -161,8 +161,13 @@ class StandIn:
         context = self.certificate and self.certificate.server_context()
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024, ssl_context=context)
         await site.start()
+        self._site = site
         self.url = f"{'https' if context else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
         return runner
+
+    def stop_listening(self):
+        """Refuses connections, and keeps those that it has."""
+        self._site._server.close()
 
 
 def answers(status=200, body=b'{"id":"x"}', content_type="application/json"):

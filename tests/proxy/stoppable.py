@@ -11,6 +11,8 @@ from kvpipe.control import ControlClient
 
 # Above what a busy machine takes to answer a probe.
 FROZEN_AFTER_S = 2.0
+# Of an engine, at its control port.
+DESCRIPTION = '{"forces_first_tokens": true, "reasoning_parser": ""}'
 
 
 @dataclass
@@ -59,7 +61,7 @@ async def stoppable():
 def real_control():
     """A client of control ports, and a port for the instances of the test's own process."""
     client, port = ControlClient(token=""), _kvpipe.Control("127.0.0.1:0", b"", "engine")
-    port.describe_as('{"forces_first_tokens": true, "reasoning_parser": ""}')
+    port.describe_as(DESCRIPTION)
     try:
         yield client, port.address
     finally:

@@ -4,11 +4,12 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
+from aiohttp import web
 
-from kvpipe import ConnectError
+from kvpipe import ConnectError, _kvpipe
 
 from .harness import COMPLETIONS, REQUEST, RecordingControl, answers, never_ends, run, stage, streams
-from .stoppable import FROZEN_AFTER_S, real_control, stoppable
+from .stoppable import DESCRIPTION, FROZEN_AFTER_S, real_control, stoppable
 from .test_early_streams import STREAMED, prefilled
 from .test_early_token import DONE, chunk, text_of
 from .test_metrics import metrics, replaced
@@ -230,6 +231,41 @@ async def refused_or_none(s):
             return await s.post()
     except TimeoutError:
         return 0, b"", {}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_request_at_an_instance_whose_engine_ended_before_its_api_server_goes_to_another(role):
+    """vLLM's API server keeps the connections of such requests open, and answers nothing."""
+
+    async def plays():
+        engine = _kvpipe.Control("127.0.0.1:0", b"", "engine")
+        engine.describe_as(DESCRIPTION)
+
+        async def ends(request):
+            if request.method == "POST":
+                return await never_ends(request)
+            response = web.Response()
+            response.force_close()  # as uvicorn, which closes those that are idle
+            return response
+
+        with real_control() as (client, of_others):
+            ports = (engine.address, of_others) if role == "prefill" else (of_others, engine.address)
+            settings = {"frozen_after_s": FROZEN_AFTER_S, "control_timeout_s": 1.0, "silence_timeout_s": LIMIT_S}
+            async with stage(**{role: [ends, answers()]}, control=client, ports=ports, **settings) as s:
+                first, second = getattr(s, role)
+                posting = asyncio.create_task(s.post())
+                while not first.bodies:
+                    await first.asked.wait()
+                    first.asked.clear()
+                first.stop_listening()
+                # While its engine goes on, it may answer.
+                await asyncio.sleep(2 * FROZEN_AFTER_S)
+                assert second.bodies == []
+                engine.close()
+                assert (await posting)[0] == 200
+                assert len(second.bodies) == 1
+
+    run(plays, LIMIT_S)
 
 
 def test_a_silent_prefill_whose_http_port_answers_is_not_frozen():

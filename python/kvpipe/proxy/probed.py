@@ -129,10 +129,16 @@ class ProbedInstance:
         return InstanceError(self._role, self.instance, f"is frozen: {ports}", failure)
 
     async def _answers(self) -> bool:
-        """True if HTTP answers anything; a refused connection is an answer, because requests fail by it at once."""
+        """True if HTTP answers anything; without a control port a refused connection is an answer, too.
+
+        An API server of vLLM that ends refuses connections, and answers the requests that it has. If its engine ended
+        before it, they get no answer, and the control port, which is the engine's, refuses connections, too.
+        """
         try:
             (await self._upstream.get(self._role, self.instance, "/health", CIMultiDict())).close()
         except InstanceError as error:
+            if error.failure == "unreached" and self.instance.control:
+                return False
             return not isinstance(error.__cause__, TimeoutError)
         return True
 

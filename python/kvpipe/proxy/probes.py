@@ -94,6 +94,9 @@ class Probes:
             while not any(map(_has_answered, (http, control))):
                 health.silent(waited_s)
                 pending = {port for port in (http, control) if not port.done()}
+                if not pending:
+                    # Both refuse at once: it is silent until the next probe.
+                    health.silent(_INTERVAL_S)
                 if not pending or health.left_s <= 0:
                     break
                 waited_s = await wait_awake(pending, health.left_s)
