@@ -1,6 +1,6 @@
 # Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-e2e test-all test-gpu test-rdma test-ucx-1.13 test-aarch64 test-vllm-versions fuzz asan mutants check faults soak bench bench-peers bench-handoff bench-serving wheel dist clean
+.PHONY: help setup demo test test-slow test-e2e test-all test-gpu test-rdma test-ucx-1.13 test-aarch64 test-upgrade test-vllm-versions fuzz asan mutants check faults soak bench bench-peers bench-handoff bench-serving wheel dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ test-ucx-1.13: setup ## the transport's tests on the oldest UCX that is accepted
 
 test-aarch64: setup ## tests of the wheel for aarch64 without vLLM, on x86_64 in QEMU's user mode; needs dist/ to have it
 	@scripts/test-aarch64
+
+test-upgrade: setup ## the last release, or landed build, replaced by this one under load, with real vLLM
+	@scripts/build-of "$$(sed -n 's/^OLDER_BUILD = "\(.*\)"/\1/p' tests/e2e/test_upgrade.py)"
+	@scripts/test e2e -s tests/e2e/test_upgrade.py
 
 test-vllm-versions: setup ## the connectors' tests with each supported vLLM beside the installed one, and instances of the oldest
 	@scripts/test vllm-versions
