@@ -12,6 +12,7 @@ from .test_early_token import DONE, chunk, parsed, text_of
 from .test_metrics import counted
 
 ABORTED = chunk("", finish_reason="abort")
+USAGE = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":5,"total_tokens":5,"completion_tokens":0}}\n\n'
 
 
 def whole(text, finish_reason="length"):
@@ -29,20 +30,22 @@ def test_an_answer_that_decode_aborts_is_given_by_another_decode(dispatch):
     run(scene)
 
 
+@pytest.mark.parametrize("aborted", [(ABORTED, DONE), (DONE,), (USAGE, DONE), (USAGE + DONE,), (DONE[:7], DONE[7:])])
 @pytest.mark.parametrize("dispatch", [*DISPATCHES, "store"])
-def test_a_stream_that_decode_aborts_before_its_first_token_is_given_by_another_decode(dispatch):
+def test_a_stream_that_decode_aborts_before_its_first_token_is_given_by_another_decode(dispatch, aborted):
     async def scene():
-        async with stage(decode=[streams(ABORTED, DONE), streams(chunk("abcd"), DONE)], dispatch=dispatch) as s:
+        async with stage(decode=[streams(*aborted), streams(chunk("abcd"), DONE)], dispatch=dispatch) as s:
             status, body, _ = await s.post(body=STREAMED)
             assert (status, text_of(body)) == (200, "abcd")
 
     run(scene)
 
 
+@pytest.mark.parametrize("aborted", [(ABORTED, DONE), (DONE,), (USAGE, DONE)])
 @pytest.mark.parametrize("dispatch", [*DISPATCHES, "store"])
-def test_a_stream_that_decode_aborts_after_prefills_token_goes_on_at_another_decode(dispatch):
+def test_a_stream_that_decode_aborts_after_prefills_token_goes_on_at_another_decode(dispatch, aborted):
     async def scene():
-        first, go = held(ABORTED, DONE)
+        first, go = held(*aborted)
         decode = [first, streams(chunk("ab"), chunk("cd", finish_reason="length"), DONE)]
         async with (
             stage(prefill=[prefilled()], decode=[describes(each) for each in decode], dispatch=dispatch) as s,

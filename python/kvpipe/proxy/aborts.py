@@ -1,17 +1,34 @@
 """Finds the abort of a request in an instance's answer. Pure.
 
-vLLM that is shut down ends its answers in order, with `finish_reason: abort`, as if they were complete.
+vLLM that is shut down ends its answers in order, with `finish_reason: abort`, as if they were complete. A stream that
+it aborts before the first token has no choice.
 """
 
 # As vLLM writes it. In a text, the quotation marks would have backslashes.
 _ABORTED = b'"finish_reason":"abort"'
 _EVENT_END = b"\n\n"
+_DONE = b"data: [DONE]"
+# Of an event with the usage alone.
+_NO_CHOICES = b'"choices":[]'
+_LONGEST_START = 16 << 10
 ABORT_REASON = "has aborted the request, as an instance does that is shut down"
 
 
 def is_aborted(body: bytes) -> bool:
     """True if an answer that is no stream was aborted."""
     return _ABORTED in body
+
+
+def ends_without_choice(first: bytes) -> bool:
+    """True if the first bytes of a stream have its end, and no choice before that."""
+    return next((event for event in first.split(_EVENT_END) if _NO_CHOICES not in event), b"").startswith(_DONE)
+
+
+def may_end_without_choice(first: bytes) -> bool:
+    """True if a stream that begins so may have no choice; more of its bytes will tell."""
+    *events, rest = first.split(_EVENT_END)
+    is_start = all(_NO_CHOICES in event for event in events) and len(first) < _LONGEST_START
+    return is_start and (_NO_CHOICES in rest or _DONE.startswith(rest))
 
 
 class AbortCheck:

@@ -12,7 +12,7 @@ import aiohttp
 
 from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy import tls
-from kvpipe.proxy.aborts import ABORT_REASON, AbortCheck, is_aborted
+from kvpipe.proxy.aborts import ABORT_REASON, AbortCheck, ends_without_choice, is_aborted, may_end_without_choice
 from kvpipe.proxy.bodies import error_in_first_event, may_begin_with_error
 from kvpipe.proxy.headers import MAX_LINE_BYTES, has_control_character, response_headers
 from kvpipe.proxy.silence import PIECE_BYTES, silence_limit, silent_for
@@ -403,17 +403,19 @@ async def _whole(role: Role, instance: Instance, response: aiohttp.ClientRespons
 async def _first_bytes(
     role: Role, instance: Instance, read: Callable[[], Awaitable[bytes]], moved: Callable[[], None] = lambda: None
 ) -> bytes:
-    """Reads as much of a stream as shows whether it begins with an error.
+    """Reads as much of a stream as shows whether it begins with an error, or has no answer.
 
     Raises:
-        InstanceError: the stream is empty.
+        InstanceError: the stream is empty, or the instance has aborted the request.
     """
     first = await read()
     if not first:
         raise InstanceError(role, instance, "ended its stream before the first event", "broken")
-    while may_begin_with_error(first) and (piece := await read()):
+    while (may_begin_with_error(first) or may_end_without_choice(first)) and (piece := await read()):
         moved()
         first += piece
+    if ends_without_choice(first):
+        raise InstanceError(role, instance, ABORT_REASON, "broken")
     return first
 
 
