@@ -1,7 +1,7 @@
 """A rolling upgrade under load, with the rotation of the token: an older build of kvpipe beside this one.
 
-Instances are stopped by SIGTERM without `--shutdown-timeout`, and answers are not streamed: a stream that has begun
-cannot be asked of another instance. The proxy is the first to be replaced, as docs/guide/upgrade.md has it.
+The order is that of docs/guide/upgrade.md. Instances have `--shutdown-timeout`, so that they finish streams that have
+begun, with which no other instance can go on. They get requests until they have ended.
 
 `KVPIPE_UPGRADE_REQUESTS` sends at least so many requests, and replaces everything in all three steps of the rotation.
 """
@@ -39,6 +39,7 @@ NUM_REQUESTS = int(os.environ.get("KVPIPE_UPGRADE_REQUESTS", "0"))
 NUM_CLIENTS = 4
 # 32 MiB of KV each.
 SMALL = ("--num-gpu-blocks-override", "256")
+DRAIN = ("--shutdown-timeout", "45")
 BODIES = [completion(prompt(length, seed=400), max_tokens=16, ignore_eos=True) for length in (40, 97, 130, 256, 333)]
 # Handoffs from old to new, and from new to old, that the half of an upgrade waits for.
 NUM_MIXED = 3
@@ -91,7 +92,7 @@ class Load:
     def _send(self) -> None:
         while (number := next(self._numbers)) < NUM_REQUESTS or not self.has_ended.is_set():
             which = number % len(BODIES)
-            outcome = self._answer(BODIES[which] | {"cache_salt": str(number), "stream": False})
+            outcome = self._answer(BODIES[which] | {"cache_salt": str(number), "stream": number % 2 == 1})
             with self._lock:
                 self.num_answered += 1
                 if outcome != self.expected[which]:
@@ -239,7 +240,7 @@ def upgrade(groups: Groups, zygote: Zygote, older_build: Path) -> Iterator[Upgra
         block_size=32,
         server_command=zygote.command(),
         connector_config={"lease_s": LEASE_S},
-        vllm_args=(*COMMON, *ROOMY, *SMALL),
+        vllm_args=(*COMMON, *ROOMY, *SMALL, *DRAIN),
         log_dir=LOGS / "upgrade",
     )
     path = os.pathsep.join([str(older_build), str(REPOSITORY)])
