@@ -64,7 +64,7 @@ def test_an_example_of_a_help_is_accepted(example):
     if name == "store":
         command.parser().parse_args(arguments)
     elif "--help" not in arguments:
-        cli._parse(cli._parsers()[0], [name, *arguments])
+        cli._parse([name, *arguments])
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A `KVPipeError` is one line on stderr and status 1; wrong usage is status 2.
     """
-    parser, _ = _parsers()
-    args = _parse(parser, list(sys.argv[1:] if argv is None else argv))
+    args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
         return int(args.command(args))
     except KVPipeError as error:
@@ -103,7 +102,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
     return parser, commands
 
 
-def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser, _ = _parsers()
     if argv[:1] in (["bench"], ["store"]):
         args = parser.parse_args(argv[:1])
         args.arguments = argv[1:]
