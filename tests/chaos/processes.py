@@ -30,6 +30,8 @@ class Attacked:
         lives: Number of its starts.
     """
 
+    _stdout = None  # the log
+
     def __init__(self, name, ports, command, env, log):
         self.name, self.ports = name, ports
         self._command, self._env, self._log = command, env, log
@@ -42,7 +44,7 @@ class Attacked:
         self._is_ended_on_purpose = False
         with self._log.open("ab") as log:
             self._process = ProcessGroup(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self._env, cwd=ROOT
+                self._command, stdin=subprocess.PIPE, stdout=self._stdout or log, stderr=log, env=self._env, cwd=ROOT
             )
 
     @property
@@ -58,20 +60,23 @@ class Attacked:
         """Kills it, with SIGKILL."""
         self._is_ended_on_purpose = True
         self._process.kill_all()
-        with contextlib.suppress(OSError):  # a command that it did not read
-            self._process.stdin.close()
+        self._close_stdin()
 
     def end(self):
         """Has it end by itself; returns its status."""
         self._is_ended_on_purpose = True
         self._process.signal_all(signal.SIGCONT)
-        self._process.stdin.close()
+        self._close_stdin()
         try:
             return self._process.wait(ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:
             return None
         finally:
             self._process.kill_all()
+
+    def _close_stdin(self):
+        with contextlib.suppress(OSError):  # a command that it did not read
+            self._process.stdin.close()
 
 
 class EngineProcess(Attacked):
@@ -81,6 +86,8 @@ class EngineProcess(Attacked):
         address: Its control port, as others reach it.
         num_consumed: Requests that have ended in this life, with a handoff to consume.
     """
+
+    _stdout = subprocess.PIPE
 
     def __init__(self, name, ports, command, env, log):
         super().__init__(name, ports, command, env, log)
