@@ -47,6 +47,8 @@ QUICK = (
     *(f"tests/vllm/handoff/test_{name}.py" for name in ("continuing", "engine_checks", "fingerprint", "first_token")),
     *(f"tests/vllm/store/test_{name}.py" for name in ("any_order", "engine", "weights")),
 )
+# Requests have limits, which ten engines beside other parts would exceed.
+CHAOS = "tests/chaos"
 # Benchmarks and builds, which take the other half of what is slow of the rest.
 BENCH = ("test_bench*", "gpu_check/test_*", "test_gpu_check", "test_wheel")
 
@@ -243,7 +245,7 @@ def parts_of(*, is_slow: bool) -> list[Part]:
     speed = ("-m", "slow" if is_slow else "not slow")
     e2e = ("scripts/test", "e2e", *OPTIONS, *speed)
     pipes, bench = (files_below("tests", *patterns) for patterns in (PIPES, BENCH))
-    others = ignore(QUEUE, STORES, CONNECTORS, E2E, *pipes, *(bench if is_slow else ()))
+    others = ignore(QUEUE, STORES, CONNECTORS, E2E, *pipes, *((CHAOS, *bench) if is_slow else ()))
     rust = ("scripts/test", "rust", "--no-fail-fast")
     stores, python = Part("stores", (*PYTEST, *speed, STORES)), Part("python", (*PYTEST, *speed, *others))
     connectors, queue = Part("connectors", (*PYTEST, *speed, CONNECTORS)), Part("queue", (*PYTEST, *speed, QUEUE))
@@ -259,6 +261,7 @@ def parts_of(*, is_slow: bool) -> list[Part]:
         *(python, pipe, stores, connectors, queue),
         Part("rust", (*rust, "--", "--ignored")),
         Part("e2e-queue", (*e2e, *ignore(*sorted(of_e2e - behind_broker))), is_alone=True),
+        Part("chaos", (*PYTEST, *speed, CHAOS), is_alone=True),
     ]
 
 
