@@ -14,7 +14,7 @@ from typing import ClassVar
 from bench.chaos import Counts
 from bench.progress import Progress
 from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread
-from tests.e2e.client import COMPLETIONS, TOKEN, completion, get, post, prompt, text_of
+from tests.e2e.client import COMPLETIONS, TOKEN, completion, get, post, prompt, text_of, until
 from tests.e2e.groups import COMMON, REPOSITORY, ROOMY, tiny_model
 from tests.zygote import Zygote
 
@@ -165,10 +165,9 @@ class InstanceChaos:
             if not each.child.is_running:
                 self.answers.fail("dead", f"{each.name} has ended by itself")
                 continue
-            deadline = time.monotonic() + REST_S
-            while (held := sum(metric(each.url, name) for name in DRAINED)) and time.monotonic() < deadline:
-                time.sleep(0.2)
-            if held:
+            try:
+                until(lambda url=each.url: not any(metric(url, name) for name in DRAINED), REST_S)
+            except AssertionError:
                 self.answers.fail("leaked", f"{each.name} holds requests or blocks")
         counted = metric(self._deployment.url, "kvpipe_requests_total")
         if counted != self.answers.requests:

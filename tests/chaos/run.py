@@ -217,7 +217,7 @@ class Chaos:
         if may_be_short and found == expected[: len(found)]:
             return "aborted_by_client"
         self._fail("wrong", f"{found} instead of {expected}, of a prompt of {len(tokens)} tokens")
-        return "wrong_answer"
+        return "wrong"
 
     def _pick(self, rng, engines):
         """One that is up; waits while all of them start."""
@@ -228,7 +228,7 @@ class Chaos:
         return rng.choice([each for each in engines if each.is_up] or engines)
 
     def _count(self, name):
-        if name not in ("wrong", "wrong_answer"):
+        if name != "wrong":  # which has been counted with its reason
             with self._changed:
                 self.outcomes.count(name)
 

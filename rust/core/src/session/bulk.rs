@@ -98,10 +98,8 @@ struct Joined {
 }
 
 impl Joined {
-    /// Time of its last bytes; if its frame has stopped coming, the time of the last that advanced it.
     fn alive_since(&self) -> Instant {
-        let stuck_since = self.link.inbox.stuck_since();
-        stuck_since.map_or(self.last_rx, |at| at.min(self.last_rx))
+        self.link.inbox.alive_since(self.last_rx)
     }
 }
 

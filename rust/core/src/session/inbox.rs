@@ -117,9 +117,9 @@ impl Inbox {
         }
     }
 
-    /// Since when the frame that is coming has not advanced; none if there is none.
-    pub(super) fn stuck_since(&self) -> Option<Instant> {
-        self.stuck_since
+    /// The time of the last bytes; if the frame that is coming has stopped, of the last that advanced it.
+    pub(super) fn alive_since(&self, last_bytes: Instant) -> Instant {
+        self.stuck_since.map_or(last_bytes, |at| at.min(last_bytes))
     }
 
     /// Begins and continues the next part of a stream, if that comes next; returns it once it is complete.

@@ -331,10 +331,9 @@ impl Session {
         }
     }
 
-    /// Time of the last bytes of the peer; if its frame has stopped coming, the time of the last that advanced it.
     fn alive_since(&self) -> Instant {
-        let stuck_since = self.link.as_ref().and_then(|link| link.inbox.stuck_since());
-        stuck_since.map_or(self.last_rx, |at| at.min(self.last_rx))
+        let link = self.link.as_ref();
+        link.map_or(self.last_rx, |link| link.inbox.alive_since(self.last_rx))
     }
 
     fn established_by(&self) -> Instant {

@@ -233,7 +233,7 @@ fn refusal(file: &Path, error: &DatabaseError) -> Error {
     })
 }
 
-/// Whether a file's contents are the cause: what it should have is not there, or is something else.
+/// True if a file's contents are the cause: what it should have is not there, or is something else.
 fn is_damage(error: &io::Error) -> bool {
     use io::ErrorKind::{InvalidData, UnexpectedEof};
     matches!(error.kind(), InvalidData | UnexpectedEof)
