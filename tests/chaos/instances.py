@@ -14,7 +14,7 @@ from typing import ClassVar
 from bench.chaos import Counts
 from bench.progress import Progress
 from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread
-from tests.e2e.client import COMPLETIONS, TOKEN, completion, get, post, prompt, text_of, until
+from tests.e2e.client import COMPLETIONS, TOKEN, completion, metric, post, prompt, text_of, until
 from tests.e2e.groups import COMMON, REPOSITORY, ROOMY, tiny_model
 from tests.zygote import Zygote
 
@@ -172,9 +172,3 @@ class InstanceChaos:
         counted = metric(self._deployment.url, "kvpipe_requests_total")
         if counted != self.answers.requests:
             self.answers.fail("uncounted", f"the proxy counts {counted:.0f} of {self.answers.requests} requests")
-
-
-def metric(url, name):
-    """The sum of a metric over its labels."""
-    lines = get(url, "/metrics").decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + "{", name + " ")))

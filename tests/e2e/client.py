@@ -96,6 +96,12 @@ def streamed_text(body: bytes) -> str:
     return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
 
 
+def metric(url: str, name: str) -> float:
+    """The sum of a metric over its labels."""
+    lines = get(url, "/metrics").decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + "{", name + " ")))
+
+
 def until(condition: Callable[[], Any], timeout_s: float = 90.0) -> Any:
     """Waits until a condition holds, and returns its value."""
     deadline = time.monotonic() + timeout_s
@@ -151,9 +157,8 @@ class Servers:
         return result_of(handoff, [instance] if instance is not None else [self.decode, self.prefill])
 
     def metric(self, instance: Instance, name: str) -> float:
-        """The sum of a metric over its labels."""
-        lines = get(instance.url, "/metrics").decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
+        """As the function of this name."""
+        return metric(instance.url, name)
 
     def holds_no_block(self, instance: Instance) -> bool:
         """True if the block pool of an instance is as large as when it was new."""
