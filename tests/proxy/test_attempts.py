@@ -290,7 +290,11 @@ def test_a_decode_that_refuses_the_connection_while_prefill_computes_leaves_pref
             await s.decode[1].asked.wait()
             return await answers()(request)
 
-        async with stage([prefill], [DEAD, answers()], dispatch="just-in-time") as s:
+        async def decode(request):
+            await s.prefill[0].asked.wait()  # no decode answers before
+            return await answers()(request)
+
+        async with stage([prefill], [DEAD, decode], dispatch="just-in-time") as s:
             assert (await s.post())[0] == 200
             assert len(s.prefill[0].bodies) == 1
             assert not s.prefill[0].aborted.is_set()
