@@ -296,40 +296,61 @@ fn ucx(memory: &Memory) -> Arc<kvpipe_ucx::Memory> {
     }
 }
 
-/// Sends these bytes each second, and returns the second in which the session is lost; none if it is not.
-fn lost_after(first: &[u8], each_s: &[u8], num_s: u64) -> Option<u64> {
+const HEARTBEAT: [u8; 5] = [1, 0, 0, 0, 32];
+const FURTHER: SessionKey = SESSION + 1;
+
+/// Sends these bytes each second on a session's own connection or on a further one, whose session is alive. Returns the second
+/// in which that connection is given up; none if it is not.
+fn lost_after(is_further: bool, first: &[u8], each_s: &[u8], num_s: u64) -> Option<u64> {
     let mut links = Links::manual(None);
-    let mut far = links.add_manual(SESSION, None);
+    let (mut further, now) = (links.add_manual(FURTHER, None), links.now());
+    let link = links.sessions.remove(&FURTHER).unwrap().link.unwrap();
+    let mut own = links.add_manual(SESSION, None);
+    let session = links.sessions.get_mut(&SESSION).unwrap();
+    session.bulk.add(FURTHER, 0, link, now);
+    links.bulk.insert(FURTHER, SESSION);
     let (_send, receiver) = CommandReceiver::manual();
     let mut it = sessions(links, FailureNotes::default(), receiver);
     let begun = it.links.now();
     it.links.timers.set(SESSION, begun);
-    far.send(first);
+    let (tried, other) = if is_further {
+        (&mut further, &mut own)
+    } else {
+        (&mut own, &mut further)
+    };
+    tried.send(first);
     (0..=num_s).find(|second| {
         it.set_now(begun + Duration::from_secs(*second));
-        far.send(each_s);
-        it.receive(SESSION);
+        tried.send(each_s);
+        other.send(&HEARTBEAT);
+        it.handle_readiness(SESSION);
+        it.handle_readiness(FURTHER);
         it.expire();
-        it.links.has_failed(SESSION)
+        let has_failed = it.links.has_failed(SESSION);
+        assert!(!(is_further && has_failed), "the session goes on");
+        has_failed || !it.links.bulk.contains_key(&FURTHER)
     })
 }
 
-const HEARTBEAT: [u8; 5] = [1, 0, 0, 0, 32];
-
 #[test]
-fn a_peer_whose_frame_never_comes_whole_is_lost_although_bytes_come() {
+fn a_connection_whose_frame_never_comes_whole_is_lost_although_bytes_come() {
     let mut changed = HEARTBEAT;
     changed[1] = 1;
-    assert_eq!(lost_after(&HEARTBEAT, &HEARTBEAT, 30), None);
-    assert_eq!(lost_after(&changed, &HEARTBEAT, 30), Some(10));
+    for is_further in [false, true] {
+        assert_eq!(lost_after(is_further, &HEARTBEAT, &HEARTBEAT, 30), None);
+        assert_eq!(lost_after(is_further, &changed, &HEARTBEAT, 30), Some(10));
+    }
 }
 
 #[test]
-fn a_peer_whose_large_frame_comes_slowly_is_not_lost() {
+fn a_connection_whose_large_frame_comes_slowly_is_not_lost() {
     let len = 30_u32 << 20;
-    assert_eq!(
-        lost_after(&len.to_le_bytes(), &vec![33; 128 << 10], 60),
-        None
-    );
-    assert_eq!(lost_after(&len.to_le_bytes(), &[33; 1 << 10], 60), Some(10));
+    let (fast, slow) = (vec![33; 128 << 10], [33; 1 << 10]);
+    for is_further in [false, true] {
+        assert_eq!(lost_after(is_further, &len.to_le_bytes(), &fast, 60), None);
+        assert_eq!(
+            lost_after(is_further, &len.to_le_bytes(), &slow, 60),
+            Some(10)
+        );
+    }
 }
