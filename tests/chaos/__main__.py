@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bench import chaos, machine
 from tests.chaos.instances import InstanceChaos
+from tests.chaos.processes import StartError
 from tests.chaos.run import Chaos, zygote
 
 
@@ -17,7 +18,10 @@ def main(argv=None):
     with tempfile.TemporaryDirectory(prefix="kvpipe-chaos-") as folder:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        outcomes = _run(options, logs)
+        try:
+            outcomes = _run(options, logs)
+        except StartError as error:
+            sys.exit(str(error))
     facts = {**machine.machine(), "seed": options.seed}
     chaos.show(facts, {"instances" if options.vllm else "engines": outcomes}, options.json)
     return 0 if outcomes.is_clean else 1

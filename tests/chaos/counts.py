@@ -5,13 +5,14 @@ from typing import ClassVar
 
 from bench.chaos import Counts
 
-# Results of handoffs, as their consumer reports them.
-RESULTS = ("full", "partial", "local", "missing", "aborted", "failed")
-
 
 @dataclass
 class Outcomes(Counts):
-    """Each request is answered, aborted by its client, or lost with its engine, which was killed."""
+    """Each request is answered, aborted by its client, or lost with its engine, which was killed.
+
+    From `full` to `stored_sampled` results of handoffs as their consumers count them: those of pairs, and those through
+    the store, by their first token. A consumer that is killed has said them with its last answer.
+    """
 
     VIOLATIONS: ClassVar = ("wrong", "late", "dead", "uncounted", "unrecovered", "leaked")
 
@@ -25,6 +26,8 @@ class Outcomes(Counts):
     missing: int = 0
     aborted: int = 0
     failed: int = 0
+    stored_exact: int = 0
+    stored_sampled: int = 0
     killed: int = 0
     stopped: int = 0
     cut: int = 0

@@ -31,12 +31,12 @@ class HandoffEngine(Engine):
     """An engine with KVPipeConnector.
 
     Attributes:
-        handoffs: Results of the handoffs that ended here as their consumer, as metrics count them.
+        results: Results of the handoffs that ended here as their consumer, as metrics count them.
         num_leased: Blocks that it leases to consumers, as metrics say.
     """
 
     def __init__(self, model, **settings):
-        self.handoffs = {}
+        self.results = {}
         self.num_leased = 0
         super().__init__(model, "", config=engine_config(model, **settings), layers=LAYERS)
         [worker] = self.workers
@@ -50,7 +50,7 @@ class HandoffEngine(Engine):
 
     def _count(self, data):
         for handoff in data.get("handoffs", ()):
-            self.handoffs[handoff["result"]] = self.handoffs.get(handoff["result"], 0) + 1
+            self.results[handoff["result"]] = self.results.get(handoff["result"], 0) + 1
         self.num_leased = data.get("leased_blocks", self.num_leased)
 
     @property
@@ -64,9 +64,14 @@ class StoreEngine(Engine):
     def __init__(self, model, *, store, **settings):
         super().__init__(model, "", config=store_config(model, store, **settings), layers=LAYERS)
 
-    handoffs: dict[str, int] = {}  # noqa: RUF012 - it has none
     num_leased = 0
     address = ""
+
+    @property
+    def results(self):
+        counted = self.stats.get("first_tokens", {})
+        num_exact = counted.get("none", 0)
+        return {"stored_exact": num_exact, "stored_sampled": sum(counted.values()) - num_exact}
 
 
 class Program:
@@ -86,7 +91,7 @@ class Program:
             for name, request in list(self._requests.items()):
                 if request.is_finished():
                     del self._requests[name]
-                    say(ended=name, tokens=engine.answers.pop(request.request_id, []))
+                    say(ended=name, tokens=engine.answers.pop(request.request_id, []), results=engine.results)
             if self._is_looked_at and not engine.scheduler.requests and not engine.num_leased:
                 self._is_looked_at = False
                 self._say_holdings()
@@ -96,7 +101,7 @@ class Program:
         say(
             looked=True,
             lost_blocks=engine.num_blocks - 1 - engine.num_free_blocks,
-            handoffs=engine.handoffs,
+            results=engine.results,
             descriptors=held.num_descriptors,
             threads=held.num_threads,
             bytes=held.num_bytes,

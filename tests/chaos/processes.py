@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import Future
 
 from kvpipe.launch.process import ProcessGroup
@@ -19,6 +20,10 @@ ENDS_WITHIN_S = 30
 
 class LostError(Exception):
     """An engine has ended before its answer."""
+
+
+class StartError(Exception):
+    """An engine does not start."""
 
 
 class Attacked:
@@ -84,7 +89,10 @@ class EngineProcess(Attacked):
 
     Attributes:
         address: Its control port, as others reach it.
-        num_consumed: Requests that have ended in this life, with a handoff to consume.
+        num_answered: Requests with a handoff to consume that have been answered in this life.
+        num_aborted: Those that their clients have aborted.
+        results: Of its handoffs in this life, as it last said.
+        past_results: The same of all lives before.
     """
 
     _stdout = subprocess.PIPE
@@ -95,19 +103,33 @@ class EngineProcess(Attacked):
         self._open = {}
         self._is_up = False
         self.address = ""
-        self.num_consumed = 0
+        self.num_answered = self.num_aborted = 0
+        self.results: Counter[str] = Counter()
+        self.past_results: Counter[str] = Counter()
 
     def start(self):
         super().start()
-        self.num_consumed = 0
+        self.past_results += self.results
+        self.num_answered = self.num_aborted = 0
+        self.results = Counter()
         self._hello = self._expect("hello")
         self._is_up = True
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
 
     def await_start(self):
-        """Waits until it listens."""
-        self.address = self._hello.result(STARTS_WITHIN_S)["address"]
+        """Waits until it listens.
+
+        Raises:
+            StartError: It has ended, or takes too long.
+        """
+        try:
+            self.address = self._hello.result(STARTS_WITHIN_S)["address"]
+        except LostError:
+            raise StartError(f"{self.name} has ended before it listened; its log is {self._log}") from None
+        except TimeoutError:
+            text = f"{self.name} did not listen within {STARTS_WITHIN_S} s; its log is {self._log}"
+            raise StartError(text) from None
 
     @property
     def is_up(self):
@@ -152,6 +174,8 @@ class EngineProcess(Attacked):
     def _read(self, answers):
         for line in answers:
             answer = json.loads(line)
+            if "results" in answer:
+                self.results = Counter(answer["results"])
             name = "hello" if "address" in answer else "look" if "looked" in answer else answer["ended"]
             with self._lock:
                 future = self._open.pop(name, None)

@@ -6,6 +6,7 @@ import secrets
 import signal
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,9 +14,9 @@ from pathlib import Path
 from bench.progress import Progress
 from kvpipe.launch.ports import free_ports, release_ports
 from kvpipe.transfer_params import consume, load, produce, save
-from tests.chaos.counts import RESULTS, Outcomes
+from tests.chaos.counts import Outcomes
 from tests.chaos.engine import LAYERS
-from tests.chaos.processes import LostError, engine, store_server
+from tests.chaos.processes import LostError, StartError, engine, store_server
 from tests.chaos.relay import RELAYED, Relay
 from tests.e2e.groups import tiny_model
 from tests.vllm.store.engine import answered
@@ -73,7 +74,11 @@ class Chaos:
         self.outcomes = Outcomes()
 
     def run(self):
-        """Returns the outcomes."""
+        """Returns the outcomes.
+
+        Raises:
+            StartError: An engine does not start before the first fault.
+        """
         before = set(os.listdir("/dev/shm"))  # noqa: PTH208 - names alone
         with ExitStack() as stack:
             self._start(stack)
@@ -199,9 +204,10 @@ class Chaos:
         if is_aborted:
             consumer.tell(name=name, abort=True)
         outcome = self._answer(second, tokens, 3, may_be_short=is_aborted)
-        if outcome in ("answered", "aborted_by_client") and consumer.lives == life:
-            with self._changed:
-                consumer.num_consumed += not is_stored
+        with self._changed:
+            if consumer.lives == life:
+                consumer.num_answered += outcome == "answered"
+                consumer.num_aborted += outcome == "aborted_by_client"
         if not is_stored and self._answer(first, tokens, 1) == "wrong":
             return "wrong"
         return outcome
@@ -262,9 +268,15 @@ class Chaos:
             self._fail("dead", f"{target.name} has ended by itself")
         self._count("killed")
         target.kill()
-        target.start()
+        with self._changed:
+            if target in (*self._decode, *self._stored):
+                self._check_results(target, is_at_rest=False)
+            target.start()
         if target is not self._server:
-            target.await_start()
+            try:
+                target.await_start()
+            except StartError as error:
+                self._fail("unrecovered", str(error))
         with self._changed:
             self._changed.notify_all()
 
@@ -290,6 +302,22 @@ class Chaos:
 
     # --- the end
 
+    def _check_results(self, consumer, *, is_at_rest):
+        """Compares what an engine has counted with what its clients have got.
+
+        Each answer is of a counted handoff. At rest those that clients have aborted are counted, too; through the store
+        only those that were computed before.
+        """
+        counted, answered = consumer.results.total(), consumer.num_answered
+        ended = answered + consumer.num_aborted
+        least = ended if is_at_rest and consumer in self._decode else answered
+        if counted < least or (is_at_rest and counted > ended):
+            self._fail(
+                "uncounted",
+                f"{consumer.name} counts {dict(consumer.results)}; {answered} requests were answered, "
+                f"{consumer.num_aborted} aborted",
+            )
+
     def _visit_all(self, *, must_be_full=False):
         """A handoff of each pair, without faults."""
         self._relay.flip(self._prefill[0].ports, 0)
@@ -306,18 +334,18 @@ class Chaos:
                     self._answer(each, tokens, num_tokens)
             except TimeoutError:
                 self._fail("late", f"a request from {producer.name} to {consumer.name} has no end")
-            consumer.num_consumed += 1
+            consumer.num_answered += 1
             if must_be_full:
                 after = self._look_at(consumer)
-                if after["handoffs"].get("full", 0) != before["handoffs"].get("full", 0) + 1:
-                    self._fail("unrecovered", f"{producer.name} to {consumer.name}: {after['handoffs']}")
+                if after["results"].get("full", 0) != before["results"].get("full", 0) + 1:
+                    self._fail("unrecovered", f"{producer.name} to {consumer.name}: {after['results']}")
 
     def _look(self):
         """Resources of each engine, at rest."""
         return {each.name: self._look_at(each) for each in self._engines}
 
     def _look_at(self, each):
-        nothing = {"handoffs": {}, "lost_blocks": 0, "descriptors": 0, "threads": 0, "bytes": 0}
+        nothing = {"results": {}, "lost_blocks": 0, "descriptors": 0, "threads": 0, "bytes": 0}
         try:
             return each.ask("look", look=True).result(REST_S)
         except TimeoutError:
@@ -334,12 +362,11 @@ class Chaos:
                     self._fail("leaked", f"{each.name} has {new[what]} {what}, {old[what]} before")
             if new["lost_blocks"]:
                 self._fail("leaked", f"{each.name} holds {new['lost_blocks']} blocks")
-        for each in self._decode:
-            counted = after[each.name]["handoffs"]
-            if sum(counted.values()) != each.num_consumed:
-                self._fail("uncounted", f"{each.name} counts {counted}, and has ended {each.num_consumed} requests")
-            for result in RESULTS:
-                self.outcomes.count(result, counted.get(result, 0))
+        for each in (*self._decode, *self._stored):
+            each.results = Counter(after[each.name]["results"])
+            self._check_results(each, is_at_rest=True)
+            for result, number in (each.past_results + each.results).items():
+                self.outcomes.count(result, number)
         found = self.outcomes
         ends = found.answered + found.aborted_by_client + found.late + found.wrong
         if ends < found.requests:

@@ -5,12 +5,11 @@ import random
 import signal
 import socket
 import threading
-from dataclasses import fields
+from collections import Counter
 
 import pytest
 
 from kvpipe.launch.ports import free_ports, release_ports
-from tests.chaos.counts import RESULTS, Outcomes
 from tests.chaos.relay import HERE, RELAYED, Relay
 
 if importlib.util.find_spec("vllm") is None:
@@ -63,44 +62,57 @@ def test_wrong_tokens_and_an_engine_that_dies_by_itself_are_reported(begun):
 
 
 class Engine:
-    """An engine at rest, as its process describes itself."""
+    """An engine of which its clients and its counters tell."""
 
-    def __init__(self, num_consumed):
-        self.name, self.num_consumed = "decode0", num_consumed
+    name, past_results = "decode0", Counter()
+
+    def __init__(self, results, num_answered, num_aborted):
+        self.results, self.num_answered, self.num_aborted = Counter(results), num_answered, num_aborted
 
 
-def compared(after, num_consumed=3):
+HELD = {"descriptors": 9, "threads": 3, "bytes": 0, "lost_blocks": 0}
+
+
+def compared(after=None, *, full=3, num_answered=2, num_aborted=1, through="_decode"):
     """Outcomes of a run whose engine had this at its end."""
     chaos = Chaos(None, 0, 1, ".")
-    chaos._engines = chaos._decode = [Engine(num_consumed)]
-    before = {"descriptors": 9, "threads": 3, "bytes": 0, "lost_blocks": 0, "handoffs": {"full": 3}}
-    chaos._compare({"decode0": before}, {"decode0": before | after})
+    chaos._engines, chaos._decode, chaos._stored = [Engine({}, num_answered, num_aborted)], [], []
+    setattr(chaos, through, chaos._engines)
+    at_end = HELD | {"results": {"full": full}} | (after or {})
+    chaos._compare({"decode0": HELD}, {"decode0": at_end})
     return chaos.outcomes
 
 
-def test_an_engine_as_before_that_counts_each_handoff_breaks_no_promise():
-    assert compared({}).is_clean
+@pytest.mark.parametrize(("through", "full"), [("_decode", 3), ("_stored", 3), ("_stored", 2)])
+def test_an_engine_as_before_that_counts_each_handoff_breaks_no_promise(through, full):
+    outcomes = compared(through=through, full=full)
+    assert outcomes.is_clean
+    assert outcomes.full == full
 
 
 @pytest.mark.parametrize(
-    ("after", "name"),
+    "after",
     [
-        ({"lost_blocks": 1}, "leaked"),
-        ({"threads": 4}, "leaked"),
-        ({"descriptors": 9 + run.MORE_DESCRIPTORS + 1}, "leaked"),
-        ({"bytes": run.MORE_BYTES + 1}, "leaked"),
-        ({"handoffs": {"full": 1, "missing": 1}}, "uncounted"),
-        ({"handoffs": {"full": 4}}, "uncounted"),
+        {"lost_blocks": 1},
+        {"threads": 4},
+        {"descriptors": 9 + run.MORE_DESCRIPTORS + 1},
+        {"bytes": run.MORE_BYTES + 1},
     ],
 )
-def test_what_an_engine_holds_or_does_not_count_breaks_a_promise(after, name):
-    outcomes = compared(after)
-    assert getattr(outcomes, name)
-    assert not outcomes.is_clean
+def test_more_than_an_engine_held_before_breaks_a_promise(after):
+    assert compared(after).leaked
 
 
-def test_all_results_of_handoffs_are_counted():
-    assert set(RESULTS) <= {each.name for each in fields(Outcomes)}
+@pytest.mark.parametrize(("through", "full"), [("_decode", 2), ("_decode", 4), ("_stored", 1), ("_stored", 4)])
+def test_a_handoff_that_an_engine_does_not_count_breaks_a_promise(through, full):
+    assert compared(through=through, full=full).uncounted
+
+
+def test_an_answer_of_a_killed_engine_that_it_has_not_counted_breaks_a_promise():
+    chaos = Chaos(None, 0, 1, ".")
+    chaos._decode = [Engine({"full": 1}, 2, 0)]
+    chaos._check_results(chaos._decode[0], is_at_rest=False)
+    assert chaos.outcomes.uncounted
 
 
 # --- the wire
