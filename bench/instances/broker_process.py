@@ -87,8 +87,8 @@ class BrokerProcess:
 
     @property
     def is_running(self) -> bool:
-        """True if it was started, and not ended by a call."""
-        return self._process is not None
+        """True if it was started, and has not ended."""
+        return self._process is not None and self._process.poll() is None
 
     @property
     def log(self) -> str:

@@ -75,10 +75,15 @@ class Server:
         """
         give_up_at = time.monotonic() + _START_WITHIN_S
         while not self.is_healthy():
-            if self._process.poll() is not None or time.monotonic() > give_up_at:
+            if not self.is_running or time.monotonic() > give_up_at:
                 raise SubjectError(self._last_lines("did not start"))
             time.sleep(0.5)
         self._members = self._process.members()
+
+    @property
+    def is_running(self) -> bool:
+        """True if its first process has not ended."""
+        return self._process.poll() is None
 
     def require_running(self) -> None:
         """Checks that its first process has not ended.
@@ -86,7 +91,7 @@ class Server:
         Raises:
             SubjectError: It has.
         """
-        if self._process.poll() is not None:
+        if not self.is_running:
             raise SubjectError(self._last_lines("has ended"))
 
     def _last_lines(self, what: str) -> str:

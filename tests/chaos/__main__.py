@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 
 from bench import chaos, machine
+from bench.processes import SubjectError
+from kvpipe.exceptions import KVPipeError
 from tests.chaos.instances import InstanceChaos
 from tests.chaos.processes import StartError
 from tests.chaos.run import Chaos, zygote
@@ -20,7 +22,7 @@ def main(argv=None):
         logs.mkdir(parents=True, exist_ok=True)
         try:
             outcomes = _run(options, logs)
-        except StartError as error:
+        except (StartError, SubjectError, KVPipeError) as error:
             sys.exit(str(error))
     facts = {**machine.machine(), "seed": options.seed}
     chaos.show(facts, {"instances" if options.vllm else "engines": outcomes}, options.json)
@@ -37,7 +39,7 @@ def _run(options, logs):
 def _parse(argv):
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--requests", type=int, help="default 10000, or 300 with --vllm")
-    parser.add_argument("--vllm", action="store_true", help="real vLLM instances behind the proxy; 12 GB")
+    parser.add_argument("--vllm", action="store_true", help="real vLLM instances behind a proxy and a broker; 12 GB")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32), help="by default another one each time")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--logs", type=Path, help="folder that keeps the logs of the engines")

@@ -1,7 +1,9 @@
 """One run: handoffs of clients, faults beside them, and what is left in the end."""
 
+import contextlib
 import os
 import random
+import re
 import secrets
 import signal
 import threading
@@ -40,6 +42,7 @@ MOST_BETWEEN = 30
 LENGTHS = (1, 31, 32, 33, 64, 65, 100, 200, 300)
 STORE_SHARE, ABORT_SHARE = 0.15, 0.03
 MOST_FLIPPED = 3
+SHARED_MEMORY = Path("/dev/shm")
 # Descriptors and memory that Python and the allocator keep.
 MORE_DESCRIPTORS, MORE_BYTES = 4, 64 << 20
 
@@ -47,6 +50,20 @@ MORE_DESCRIPTORS, MORE_BYTES = 4, 64 << 20
 def zygote(log):
     """A process from which engines are forked."""
     return Zygote(MODULES, env=ONE_THREAD, log=log)
+
+
+def shared_memory():
+    """Names of the shared memory of all programs."""
+    return {each.name for each in SHARED_MEMORY.iterdir()}
+
+
+def mapped():
+    """Those names of it that some process maps."""
+    names = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # a process that has ended
+            names |= set(re.findall(rf"{SHARED_MEMORY}/(\S+)", maps.read_text()))
+    return names
 
 
 class Chaos:
@@ -79,7 +96,7 @@ class Chaos:
         Raises:
             StartError: An engine does not start before the first fault.
         """
-        before = set(os.listdir("/dev/shm"))  # noqa: PTH208 - names alone
+        before = shared_memory()
         with ExitStack() as stack:
             self._start(stack)
             self._visit_all()
@@ -91,7 +108,8 @@ class Chaos:
             self._compare(held, self._look())
             self._end()
         self.outcomes.chunks_flipped = self._relay.num_flipped
-        if left := set(os.listdir("/dev/shm")) - before:  # noqa: PTH208
+        # The engines have ended: new memory that a process still maps is another program's.
+        if left := shared_memory() - before - mapped():
             self._fail("leaked", f"shared memory {sorted(left)}")
         return self.outcomes
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections import Counter
+from multiprocessing.shared_memory import SharedMemory
 
 import pytest
 
@@ -113,6 +114,17 @@ def test_an_answer_of_a_killed_engine_that_it_has_not_counted_breaks_a_promise()
     chaos._decode = [Engine({"full": 1}, 2, 0)]
     chaos._check_results(chaos._decode[0], is_at_rest=False)
     assert chaos.outcomes.uncounted
+
+
+def test_shared_memory_is_named_and_that_of_a_living_process_is_known():
+    memory = SharedMemory(create=True, size=100)
+    try:
+        assert memory.name in run.shared_memory()
+        assert memory.name in run.mapped()
+        memory.close()
+        assert memory.name in run.shared_memory() - run.mapped()
+    finally:
+        memory.unlink()
 
 
 # --- the wire

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from bench.instances.servers import Server, ServerPool
-from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread, Instance
+from kvpipe.launch.deployment import DeploymentThread, Instance
 from kvpipe.launch.ports import free_ports
 from kvpipe.launch.spec import OWN_STORE
 from tests.e2e.client import TOKEN, get, until
-from tests.e2e.groups import COMMON, LOGS, LOOKUP_TIMEOUT_S, STORE_CHUNK, tiny_model
+from tests.e2e.groups import LOGS, LOOKUP_TIMEOUT_S, STORE_CHUNK, two_by_two
 from tests.e2e.two_by_two import SMALL
 from tests.zygote import Zygote
 
@@ -36,7 +36,7 @@ class Queued:
         decode: instances with a worker each.
 
     Attributes:
-        url: The proxy's address.
+        proxy: The proxy.
         workers: The workers, in the order of the decode instances.
     """
 
@@ -52,7 +52,7 @@ class Queued:
             stack.enter_context(self._pool)
             self._logs.mkdir(parents=True, exist_ok=True)
             prefill = [part for each in self._prefill for part in ("--prefill", address(each))]
-            self.url = self._front("proxy", "proxy", "--dispatch", "amqp", *prefill)
+            self.proxy = self._front("proxy", "proxy", "--dispatch", "amqp", *prefill)
             self.workers = [
                 self._start(f"worker-{number}", each.url, "worker", "--decode", address(each))
                 for number, each in enumerate(self._decode)
@@ -64,15 +64,21 @@ class Queued:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @property
+    def url(self) -> str:
+        """The proxy's address."""
+        return self.proxy.url
+
     def front(self, prefill: Instance) -> str:
         """The address of a front end beside a prefill instance."""
-        url = self._front(f"front-{prefill.name}", "front", "--prefill", address(prefill))
+        url = self._front(f"front-{prefill.name}", "front", "--prefill", address(prefill)).url
         self.until_taken(url)
         return url
 
-    def replace(self, worker: Server) -> None:
-        """Starts a worker that has been killed again."""
-        worker.start()
+    def replace(self, server: Server) -> None:
+        """Starts the proxy or a worker that has been killed again."""
+        server.start()
+        until(lambda: server.require_running() or is_listening(self.url))
         self.until_taken()
 
     def state(self, url: str = "") -> dict[str, Any]:
@@ -83,12 +89,12 @@ class Queued:
         """Waits until as many workers take requests as there are."""
         until(lambda: [each["reason"] for each in self.state(url)["workers"]] == [""] * len(self._decode))
 
-    def _front(self, name: str, *arguments: str) -> str:
+    def _front(self, name: str, *arguments: str) -> Server:
         port = str(free_ports(1)[0])
         server = self._start(name, f"http://127.0.0.1:{port}", *arguments, "--port", port)
         # Not its health, which needs workers.
         until(lambda: server.require_running() or is_listening(server.url))
-        return server.url
+        return server
 
     def _start(self, name: str, url: str, *arguments: str) -> Server:
         command = [sys.executable, "-m", "kvpipe", *arguments, "--queue", self._name]
@@ -111,18 +117,7 @@ def is_listening(url: str) -> bool:
 @contextlib.contextmanager
 def instances(kind: str, zygote: Zygote) -> Iterator[DeploymentThread]:
     """Two prefill, two decode and one undivided instance, that share KV by handoffs or through a store."""
-    spec = DeploymentSpec(
-        model=tiny_model(),
-        num_prefill=2,
-        num_decode=2,
-        num_undivided=1,
-        token=TOKEN,
-        block_size=32,
-        server_command=zygote.command(),
-        vllm_args=(*COMMON, *ONE_STEP, *SMALL),
-        proxy_command=None,
-        log_dir=LOGS / f"queue-{kind}",
-        **SPECS[kind],
-    )
+    logs = LOGS / f"queue-{kind}"
+    spec = two_by_two(zygote, logs, *ONE_STEP, *SMALL, proxy_command=None, **SPECS[kind])
     with DeploymentThread(spec, report=print) as running:
         yield running

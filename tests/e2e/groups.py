@@ -196,6 +196,22 @@ class Groups:
         return str(folder if folder.exists() else make_model(kind, folder, Path(plain)))
 
 
+def two_by_two(zygote: Zygote, logs: Path, *vllm_args: str, **more: Any) -> DeploymentSpec:
+    """Two prefill, two decode and one undivided instance."""
+    return DeploymentSpec(
+        model=tiny_model(),
+        num_prefill=2,
+        num_decode=2,
+        num_undivided=1,
+        token=TOKEN,
+        block_size=32,
+        server_command=zygote.command(),
+        vllm_args=(*COMMON, *vllm_args),
+        log_dir=logs,
+        **more,
+    )
+
+
 def _parts(name: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """The group or kind of model, the arguments of all instances, and those of all but prefill."""
     group = name.partition(" --")[0]
