@@ -3,7 +3,8 @@
 import orjson
 import pytest
 
-from kvpipe.proxy.aborts import AbortCheck, is_aborted
+from kvpipe.proxy.aborts import AbortCheck, ChoiceCheck, is_aborted
+from kvpipe.proxy.routing import num_choices
 
 from .harness import COMPLETIONS, REQUEST, answers, describes, run, stage, streams
 from .test_dispatch import DISPATCHES
@@ -75,6 +76,61 @@ def test_a_stream_that_decode_aborts_in_the_middle_ends_with_an_error_event_and_
             await counted(s, "kvpipe_requests_total", "broken_off")
 
     run(scene)
+
+
+@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"]}])
+def test_a_stream_of_two_choices_that_ends_with_one_ends_with_an_error_event_and_no_done(more):
+    async def scene():
+        async with stage(decode=[streams(chunk("a"), chunk("b", finish_reason="stop") + DONE)]) as s:
+            status, answer, _ = await s.post(body=STREAMED | more)
+            *shown, last = parsed(answer)
+            assert (status, [each["choices"][0]["text"] for each in shown]) == (200, ["a", "b"])
+            assert f"decode instance {s.decode[0].url}: has aborted the request" in last["error"]["message"]
+            assert b"[DONE]" not in answer
+
+    run(scene)
+
+
+def test_a_stream_of_two_choices_that_have_both_ended_is_complete():
+    async def scene():
+        ended = [chunk("a", finish_reason="stop"), chunk("b", finish_reason="length")]
+        async with stage(decode=[streams(*ended, DONE)]) as s:
+            assert (await s.post(body=STREAMED | {"n": 2}))[1] == b"".join([*ended, DONE])
+
+    run(scene)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_a_missing_choice_is_found_however_the_stream_is_cut(size):
+    quoted = chunk('"finish_reason":"stop"\n\ndata: [DONE]')
+    for num_ended, num_expected, is_short in ((2, 3, True), (3, 3, False), (0, 2, True), (0, 1, False), (0, 0, False)):
+        before = quoted + chunk("a", finish_reason="stop") * num_ended
+        check, shown = ChoiceCheck(num_expected), b""
+        for start in range(0, len(before + DONE), size):
+            shown += check.feed((before + DONE)[start : start + size])
+            if check.has_found:
+                break
+        assert check.has_found == is_short
+        assert shown.startswith(before)
+        assert (DONE in shown) != is_short
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [
+        ({}, 1),
+        ({"prompt": [1, 2, 3], "n": None}, 1),
+        ({"prompt": ["a", "b"]}, 2),
+        ({"prompt": [[1, 2], [3]], "n": 3}, 6),
+        ({"prompt": ["a"], "n": 2}, 2),
+        ({"n": "2"}, 0),
+        ({"n": 2, "use_beam_search": True}, 0),
+        ({"n": 1, "best_of": 2}, 0),
+        ({"prompt_embeds": ["a"]}, 0),
+    ],
+)
+def test_the_number_of_choices_is_known_or_is_vllms_alone(body, number):
+    assert num_choices(body) == number
 
 
 def test_a_prefill_that_aborts_is_replaced():

@@ -346,7 +346,8 @@ def test_a_stream_whose_first_event_is_an_error_goes_to_another_decode(prefill, 
 
 def test_a_decode_alone_whose_stream_begins_with_an_error_is_replaced():
     async def scene():
-        async with stage(decode=[streams(ERROR_EVENT, DONE), streams(chunk("abcd"), DONE)]) as s:
+        choices = [chunk(text, finish_reason="length") for text in ("ab", "cd")]
+        async with stage(decode=[streams(ERROR_EVENT, DONE), streams(*choices, DONE)]) as s:
             status, body, _ = await s.post(body=STREAMED | {"n": 2})
             assert (status, text_of(body)) == (200, "abcd")
 

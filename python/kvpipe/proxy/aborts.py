@@ -1,13 +1,15 @@
 """Finds the abort of a request in an instance's answer. Pure.
 
 vLLM that is shut down ends its answers in order, with `finish_reason: abort`, as if they were complete. A stream that
-it aborts before the first token has no choice.
+it aborts before the first token has no choice, and one of several choices lacks those that have no token.
 """
 
 # As vLLM writes it. In a text, the quotation marks would have backslashes.
 _ABORTED = b'"finish_reason":"abort"'
 _EVENT_END = b"\n\n"
 _DONE = b"data: [DONE]"
+_EVENT_WITH_DONE = _EVENT_END + _DONE
+_FINISHED = b'"finish_reason":"'
 # Of an event with the usage alone.
 _NO_CHOICES = b'"choices":[]'
 _LONGEST_START = 16 << 10
@@ -52,3 +54,30 @@ class AbortCheck:
         self.has_found = True
         before, end, _ = piece[: max(0, found - len(self._tail))].rpartition(_EVENT_END)
         return before + end
+
+
+class ChoiceCheck:
+    """Looks for the end of a stream that lacks choices.
+
+    Args:
+        num_choices: choices of a complete answer. Fewer than two are not checked: `ends_without_choice` does.
+
+    Attributes:
+        has_found: true if it ended so.
+    """
+
+    def __init__(self, num_choices: int) -> None:
+        self.has_found = False
+        self._num_missing = num_choices if num_choices > 1 else 0
+        self._tail = b""
+
+    def feed(self, piece: bytes) -> bytes:
+        """Returns the next piece, up to the end that comes too early."""
+        if self._num_missing <= 0:
+            return piece
+        text = self._tail + piece
+        self._num_missing -= text.count(_FINISHED)
+        self._tail = text[1 - len(_FINISHED) :]
+        found = text.find(_EVENT_WITH_DONE)
+        self.has_found = found >= 0 and self._num_missing > 0
+        return text[len(text) - len(piece) : found + len(_EVENT_END)] if self.has_found else piece

@@ -28,7 +28,7 @@ from kvpipe.proxy.pools import Asks, BrokerPool, HttpPool, Pool
 from kvpipe.proxy.prompt_length import PromptLengths
 from kvpipe.proxy.ranks import Ranks
 from kvpipe.proxy.results import RecentHandoffs, ResultRecorder, Results
-from kvpipe.proxy.routing import goes_to_decode_alone
+from kvpipe.proxy.routing import goes_to_decode_alone, num_choices
 from kvpipe.proxy.steps import RetryBudget, Route, RoutedRequest
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Answer, DecodeQueue, InstanceError, Role, Upstream
@@ -158,6 +158,8 @@ class Dispatcher:
     async def _begin(self, call: Call) -> Attempts:
         """Decide how a request is answered, as far as the request and D's limits tell."""
         self._budget.add_request()
+        if call.path in HANDED_OFF:
+            call.record.num_choices = num_choices(call.body)
         self._pools["decode"].check()
         prefill, decode = self._pools["prefill"].order(), self._pools["decode"].order()
         reason = self._alone_reason(call)

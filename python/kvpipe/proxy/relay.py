@@ -4,10 +4,11 @@ A client that accepts no data for `client_timeout_s` loses its connection, which
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 
 from aiohttp import hdrs, web
 
+from kvpipe.proxy.aborts import ABORT_REASON, ChoiceCheck
 from kvpipe.proxy.bodies import error_body
 from kvpipe.proxy.request_record import RequestRecord
 from kvpipe.proxy.silence import PIECE_BYTES
@@ -51,7 +52,7 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float, record: 
 async def _relay_stream(client: "_Client", response: web.StreamResponse, answer: Answer, record: RequestRecord) -> None:
     last = b"\n\n"
     try:
-        async for piece in answer.pieces():
+        async for piece in _complete(answer, record.num_choices):
             if corrected := record.usage.feed(piece):
                 await client.write(response, corrected)
                 record.sent(corrected)
@@ -61,6 +62,15 @@ async def _relay_stream(client: "_Client", response: web.StreamResponse, answer:
     except InstanceError as error:
         record.error = str(error)
         await client.send(response.write(_error_event(error, last)))
+
+
+async def _complete(answer: Answer, num_choices: int) -> AsyncIterator[bytes]:
+    """Yields the pieces of a stream; raises `InstanceError` where it ends without some of its choices."""
+    choices = ChoiceCheck(num_choices)
+    async for piece in answer.pieces():
+        yield choices.feed(piece)
+        if choices.has_found:
+            raise InstanceError(answer.role, answer.instance, ABORT_REASON, "broken")
 
 
 def _error_event(error: InstanceError, last: bytes) -> bytes:

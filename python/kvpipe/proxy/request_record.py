@@ -50,6 +50,7 @@ class RequestRecord:
         attempts: attempts in their order.
         alone: reason for which D gets the request alone; empty if it does not.
         usage: tokens of prompt and answer.
+        num_choices: choices of a complete answer; 0 if unknown.
         error: reason for which the answer is an error, or broke off.
     """
 
@@ -61,6 +62,7 @@ class RequestRecord:
     attempts: list[AttemptRecord] = field(default_factory=list)
     alone: str = ""
     usage: Usage = field(default_factory=Usage)
+    num_choices: int = 0
     error: str = ""
     _begun_at_s: float = field(default_factory=time.monotonic)
     _ttft_s: float | None = None

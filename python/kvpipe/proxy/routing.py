@@ -54,6 +54,15 @@ def goes_to_decode_alone(body: dict[str, Any]) -> bool:
     )
 
 
+def num_choices(body: dict[str, Any]) -> int:
+    """Returns the number of choices of a complete answer; 0 if only vLLM knows."""
+    n, prompt = body.get("n") or 1, body.get("prompt")
+    is_unknown = body.get("use_beam_search") or body.get("best_of") not in (None, 1) or body.get("prompt_embeds")
+    if is_unknown or not isinstance(n, int):
+        return 0
+    return n * (len(prompt) if isinstance(prompt, list) and _has_several_prompts(body) else 1)
+
+
 def _has_several_prompts(body: dict[str, Any]) -> bool:
     prompt = body.get("prompt")
     # Embeddings have no token ids, so P and D could not compare their prompts.
