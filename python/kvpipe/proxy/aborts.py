@@ -57,10 +57,10 @@ class AbortCheck:
 
 
 class ChoiceCheck:
-    """Looks for the end of a stream that lacks choices.
+    """Looks for the end of a stream in which some choices have ended, as vLLM writes it, and others are missing.
 
     Args:
-        num_choices: choices of a complete answer. Fewer than two are not checked: `ends_without_choice` does.
+        num_choices: choices of a complete answer; 0 if unknown. Of one alone, `ends_without_choice` tells.
 
     Attributes:
         has_found: true if it ended so.
@@ -68,16 +68,17 @@ class ChoiceCheck:
 
     def __init__(self, num_choices: int) -> None:
         self.has_found = False
-        self._num_missing = num_choices if num_choices > 1 else 0
+        self._num_choices = num_choices
+        self._num_ended = 0
         self._tail = b""
 
     def feed(self, piece: bytes) -> bytes:
         """Returns the next piece, up to the end that comes too early."""
-        if self._num_missing <= 0:
+        if self._num_ended >= self._num_choices:
             return piece
         text = self._tail + piece
-        self._num_missing -= text.count(_FINISHED)
+        self._num_ended += text.count(_FINISHED)
         self._tail = text[1 - len(_FINISHED) :]
         found = text.find(_EVENT_WITH_DONE)
-        self.has_found = found >= 0 and self._num_missing > 0
+        self.has_found = found >= 0 and 0 < self._num_ended < self._num_choices
         return text[len(text) - len(piece) : found + len(_EVENT_END)] if self.has_found else piece
