@@ -402,6 +402,25 @@ def test_a_request_that_is_scheduled_without_a_claim_ends_its_watch(engine: Engi
     assert reported(engine, handoff.hex())["result"] == "missing"
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_prompt_that_is_cached_has_a_local_result_with_its_cached_tokens(
+    engine: Engine, producer: _kvpipe.Control, *, is_lost: bool
+) -> None:
+    tokens = prompt(3 * BLOCK + 1)
+    before = engine.add(tokens, 1)
+    until(lambda: engine.step() and before.is_finished())
+    request, handoff = consuming(engine, producer, tokens)
+    if is_lost:
+        producer.withdraw(handoff, "aborted")
+    else:
+        opened(producer, request, handoff)
+    assert scheduled(engine, request) == 1
+    until(lambda: engine.step() and request.is_finished())
+    result = reported(engine, handoff.hex())
+    found = [result[name] for name in ("result", "local_tokens", "computed_tokens", "recomputed_tokens")]
+    assert found == ["local", 3 * BLOCK, 1, 0]
+
+
 def test_an_aborted_request_has_a_result(engine: Engine, producer: _kvpipe.Control) -> None:
     request, handoff = consuming(engine, producer, prompt(100))
     engine.step()

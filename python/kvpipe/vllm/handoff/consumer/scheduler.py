@@ -147,6 +147,8 @@ class ConsumerScheduler:
             return 0, False
         if consumed.note_preemptions():
             self._consumed.unsettle(consumed)
+        if consumed.load.outcome is None:
+            consumed.num_local_tokens = num_local_tokens
         if consumed.load.phase is Phase.WAITING or self._is_behind_others(consumed):
             return None, False
         # vLLM can compute the last prompt token itself; alone it is not worth a load.
