@@ -269,7 +269,7 @@ def test_a_store_of_its_own_is_started_first_and_ended_last():
 )
 def test_the_proxy_gets_split_from_where_it_was_given(split_from, passed_on):
     proxy = Deployment(stand_ins(split_from=split_from)).proxy
-    command = proxy.child._command
+    command = proxy.child.command
     assert [part for part in command if part in ("--split-from", "0", "9")] == passed_on
 
 

@@ -157,7 +157,7 @@ class Groups:
         elif group not in WITH_ROOM:
             by_role = LENGTHS_BY_ROLE if group == "lengths" else TIGHT_BY_ROLE
             for instance in running.deployment.instances:
-                instance.child._command += by_role[instance.role]
+                instance.child.command += by_role[instance.role]
         elif group in OF_OLDEST:
             of_oldest = [each for each in running.deployment.instances if each.role in OF_OLDEST[group]]
             started.enter_context(forked_from(OLDEST, of_oldest))
@@ -222,7 +222,7 @@ def _parts(name: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
 def add_arguments(instances: Iterable[Instance], arguments: tuple[str, ...]) -> None:
     """Adds arguments of vLLM to instances before they start. Of one that is given twice, the last counts."""
     for instance in instances:
-        instance.child._command += arguments
+        instance.child.command += arguments
 
 
 @contextmanager
@@ -234,18 +234,18 @@ def forked_from(version: str, instances: Sequence[Instance]) -> Iterator[None]:
     with Zygote(env={"PYTHONPATH": os.pathsep.join([path, *before])}, log=LOGS / f"zygote-{version}.log") as zygote:
         for instance in instances:
             command = zygote.command()
-            instance.child._command = (*command, *instance.child._command[len(command) :])
+            instance.child.command = (*command, *instance.child.command[len(command) :])
             # Of what vLLM starts as programs of their own.
-            instance.child._env["PYTHONPATH"] = os.pathsep.join([path, instance.child._env["PYTHONPATH"]])
+            instance.child.env["PYTHONPATH"] = os.pathsep.join([path, instance.child.env["PYTHONPATH"]])
         yield
 
 
 def change_transfer(instance: Instance, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Changes an instance's `--kv-transfer-config` before it starts."""
-    command = list(instance.child._command)
+    command = list(instance.child.command)
     place = command.index("--kv-transfer-config") + 1
     command[place] = json.dumps(change(json.loads(command[place])))
-    instance.child._command = tuple(command)
+    instance.child.command = tuple(command)
 
 
 def strict(config: dict[str, Any]) -> dict[str, Any]:

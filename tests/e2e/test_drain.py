@@ -16,12 +16,12 @@ DRAIN = ("--shutdown-timeout", "45")
 def draining(servers: Servers) -> Iterator[Servers]:
     """The servers with a prefill instance that drains at SIGTERM."""
     child = servers.prefill.child
-    command = child._command
-    child._command = (*command, *DRAIN)
+    command = child.command
+    child.command = (*command, *DRAIN)
     servers.kill(servers.prefill)
     servers.restart(servers.prefill)
     yield servers
-    child._command = command
+    child.command = command
     servers.kill(servers.prefill)
     servers.restart(servers.prefill)
 

@@ -27,7 +27,7 @@ import pytest
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread, Instance
 from kvpipe.launch.ports import free_ports
 from kvpipe.launch.process import ChildProcess
-from kvpipe.launch.watchdog import Watchdog
+from kvpipe.launch.watchdog import Watchdog, group_members
 from tests.e2e.client import COMPLETIONS, LEASE_S, completion, get, post, prompt, streamed_text, text_of, until
 from tests.e2e.groups import COMMON, LOGS, REPOSITORY, ROOMY, Groups, tiny_model
 from tests.zygote import Zygote
@@ -124,19 +124,17 @@ class Upgrade:
         """Has the next start of an instance run this build or the old one."""
         child = instance.child
         command = self._zygotes[is_new].command()
-        child._command = (*command, *child._command[len(command) :])
+        child.command = (*command, *child.command[len(command) :])
         self._set_env(child, tokens, is_new=is_new)
 
     def _set_env(self, child: ChildProcess, tokens: Tokens, *, is_new: bool) -> None:
-        child._env.pop("KVPIPE_TOKEN_NEXT", None)
+        child.env.pop("KVPIPE_TOKEN_NEXT", None)
         folders = [str(REPOSITORY / "python"), str(REPOSITORY)] if is_new else [str(self._old), str(REPOSITORY)]
-        child._env |= tokens.env() | {"PYTHONPATH": os.pathsep.join(folders)}
+        child.env |= tokens.env() | {"PYTHONPATH": os.pathsep.join(folders)}
 
     def is_old(self, child: ChildProcess) -> bool:
         """True if a process has loaded the extension of the old build; false if that of this build."""
-        maps = "".join(
-            Path(f"/proc/{pid}/maps").read_text() for pid in self._running.call(members(child)) if is_alive(pid)
-        )
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in group_members(child.pid) if is_alive(pid))
         loaded = set(re.findall(r"/\S+/_kvpipe\.abi3\.so", maps))
         assert len(loaded) == 1, loaded
         return loaded == {str(self._old / "kvpipe" / "_kvpipe.abi3.so")}
@@ -155,10 +153,10 @@ class Upgrade:
         """Starts a proxy beside the present one, moves the traffic there, and drains the other."""
         before = self.proxy
         port = str(free_ports(1)[0])
-        command = list(before._command)
+        command = list(before.command)
         command[command.index("--port") + 1] = port
         log = LOGS / "upgrade" / f"proxy-{port}.log"
-        self.proxy = ChildProcess("proxy", command, before._env, watchdog=self._watchdog, log_path=log)
+        self.proxy = ChildProcess("proxy", command, before.env, watchdog=self._watchdog, log_path=log)
         self._set_env(self.proxy, tokens, is_new=True)
         self._running.call(self.proxy.start())
         self.url = f"http://127.0.0.1:{port}"
@@ -202,11 +200,6 @@ class Upgrade:
 
         until(has_enough)
         return results
-
-
-async def members(child: ChildProcess) -> list[int]:
-    """The processes of a child's group."""
-    return child._process.members()
 
 
 def is_alive(pid: int) -> bool:

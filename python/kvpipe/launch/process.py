@@ -82,6 +82,10 @@ class ChildProcess:
     """One command, its log and its descendants.
 
     One event loop owns it. The log file is appended to, so that a restarted child keeps its history.
+
+    Attributes:
+        command: Command line of its next start.
+        env: Variables of its next start, and no others.
     """
 
     def __init__(
@@ -96,8 +100,8 @@ class ChildProcess:
     ) -> None:
         self.name = name
         self.log_path = log_path
-        self._command = tuple(command)
-        self._env = dict(env)
+        self.command = tuple(command)
+        self.env = dict(env)
         self._echo = echo
         self._watchdog = watchdog
         self._process: ProcessGroup | None = None
@@ -138,7 +142,7 @@ class ChildProcess:
             raise RuntimeError(f"{self.name} is running already")
         self._exited = asyncio.Event()
         # No asyncio subprocess: see the module's docstring. The call blocks until exec only
-        self._process = ProcessGroup(self._command, watchdog=self._watchdog, stdout=subprocess.PIPE, env=self._env)
+        self._process = ProcessGroup(self.command, watchdog=self._watchdog, stdout=subprocess.PIPE, env=self.env)
         self._reader = asyncio.create_task(self._read_log(self._process), name=f"log {self.name}")
         notify = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self._exited.set)
         waiter = threading.Thread(
