@@ -15,47 +15,12 @@ os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from vllm.v1.outputs import ModelRunnerOutput
-
 from kvpipe.vllm.first_token.pending import PENDING_FIRST_TOKENS
 from tests.faults.rounds import Holdings
-from tests.vllm.handoff.engine import engine_config
+from tests.vllm.handoff.computing_engine import LAYERS, HandoffEngine
 from tests.vllm.store.engine import Engine, store_config
 
 CHUNK_BYTES = 1 << 16
-# Those of the configuration.
-LAYERS = ("layer.0", "layer.1", "layer.2")
-
-
-class HandoffEngine(Engine):
-    """An engine with KVPipeConnector.
-
-    Attributes:
-        results: Results of the handoffs that ended here as their consumer, as metrics count them.
-        num_leased: Blocks that it leases to consumers, as metrics say.
-    """
-
-    def __init__(self, model, **settings):
-        self.results = {}
-        self.num_leased = 0
-        super().__init__(model, "", config=engine_config(model, **settings), layers=LAYERS)
-        [worker] = self.workers
-        self.scheduler.connector.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
-
-    def _result(self, worker, output, sampled) -> ModelRunnerOutput:
-        result = super()._result(worker, output, sampled)
-        if result.kv_connector_output is not None:
-            result.kv_connector_output.failed_recving = worker._worker.drain_failed()
-        return result
-
-    def _count(self, data):
-        for handoff in data.get("handoffs", ()):
-            self.results[handoff["result"]] = self.results.get(handoff["result"], 0) + 1
-        self.num_leased = data.get("leased_blocks", self.num_leased)
-
-    @property
-    def address(self):
-        return self.role.address
 
 
 class StoreEngine(Engine):

@@ -17,10 +17,10 @@ from bench.progress import Progress
 from kvpipe.launch.ports import free_ports, release_ports
 from kvpipe.transfer_params import consume, load, produce, save
 from tests.chaos.counts import Outcomes
-from tests.chaos.engine import LAYERS
 from tests.chaos.processes import LostError, StartError, engine, store_server
 from tests.chaos.relay import RELAYED, Relay
 from tests.e2e.groups import tiny_model
+from tests.vllm.handoff.computing_engine import LAYERS
 from tests.vllm.store.engine import answered
 from tests.zygote import Zygote
 
