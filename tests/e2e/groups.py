@@ -146,8 +146,8 @@ class Groups:
             change_transfer(prefill, lambda config: beside_another(config, "fail"))
             change_transfer(decode, lambda config: beside_another(config, "recompute"))
         elif group == "store":
-            change_transfer(prefill, lambda config: store_alone(config, f"{FILE_STORE}:{self._store}"))
-            change_transfer(decode, lambda config: store_alone(config, f"{FILE_STORE}:{self._store}"))
+            change_transfer(prefill, self._with_file_store)
+            change_transfer(decode, self._with_file_store)
         elif group == "pipe and store":
             self.store_server = started.enter_context(StoreServer(token=TOKEN))
             change_transfer(prefill, lambda config: beside_store(config, self.store_server.url))
@@ -187,6 +187,9 @@ class Groups:
             vllm_args=(*COMMON, *(ROOMY if group in WITH_ROOM else ()), *KIND_ARGS.get(group, ()), *more),
             log_dir=logs,
         )
+
+    def _with_file_store(self, config: dict[str, Any]) -> dict[str, Any]:
+        return store_alone(config, f"{FILE_STORE}:{self._store}", "tests.e2e.unchecked_store_connector")
 
     def _model(self, kind: str) -> str:
         plain = tiny_model()
@@ -270,11 +273,11 @@ def beside_another(config: dict[str, Any], policy: str) -> dict[str, Any]:
     }
 
 
-def store_alone(config: dict[str, Any], url: str) -> dict[str, Any]:
+def store_alone(config: dict[str, Any], url: str, module: str = "kvpipe.store_connector") -> dict[str, Any]:
     """The configuration of an instance that shares nothing but a store with others."""
     return {
         "kv_connector": "KVStoreConnector",
-        "kv_connector_module_path": "tests.e2e.unchecked_store_connector",
+        "kv_connector_module_path": module,
         "kv_role": config["kv_role"],
         "kv_connector_extra_config": {
             "store": url,
