@@ -1,3 +1,4 @@
+import asyncio
 import contextlib
 import json
 import os
@@ -20,10 +21,11 @@ from kvpipe.launch.arguments import data_parallel_size
 from kvpipe.launch.cores import sharing_text
 from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread
 from kvpipe.launch.plan import is_cpu_vllm
+from kvpipe.launch.process import ChildProcess
 from kvpipe.launch.spec import PROXY_COMMAND
 from kvpipe.launch.tiny_model import RECIPE, RECIPE_FILE, make_tiny_model
 from kvpipe.launch.up import _print_addresses
-from kvpipe.launch.watchdog import group_members
+from kvpipe.launch.watchdog import Watchdog, group_members
 from kvpipe.store.remote import RemoteStore
 from tests.proxy.certificates import Authority
 
@@ -143,6 +145,21 @@ def test_restart_keeps_the_addresses():
         assert instance.child.is_running
         assert instance.child.pid != before[2]
         assert group_members(before[2]) == []
+
+
+def test_the_next_start_of_a_child_has_the_command_and_the_variables_that_it_was_given_meanwhile():
+    async def run():
+        watchdog = Watchdog()
+        child = ChildProcess("child", ("/bin/sh", "-c", "echo before"), {}, watchdog=watchdog)
+        for _ in range(2):
+            await child.start()
+            await child.wait()
+            await child.stop(0)
+            child.command, child.env["WORD"] = (*child.command[:2], "echo $WORD"), "after"
+        await watchdog.close()
+        return child.tail
+
+    assert asyncio.run(run()) == ("before", "after")
 
 
 def test_an_instance_that_dies_while_starting_is_named_with_its_last_lines():
