@@ -1,4 +1,5 @@
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -58,9 +59,24 @@ def test_every_help_ends_with_one_to_three_examples():
     assert 1 <= len(done.stdout.partition("examples:\n")[2].splitlines()) <= 3
 
 
-@pytest.mark.parametrize("example", sorted({example for examples in HELPS.values() for example in examples}))
-def test_an_example_of_a_help_is_accepted(example):
-    _, name, *arguments = shlex.split(example.removeprefix('eval "$(').removesuffix(')"').partition(" >")[0])
+def commands_of_pages():
+    """Each command of kvpipe in the shell examples of README.md, docs/ and examples/."""
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
+    text = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    return set(re.findall(r"^(?:\w+=\S+ )*(kvpipe .*)$", text, re.MULTILINE))
+
+
+def test_the_commands_of_the_pages_are_found():
+    assert commands_of_pages() >= {"kvpipe doctor 10.0.0.1:7100 10.0.0.3:7200", "kvpipe info"}
+
+
+@pytest.mark.parametrize(
+    "example", sorted({example for examples in HELPS.values() for example in examples} | commands_of_pages())
+)
+def test_an_example_of_a_help_or_of_a_page_is_accepted(example):
+    command_line = example.removeprefix('eval "$(').removesuffix(')"').partition(" >")[0]
+    _, name, *arguments = shlex.split(command_line, comments=True)
     if name == "store":
         command.parser().parse_args(arguments)
     elif "--help" not in arguments:
