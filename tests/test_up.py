@@ -80,7 +80,7 @@ def running_up(num_decode=1):
     )
     try:
         assert process.stdout.readline().startswith("http://127.0.0.1:")
-        assert process.stdout.readline().startswith("curl ")
+        assert process.stdout.readline().startswith("curl -i ")
         yield process, children_of(process.pid)
     finally:
         process.kill()
@@ -316,8 +316,18 @@ def test_all_share_one_token_that_no_command_line_shows(tmp_path):
             assert not any("secret" in argument for argument in command_of(process))
 
 
-def test_without_a_token_each_run_has_its_own(monkeypatch):
+def test_the_token_of_a_file_is_that_of_all(monkeypatch, tmp_path):
+    (tmp_path / "token").write_text("of a file\n")
     monkeypatch.delenv("KVPIPE_TOKEN", raising=False)
+    monkeypatch.setenv("KVPIPE_TOKEN_FILE", str(tmp_path / "token"))
+    with DeploymentThread(stand_ins()) as running:
+        tokens = {environment_of(process)["KVPIPE_TOKEN"] for process in running.deployment.processes}
+    assert tokens == {"of a file"}
+
+
+def test_without_a_token_each_run_has_its_own(monkeypatch):
+    for name in ("KVPIPE_TOKEN", "KVPIPE_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
     tokens = set()
     for _ in range(2):
         lines = []

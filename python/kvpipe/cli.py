@@ -386,8 +386,7 @@ def _add_endpoint(parser: argparse.ArgumentParser) -> None:
         help="prompts of fewer tokens go to decode alone, without a prefill instance; 0 splits every prompt",
     )
     parser.add_argument(
-        "--token",
-        help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE (proxy only), which other users cannot see",
+        "--token", help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE, which other users cannot see"
     )
 
 

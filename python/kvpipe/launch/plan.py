@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvpipe._address import join_host_port
+from kvpipe.config import resolve_token
 from kvpipe.launch.arguments import data_parallel_size
 from kvpipe.launch.cores import BIND_VARIABLE, Cores, assign_cores
 from kvpipe.launch.gpus import GpuShare, assign_gpus
@@ -173,7 +174,8 @@ def _environment(spec: DeploymentSpec) -> dict[str, str]:
         defaults |= _CPU_ENV
     if Path(spec.model).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
-    token = spec.token or env.get("KVPIPE_TOKEN") or secrets.token_hex(16)
+    given = spec.token or env.get("KVPIPE_TOKEN") or resolve_token().decode(errors="surrogateescape")
+    token = given or secrets.token_hex(16)
     return {**defaults, **env, "KVPIPE_TOKEN": token}
 
 

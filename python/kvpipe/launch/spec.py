@@ -56,7 +56,8 @@ class DeploymentSpec:
     gpus: Sequence[str] = ()
     """GPUs for the instances, as `CUDA_VISIBLE_DEVICES` names them; dealt out in turn, and shared where too few."""
     token: str | None = dataclasses.field(default=None, repr=False)
-    """Shared secret of all processes; None means KVPIPE_TOKEN, or a random one for this run."""
+    """Shared secret of all processes; None means KVPIPE_TOKEN, the content of KVPIPE_TOKEN_FILE, or a random
+    one for this run."""
     vllm_args: Sequence[str] = ()
     connector_module: str = "kvpipe.connector"
     """Module of the `KVPipeConnector` that the instances load, for subclasses; not with a store."""

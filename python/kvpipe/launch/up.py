@@ -20,7 +20,8 @@ from kvpipe.launch.tiny_model import cached_path, make_tiny_model
 T = TypeVar("T")
 
 # Of the tiny model, before the user's own, which win. Eager execution needs no C++ compiler, and starts sooner.
-TINY_MODEL_ARGS = ("--served-model-name", "tiny", "--enforce-eager")
+# Weights of another type than the cache's have vLLM warn of each.
+TINY_MODEL_ARGS = ("--served-model-name", "tiny", "--enforce-eager", "--dtype", "float32")
 
 
 def default_model() -> Path:
@@ -115,7 +116,7 @@ async def _unless(stopped: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | N
 def _print_addresses(deployment: Deployment) -> None:
     """Prints the address and an example request to stdout, where scripts can read them."""
     body = json.dumps({"model": deployment.spec.served_model, "prompt": "Hello", "max_tokens": 16})
-    command = ["curl", f"{deployment.url}/v1/completions", "-H", "content-type: application/json", "-d", body]
+    command = ["curl", "-i", f"{deployment.url}/v1/completions", "-H", "content-type: application/json", "-d", body]
     if deployment.spec.api_key_file is not None:
         command += ["-H", "authorization: Bearer KEY"]
     sys.stdout.write(f"{deployment.url}\n{shlex.join(command)}\n")

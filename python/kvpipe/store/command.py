@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         looking.add_argument("url", metavar="URL", help="such as kvpipe://host:port")
         looking.set_defaults(command=command)
     for each in commands.choices.values():
-        each.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, which other users cannot see")
+        each.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE")
     for name, examples in _EXAMPLES.items():
         add_examples(commands.choices[name] if name else whole, examples)
     return whole
