@@ -216,6 +216,21 @@ def test_every_reason_of_a_lost_handoff_is_in_the_reference_and_no_other():
     assert rest - {"metric", "label", "result", "reason", "data_path", "rank"} == reasons
 
 
+def result_keys():
+    """Keys of a handoff's result, without vLLM, which importing the connector would take."""
+    report = text_of("python/kvpipe/vllm/handoff/consumer/consumed.py").partition("def report(")[2].partition("def ")[0]
+    return re.findall(r'^ +"(\w+)":', report, re.MULTILINE)
+
+
+def test_the_quickstart_shows_a_result_as_the_proxy_answers_it():
+    shown = re.findall(r'^    "(\w+)":', text_of("docs/guide/quickstart.md"), re.MULTILINE)
+    assert shown == [*result_keys(), "dispatch"]
+
+
+def test_every_key_of_a_result_is_in_the_reference():
+    assert {f"`{key}`" for key in result_keys()} - set(first_cells("docs/reference/status.md")) == set()
+
+
 def test_every_error_class_is_in_the_python_api():
     classes = {f"`{name}`" for name, value in vars(exceptions).items() if isinstance(value, type)} - {"`KVPipeError`"}
     assert {cell for cell in first_cells("docs/guide/python-api.md", "Errors") if cell.startswith("`")} == classes
