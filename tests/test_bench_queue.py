@@ -323,7 +323,7 @@ def test_wrong_arguments_are_refused_before_anything_starts(arguments, reason):
 
 def test_without_a_broker_the_command_says_what_fetches_one(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="rabbitmq-server and erl_call not found: scripts/servers"):
+    with pytest.raises(ConfigError, match="rabbitmq-server and erl_call not found: run scripts/servers"):
         command.main(["queue"])
 
 

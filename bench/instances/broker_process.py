@@ -49,7 +49,7 @@ _QUEUES = f"binary_to_list(rabbit_json:encode([Row || Queue <- rabbit_amqqueue:l
 def missing() -> str:
     """Why there can be no broker; empty if there can be one."""
     programs = [name for name in ("rabbitmq-server", "erl_call") if shutil.which(name) is None]
-    return f"{' and '.join(programs)} not found: scripts/servers" if programs else ""
+    return f"{' and '.join(programs)} not found: run scripts/servers" if programs else ""
 
 
 class BrokerProcess:

@@ -140,7 +140,7 @@ def test_a_broker_that_cannot_start_shows_why_and_leaves_nothing(tmp_path):
 
 def test_without_the_server_the_reason_names_scripts_servers(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert broker_process.missing() == "rabbitmq-server and erl_call not found: scripts/servers"
+    assert broker_process.missing() == "rabbitmq-server and erl_call not found: run scripts/servers"
     with pytest.raises(SubjectError, match="scripts/servers"):
         BrokerProcess(tmp_path).start()
 
