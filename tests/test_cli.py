@@ -203,6 +203,15 @@ def test_up_without_instances_is_refused(capsys):
     assert capsys.readouterr().err == "error: num_prefill must be at least 1, not 0\n"
 
 
+def test_a_proxy_without_instances_is_refused_with_the_flag_that_names_one(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)  # no .env
+    for name in ("PREFILL_ENDPOINTS", "DECODE_ENDPOINTS"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["proxy"]) == 1
+    message = "error: prefill=[]: must be at least one instance: --prefill http://host:port,control-host:port\n"
+    assert capsys.readouterr().err == message
+
+
 def test_only_up_takes_arguments_for_vllm(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["info", "--", "--dtype", "float32"])
