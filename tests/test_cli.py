@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvpipe import cli
+from kvpipe import __version__, cli
 from kvpipe.cli import main
 from kvpipe.store import command
 from tests.peers import ROOT
@@ -15,6 +15,12 @@ from tests.peers import ROOT
 def kvpipe(*args):
     command = [sys.executable, "-m", "kvpipe", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"kvpipe {__version__}\n")
 
 
 def test_info_prints_a_key_and_a_value_a_line_to_stdout():

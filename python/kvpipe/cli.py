@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from kvpipe import __version__
 from kvpipe._help import add_examples
 from kvpipe.exceptions import ConfigError, KVPipeError
 
@@ -83,6 +84,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
     parser = argparse.ArgumentParser(
         prog="kvpipe", description="Moves the KV cache between prefill and decode instances."
     )
+    parser.add_argument("--version", action="version", version=f"kvpipe {__version__}")
     commands: Commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
         _add_info,
