@@ -6,7 +6,8 @@ import pytest
 from kvpipe.proxy.aborts import AbortCheck, ChoiceCheck, is_aborted
 from kvpipe.proxy.routing import num_choices
 
-from .harness import COMPLETIONS, REQUEST, answers, describes, run, stage, streams
+from .harness import CHAT, COMPLETIONS, REQUEST, answers, describes, run, stage, streams
+from .test_attempts import ERROR_EVENT
 from .test_dispatch import DISPATCHES
 from .test_early_streams import STREAMED, held, prefilled
 from .test_early_token import DONE, chunk, parsed, text_of
@@ -111,14 +112,28 @@ def test_a_missing_choice_is_found_however_the_stream_is_cut(size):
             if check.has_found:
                 break
         assert check.has_found == is_short
-        assert shown.startswith(before)
-        assert (DONE in shown) != is_short
+        assert shown == (before if is_short else before + DONE)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_a_choice_that_an_error_explains_is_not_missing(size):
+    stream = chunk("a", finish_reason="stop") + ERROR_EVENT + DONE
+    check = ChoiceCheck(2)
+    assert b"".join(check.feed(stream[start : start + size]) for start in range(0, len(stream), size)) == stream
+    assert not check.has_found
+
+
+def test_bytes_that_were_held_back_are_sent_when_the_stream_ends():
+    check = ChoiceCheck(2)
+    assert check.feed(chunk("a", finish_reason="stop") + DONE[:7]) == chunk("a", finish_reason="stop")
+    assert (check.end(), check.has_found) == (DONE[:7], False)
 
 
 @pytest.mark.parametrize(
     ("body", "number"),
     [
         ({}, 1),
+        ({"n": 0}, 1),
         ({"prompt": [1, 2, 3], "n": None}, 1),
         ({"prompt": ["a", "b"]}, 2),
         ({"prompt": [[1, 2], [3]], "n": 3}, 6),
@@ -126,11 +141,15 @@ def test_a_missing_choice_is_found_however_the_stream_is_cut(size):
         ({"n": "2"}, 0),
         ({"n": 2, "use_beam_search": True}, 0),
         ({"n": 1, "best_of": 2}, 0),
-        ({"prompt_embeds": ["a"]}, 0),
+        ({"prompt_embeds": []}, 0),
     ],
 )
 def test_the_number_of_choices_is_known_or_is_vllms_alone(body, number):
-    assert num_choices(body) == number
+    assert num_choices(body, COMPLETIONS) == number
+
+
+def test_a_prompt_in_a_chat_is_no_choice():
+    assert num_choices({"prompt": ["a", "b"], "n": 2}, CHAT) == 2
 
 
 def test_a_prefill_that_aborts_is_replaced():

@@ -8,7 +8,7 @@ it aborts before the first token has no choice, and one of several choices lacks
 _ABORTED = b'"finish_reason":"abort"'
 _EVENT_END = b"\n\n"
 _DONE = b"data: [DONE]"
-_EVENT_WITH_DONE = _EVENT_END + _DONE
+_ERROR_EVENT = _EVENT_END + b'data: {"error"'
 _FINISHED = b'"finish_reason":"'
 # Of an event with the usage alone.
 _NO_CHOICES = b'"choices":[]'
@@ -59,6 +59,8 @@ class AbortCheck:
 class ChoiceCheck:
     """Looks for the end of a stream in which some choices have ended, as vLLM writes it, and others are missing.
 
+    An error in the stream explains what is missing.
+
     Args:
         num_choices: choices of a complete answer; 0 if unknown. Of one alone, `ends_without_choice` tells.
 
@@ -68,17 +70,31 @@ class ChoiceCheck:
 
     def __init__(self, num_choices: int) -> None:
         self.has_found = False
-        self._num_choices = num_choices
-        self._num_ended = 0
+        self._num_missing = num_choices if num_choices > 1 else 0
+        self._have_some_ended = False
         self._tail = b""
+        self._held = b""
 
     def feed(self, piece: bytes) -> bytes:
-        """Returns the next piece, up to the end that comes too early."""
-        if self._num_ended >= self._num_choices:
+        """Returns the bytes that can be sent after this piece: not the end that comes too early, nor a part of it."""
+        if self._num_missing <= 0:
             return piece
+        piece = self._held + piece
         text = self._tail + piece
-        self._num_ended += text.count(_FINISHED)
-        self._tail = text[1 - len(_FINISHED) :]
-        found = text.find(_EVENT_WITH_DONE)
-        self.has_found = found >= 0 and 0 < self._num_ended < self._num_choices
-        return text[len(text) - len(piece) : found + len(_EVENT_END)] if self.has_found else piece
+        num_ended = text.count(_FINISHED)
+        self._num_missing -= num_ended
+        self._have_some_ended |= num_ended > 0
+        if self._num_missing <= 0 or _ERROR_EVENT in text:
+            self._num_missing, self._held = 0, b""
+            return piece
+        found = text.find(_EVENT_END + _DONE)
+        self.has_found = found >= 0 and self._have_some_ended
+        rest = text[found + len(_EVENT_END) :] if self.has_found else text.rpartition(_EVENT_END)[2]
+        num_held = len(rest) if self.has_found or _DONE.startswith(rest) else 0
+        self._held = text[len(text) - num_held :]
+        self._tail = text[: len(text) - num_held][1 - len(_FINISHED) :]
+        return piece[: len(piece) - num_held]
+
+    def end(self) -> bytes:
+        """Returns the bytes that were held back when the stream ended."""
+        return self._held

@@ -159,7 +159,7 @@ class Dispatcher:
         """Decide how a request is answered, as far as the request and D's limits tell."""
         self._budget.add_request()
         if call.path in HANDED_OFF:
-            call.record.num_choices = num_choices(call.body)
+            call.record.num_choices = num_choices(call.body, call.path)
         self._pools["decode"].check()
         prefill, decode = self._pools["prefill"].order(), self._pools["decode"].order()
         reason = self._alone_reason(call)

@@ -71,6 +71,8 @@ async def _complete(answer: Answer, num_choices: int) -> AsyncIterator[bytes]:
         yield choices.feed(piece)
         if choices.has_found:
             raise InstanceError(answer.role, answer.instance, ABORT_REASON, "broken")
+    if rest := choices.end():
+        yield rest
 
 
 def _error_event(error: InstanceError, last: bytes) -> bytes:

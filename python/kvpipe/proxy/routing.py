@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvpipe.proxy.bodies import COMPLETIONS_PATH
 from kvpipe.proxy.instances import Instance
 
 
@@ -54,13 +55,16 @@ def goes_to_decode_alone(body: dict[str, Any]) -> bool:
     )
 
 
-def num_choices(body: dict[str, Any]) -> int:
+def num_choices(body: dict[str, Any], path: str) -> int:
     """Returns the number of choices of a complete answer; 0 if only vLLM knows."""
-    n, prompt = body.get("n") or 1, body.get("prompt")
-    is_unknown = body.get("use_beam_search") or body.get("best_of") not in (None, 1) or body.get("prompt_embeds")
-    if is_unknown or not isinstance(n, int):
+    n, prompt = body.get("n"), body.get("prompt")
+    if body.get("use_beam_search") or body.get("best_of") not in (None, 1) or body.get("prompt_embeds") is not None:
         return 0
-    return n * (len(prompt) if isinstance(prompt, list) and _has_several_prompts(body) else 1)
+    if n is not None and not isinstance(n, int):
+        return 0
+    if path == COMPLETIONS_PATH and isinstance(prompt, list) and _has_several_prompts(body):
+        return (n or 1) * len(prompt)
+    return n or 1
 
 
 def _has_several_prompts(body: dict[str, Any]) -> bool:
