@@ -316,13 +316,24 @@ def test_all_share_one_token_that_no_command_line_shows(tmp_path):
             assert not any("secret" in argument for argument in command_of(process))
 
 
-def test_the_token_of_a_file_is_that_of_all(monkeypatch, tmp_path):
-    (tmp_path / "token").write_text("of a file\n")
+@pytest.mark.parametrize("is_of_spec", [False, True])
+def test_all_processes_read_the_token_file_themselves(monkeypatch, tmp_path, is_of_spec):
+    file = tmp_path / "token"
+    file.write_bytes(b"of a file \0 \xff\n")
     monkeypatch.delenv("KVPIPE_TOKEN", raising=False)
-    monkeypatch.setenv("KVPIPE_TOKEN_FILE", str(tmp_path / "token"))
-    with DeploymentThread(stand_ins()) as running:
-        tokens = {environment_of(process)["KVPIPE_TOKEN"] for process in running.deployment.processes}
-    assert tokens == {"of a file"}
+    if not is_of_spec:
+        monkeypatch.setenv("KVPIPE_TOKEN_FILE", str(file))
+    env = {"KVPIPE_TOKEN_FILE": str(file)} if is_of_spec else {}
+    with DeploymentThread(stand_ins(env=env)) as running:
+        for process in running.deployment.processes:
+            variables = environment_of(process)
+            assert ("KVPIPE_TOKEN" in variables, variables["KVPIPE_TOKEN_FILE"]) == (False, str(file))
+
+
+def test_a_token_file_that_is_missing_is_named_before_anything_starts(monkeypatch):
+    monkeypatch.delenv("KVPIPE_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="KVPIPE_TOKEN_FILE='/no such file' cannot be read"):
+        Deployment(stand_ins(env={"KVPIPE_TOKEN_FILE": "/no such file"}))
 
 
 def test_without_a_token_each_run_has_its_own(monkeypatch):

@@ -2,28 +2,29 @@
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvpipe.exceptions import ConfigError
 
 
-def resolve_token(token: str | None = None) -> bytes:
+def resolve_token(token: str | None = None, variables: Mapping[str, str] = os.environ) -> bytes:
     """Returns the shared secret: the argument, else `KVPIPE_TOKEN`, else the content of `KVPIPE_TOKEN_FILE`, else none.
 
-    An empty variable counts as unset.
+    An empty variable counts as unset. `variables` may be those of a process that is started.
 
     Raises:
         ConfigError: The token is not a string, or the token file cannot be read or is empty.
     """
     if token is None:
-        return _token_of_variables("KVPIPE_TOKEN", "KVPIPE_TOKEN_FILE")
+        return _token_of_variables("KVPIPE_TOKEN", "KVPIPE_TOKEN_FILE", variables)
     if not isinstance(token, str):
         message = f"token is {type(token).__name__}: expected a string"
         raise ConfigError(message)
     return token.encode(errors="surrogateescape")
 
 
-def resolve_tokens(token: str | None = None) -> bytes | tuple[bytes, bytes]:
+def resolve_tokens(token: str | None = None, variables: Mapping[str, str] = os.environ) -> bytes | tuple[bytes, bytes]:
     """Returns the secrets that a listener accepts: that of `resolve_token`, and the next one if there is one.
 
     The next one is `KVPIPE_TOKEN_NEXT`, else the content of `KVPIPE_TOKEN_NEXT_FILE`.
@@ -31,18 +32,17 @@ def resolve_tokens(token: str | None = None) -> bytes | tuple[bytes, bytes]:
     Raises:
         ConfigError: As for `resolve_token`.
     """
-    current = resolve_token(token)
-    following = _token_of_variables("KVPIPE_TOKEN_NEXT", "KVPIPE_TOKEN_NEXT_FILE")
+    current = resolve_token(token, variables)
+    following = _token_of_variables("KVPIPE_TOKEN_NEXT", "KVPIPE_TOKEN_NEXT_FILE", variables)
     return (current, following) if following else current
 
 
-def _token_of_variables(name: str, file_name: str) -> bytes:
-    token = os.environ.get(name)
-    return token.encode(errors="surrogateescape") if token else _token_of_file(file_name)
+def _token_of_variables(name: str, file_name: str, variables: Mapping[str, str]) -> bytes:
+    token = variables.get(name)
+    return token.encode(errors="surrogateescape") if token else _token_of_file(file_name, variables.get(file_name))
 
 
-def _token_of_file(name: str) -> bytes:
-    path = os.environ.get(name)
+def _token_of_file(name: str, path: str | None) -> bytes:
     if not path:
         return b""
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvpipe._address import join_host_port
-from kvpipe.config import resolve_token
+from kvpipe.config import resolve_tokens
 from kvpipe.launch.arguments import data_parallel_size
 from kvpipe.launch.cores import BIND_VARIABLE, Cores, assign_cores
 from kvpipe.launch.gpus import GpuShare, assign_gpus
@@ -174,9 +174,13 @@ def _environment(spec: DeploymentSpec) -> dict[str, str]:
         defaults |= _CPU_ENV
     if Path(spec.model).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
-    given = spec.token or env.get("KVPIPE_TOKEN") or resolve_token().decode(errors="surrogateescape")
-    token = given or secrets.token_hex(16)
-    return {**defaults, **env, "KVPIPE_TOKEN": token}
+    if spec.token:
+        env["KVPIPE_TOKEN"] = spec.token
+    elif not env.get("KVPIPE_TOKEN") and not env.get("KVPIPE_TOKEN_FILE"):
+        env["KVPIPE_TOKEN"] = secrets.token_hex(16)
+    # Finds a file that the processes cannot read before the models are loaded, not after.
+    resolve_tokens(variables=env)
+    return {**defaults, **env}
 
 
 def _kv_transfer_config(spec: DeploymentSpec, role: Role, control: str) -> dict[str, Any]:
