@@ -327,8 +327,14 @@ fn lost_after(is_further: bool, first: &[u8], each_s: &[u8], num_s: u64) -> Opti
         it.handle_readiness(FURTHER);
         it.expire();
         let has_failed = it.links.has_failed(SESSION);
-        assert!(!(is_further && has_failed), "the session goes on");
-        has_failed || !it.links.bulk.contains_key(&FURTHER)
+        let is_lost = !it.links.bulk.contains_key(&FURTHER);
+        let (of_tried, of_other) = if is_further {
+            (is_lost, has_failed)
+        } else {
+            (has_failed, is_lost)
+        };
+        assert!(!of_other, "the other connection is alive");
+        of_tried
     })
 }
 
