@@ -11,7 +11,7 @@ class Outcomes(Counts):
     """Each request is answered, aborted by its client, or lost with its engine, which was killed.
 
     From `full` to `stored_sampled` results of handoffs as their consumers count them: those of pairs, and those through
-    the store, by their first token. A consumer that is killed has said them with its last answer.
+    the store, by their first token. One that is killed has reported them with its last answer.
     """
 
     VIOLATIONS: ClassVar = ("wrong", "late", "dead", "uncounted", "unrecovered", "leaked")

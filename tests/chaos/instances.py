@@ -21,7 +21,9 @@ from typing import ClassVar
 from bench.chaos import Counts
 from bench.instances.broker_process import BrokerProcess
 from bench.instances.servers import Server
+from bench.processes import SubjectError
 from bench.progress import Progress
+from kvpipe.exceptions import KVPipeError
 from kvpipe.launch.deployment import DeploymentThread
 from tests.e2e.behind_broker import Queued
 from tests.e2e.client import COMPLETIONS, completion, metric, post, prompt, streamed_text, text_of, until
@@ -45,7 +47,7 @@ DRAINED = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_ca
 class Answers(Counts):
     """Each request gets the undivided instance's answer, an error that says why, or its proxy was killed."""
 
-    VIOLATIONS: ClassVar = ("wrong", "late", "dead", "uncounted", "leaked")
+    VIOLATIONS: ClassVar = ("wrong", "late", "dead", "uncounted", "unrecovered", "leaked")
 
     requests: int = 0
     answered: int = 0
@@ -59,6 +61,7 @@ class Answers(Counts):
     late: int = 0
     dead: int = 0
     uncounted: int = 0
+    unrecovered: int = 0
     leaked: int = 0
 
 
@@ -81,17 +84,17 @@ class Target:
 
 @dataclass
 class FrontEnd:
-    """A proxy, which clients know.
+    """A proxy as its clients know it.
 
     Attributes:
         url: Its address.
-        lives: Number of its ends.
+        incarnations: Number of its starts.
         is_up: True if it listens.
-        num_ended: Requests that began and ended in this life.
+        num_ended: Requests that began and ended with this incarnation.
     """
 
     url: str
-    lives: int = 0
+    incarnations: int = 1
     is_up: bool = True
     num_ended: int = 0
 
@@ -137,6 +140,7 @@ class InstanceChaos:
             self._queued = stack.enter_context(Queued(self._broker.url, "chaos", *instances))
             self._direct, self._through_broker = FrontEnd(self._deployment.url), FrontEnd(self._queued.url)
             self._attack()
+            self._visit()
             self._rest()
         return self.answers
 
@@ -189,22 +193,22 @@ class InstanceChaos:
         self._progress.step("requests")
 
     def _answer_of(self, front_end, body):
-        """What `_answer` returns, from a proxy in one of its lives: a client asks again if it is killed."""
+        """What `_answer` returns, from one incarnation of a proxy: a client asks again if it is killed."""
         while True:
             with self._changed:
                 if not self._changed.wait_for(lambda: front_end.is_up, BOUND_S):
                     raise NoAnswerError("its proxy does not listen")
-                life = front_end.lives
+                incarnation = front_end.incarnations
             try:
                 answer = self._answer(front_end.url, body)
             except NoAnswerError:
                 with self._changed:
-                    if front_end.lives == life:
+                    if front_end.incarnations == incarnation:
                         raise
                     self.answers.count("lost_with_killed_proxy")
                 continue
             with self._changed:
-                front_end.num_ended += front_end.lives == life
+                front_end.num_ended += front_end.incarnations == incarnation
             return answer
 
     @staticmethod
@@ -260,6 +264,7 @@ class InstanceChaos:
     def _replace_broker(self):
         self._broker.kill()
         self._broker.start()
+        self._queued.until_taken()
 
     def _make_faults(self):
         rng, order = random.Random(f"{self._seed} faults"), []
@@ -280,28 +285,49 @@ class InstanceChaos:
             with self._changed:
                 self.answers.count(fault)
             if fault == "killed":
-                with self._unknown_to_clients(target):
-                    target.replace()
+                try:
+                    with self._without_requests(target):
+                        target.replace()
+                except (AssertionError, SubjectError, KVPipeError) as error:
+                    self._fail("unrecovered", f"{target.name} was killed and started again: {error}")
             else:
                 target.signal(signal.SIGSTOP)
                 time.sleep(LONGEST_PAUSE_S * rng.random())
                 target.signal(signal.SIGCONT)
 
     @contextlib.contextmanager
-    def _unknown_to_clients(self, target):
-        """Has clients send nothing to a proxy inside the block."""
+    def _without_requests(self, target):
+        """Has clients send nothing inside the block to a proxy that is killed."""
         front_ends = {"proxy": self._direct, "queue-proxy": self._through_broker}
         front_end = front_ends.get(target.name, FrontEnd(""))
         with self._changed:
             front_end.is_up, front_end.num_ended = False, 0
-            front_end.lives += 1
-        yield
-        with self._changed:
-            front_end.is_up = True
-            self._changed.notify_all()
+            front_end.incarnations += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                front_end.is_up = True
+                self._changed.notify_all()
+
+    def _visit(self):
+        """A request through each proxy, without faults."""
+        body = completion(prompt(100, seed=self._seed), max_tokens=8, stream=False)
+        expected = self._answer(self._deployment.undivided[0].url, body)
+        for front_end in (self._direct, self._through_broker):
+            try:
+                found = self._answer_of(front_end, body)
+            except NoAnswerError as error:
+                found = error
+            if found != expected:
+                self._fail("unrecovered", f"{front_end.url}: {found!r} instead of {expected!r}")
+
+    def _are_queues_empty(self):
+        queues = self._queued.state().get("queues")  # none while the broker is away
+        return queues is not None and not any(queue["messages"] for queue in queues.values())
 
     def _rest(self):
-        """Engines come to rest, queues are empty, and each proxy has counted each request of its last life once."""
+        """Engines come to rest, queues are empty, and proxies have counted each request of their last incarnations."""
         for each in (*self._deployment.prefill, *self._deployment.decode):
             if not each.child.is_running:
                 self._fail("dead", f"{each.name} has ended by itself")
@@ -311,9 +337,9 @@ class InstanceChaos:
             except AssertionError:
                 self._fail("leaked", f"{each.name} holds requests or blocks")
         try:
-            until(lambda: not any(queue["messages"] for queue in self._queued.state()["queues"].values()), REST_S)
+            until(self._are_queues_empty, REST_S)
         except AssertionError:
-            self._fail("leaked", f"messages are left in {self._queued.state()['queues']}")
+            self._fail("leaked", f"messages are left in the queues: {self._queued.state()}")
         for front_end in (self._direct, self._through_broker):
             counted = metric(front_end.url, "kvpipe_requests_total")
             if counted != front_end.num_ended:

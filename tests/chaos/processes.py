@@ -32,7 +32,7 @@ class Attacked:
     Attributes:
         name: Its name.
         ports: Its ports.
-        lives: Number of its starts.
+        incarnations: Number of its starts.
     """
 
     _stdout = None  # the log
@@ -40,12 +40,12 @@ class Attacked:
     def __init__(self, name, ports, command, env, log):
         self.name, self.ports = name, ports
         self._command, self._env, self._log = command, env, log
-        self.lives = 0
+        self.incarnations = 0
         self._is_ended_on_purpose = True
 
     def start(self):
         """Starts a process."""
-        self.lives += 1
+        self.incarnations += 1
         self._is_ended_on_purpose = False
         with self._log.open("ab") as log:
             self._process = ProcessGroup(
@@ -89,10 +89,10 @@ class EngineProcess(Attacked):
 
     Attributes:
         address: Its control port, as others reach it.
-        num_answered: Requests with a handoff to consume that have been answered in this life.
+        num_answered: Requests with a handoff to consume that this incarnation has answered.
         num_aborted: Those that their clients have aborted.
-        results: Of its handoffs in this life, as it last said.
-        past_results: The same of all lives before.
+        results: Of this incarnation's handoffs, as it last reported.
+        past_results: The same of all incarnations before.
     """
 
     _stdout = subprocess.PIPE

@@ -109,7 +109,7 @@ class Chaos:
             self._end()
         self.outcomes.chunks_flipped = self._relay.num_flipped
         # The engines have ended: new memory that a process still maps is another program's.
-        if left := shared_memory() - before - mapped():
+        if left := (shared_memory() - before - mapped()) & shared_memory():
             self._fail("leaked", f"shared memory {sorted(left)}")
         return self.outcomes
 
@@ -217,13 +217,13 @@ class Chaos:
         first = producer.ask(name + "p", name=name + "p", prompt=tokens, max_tokens=1, params=given)
         if is_stored and self._answer(first, tokens, 1) not in ("answered", "lost_with_killed_engine"):
             return "wrong"
-        life = consumer.lives
+        incarnation = consumer.incarnations
         second = consumer.ask(name, name=name, prompt=tokens, max_tokens=3, params=taken)
         if is_aborted:
             consumer.tell(name=name, abort=True)
         outcome = self._answer(second, tokens, 3, may_be_short=is_aborted)
         with self._changed:
-            if consumer.lives == life:
+            if consumer.incarnations == incarnation:
                 consumer.num_answered += outcome == "answered"
                 consumer.num_aborted += outcome == "aborted_by_client"
         if not is_stored and self._answer(first, tokens, 1) == "wrong":
