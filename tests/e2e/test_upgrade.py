@@ -32,7 +32,7 @@ import pytest
 from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread, Instance
 from kvpipe.launch.ports import free_ports
 from kvpipe.launch.process import ProcessGroup
-from kvpipe.launch.watchdog import group_members
+from kvpipe.launch.watchdog import Watchdog, group_members
 from tests.e2e.client import (
     COMPLETIONS,
     LEASE_S,
@@ -76,6 +76,7 @@ NUM_MIXED = 3
 # Chunks that each P loads from a store server before anything else is replaced.
 NUM_LOADED = 10
 STOP_S = 90
+CONNECTS_WITHIN_S = 0.5
 FOLDER = LOGS / "upgrade"
 PAIR = re.compile(r"request\.end .*?handoff=(\w+) .*?prefill=(\S+) decode=(\S+)")
 FIRST, SECOND = "the first token of the upgrade", "the second token of the upgrade"
@@ -124,6 +125,7 @@ class Upgrade:
         older_build: Folder of the old build.
         zygotes: What instances are forked from, by whether they run this build.
         programs: Ends the other processes.
+        watchdog: Ends them if this process dies.
         disk: The store server's directory.
 
     Attributes:
@@ -134,10 +136,18 @@ class Upgrade:
     url = ""
 
     def __init__(
-        self, running: DeploymentThread, older_build: Path, zygotes: dict[bool, Zygote], programs: ExitStack, disk: Path
+        self,
+        running: DeploymentThread,
+        older_build: Path,
+        zygotes: dict[bool, Zygote],
+        programs: ExitStack,
+        *,
+        watchdog: Watchdog,
+        disk: Path,
     ) -> None:
         self._running, self.instances = running, running.deployment
-        self._old, self._zygotes, self._programs = older_build, zygotes, programs
+        self._old, self._zygotes = older_build, zygotes
+        self._programs, self._watchdog = programs, watchdog
         self.is_new: set[str] = set()
         address, metrics_address = (f"127.0.0.1:{port}" for port in free_ports(2))
         self._store_command = (
@@ -196,12 +206,16 @@ class Upgrade:
         assert self.is_old(self._proxy.pid) != is_new
         self.url, self._proxy_log = url, FOLDER / f"proxy-{port}.log"
         if before is not None:
+            # Clients that have read the old address connect there meanwhile.
+            time.sleep(CONNECTS_WITHIN_S)
             self._end(before)
 
     def _started(self, name: str, command: Iterable[str], url: str, env: dict[str, str]) -> ProcessGroup:
         """A process of kvpipe's that is no instance, healthy."""
         with (FOLDER / f"{name}.log").open("ab") as log:
-            process = ProcessGroup([sys.executable, "-m", "kvpipe", *command], stdout=log, env=os.environ | env)
+            process = ProcessGroup(
+                [sys.executable, "-m", "kvpipe", *command], watchdog=self._watchdog, stdout=log, env=os.environ | env
+            )
         self._programs.callback(process.kill_all)
         until(lambda: process.poll() is not None or is_healthy(url))
         assert process.returncode is None, f"{name} has ended"
@@ -331,7 +345,10 @@ def upgrade(groups: Groups, zygote: Zygote, older_build: Path, tmp_path: Path) -
     ):
         patch.setenv("OMP_NUM_THREADS", "1")
         running = DeploymentThread(spec, report=print)
-        upgrade = Upgrade(running, older_build, {False: older, True: zygote}, programs, tmp_path)
+        watchdog = Watchdog()
+        programs.callback(lambda: asyncio.run(watchdog.close()))
+        zygotes = {False: older, True: zygote}
+        upgrade = Upgrade(running, older_build, zygotes, programs, watchdog=watchdog, disk=tmp_path)
         for instance in running.deployment.instances:
             change_transfer(instance, lambda config: beside_store(config, upgrade.store_url))
             upgrade.prepare(instance, BEFORE, is_new=False)

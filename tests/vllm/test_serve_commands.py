@@ -96,6 +96,13 @@ def test_the_commands_of_the_pages_and_of_the_manifests_are_found() -> None:
     assert ids >= {"examples/containers/compose.yaml-1", "examples/kubernetes/base/decode.yaml-0"}
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_command_of_a_page_is_left_out(path: Path) -> None:
+    page = path.read_text().replace("\\\n", " ")
+    blocks = "".join(re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    assert blocks.count("vllm serve") == len(COMMAND.findall(blocks))
+
+
 @pytest.mark.parametrize("command", [*OF_PAGES, *OF_MANIFESTS])
 def test_vllm_and_the_connector_read_each_argument_of_a_command(
     command: list[str], parser: FlexibleArgumentParser, monkeypatch: pytest.MonkeyPatch

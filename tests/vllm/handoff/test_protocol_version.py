@@ -20,10 +20,14 @@ pytestmark = pytest.mark.vllm
 PROMPT = prompt(100)
 EXPECTED = answered(PROMPT, num_layers=len(LAYERS))
 OTHER_VERSION = 1
+# A control port closes a connection that it refuses.
+CLOSES_WITHIN_S = 10
 
 
 class OtherVersion(socketserver.StreamRequestHandler):
     """A connection to a control port, on which HELLO names another version than its sender has written."""
+
+    timeout = CLOSES_WITHIN_S
 
     def handle(self) -> None:
         """Passes HELLO on, and what answers it."""
@@ -31,7 +35,7 @@ class OtherVersion(socketserver.StreamRequestHandler):
         hello = bytearray(self.rfile.read(int.from_bytes(length, "little")))
         # It begins with its type and the magic.
         hello[5:7] = OTHER_VERSION.to_bytes(2, "little")
-        with socket.create_connection(self.server.control) as control:
+        with socket.create_connection(self.server.control, CLOSES_WITHIN_S) as control:
             control.sendall(length + hello)
             while answer := control.recv(1 << 16):
                 self.wfile.write(answer)
