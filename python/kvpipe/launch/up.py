@@ -20,7 +20,7 @@ from kvpipe.launch.tiny_model import cached_path, make_tiny_model
 T = TypeVar("T")
 
 # Of the tiny model, before the user's own, which win. Eager execution needs no C++ compiler, and starts sooner.
-# Weights of another type than the cache's have vLLM warn of each.
+# Weights are made in float32: vLLM warns of each that it has to convert.
 TINY_MODEL_ARGS = ("--served-model-name", "tiny", "--enforce-eager", "--dtype", "float32")
 
 

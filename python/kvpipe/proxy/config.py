@@ -136,7 +136,8 @@ def check_ca_file(ca_file: Path | None, instances: Iterable[Instance]) -> None:
 
 def _check_pool(key: str, instances: tuple[Instance, ...]) -> None:
     urls = [instance.url for instance in instances]
-    _check(key, urls, f"at least one instance: --{key} http://host:port,control-host:port", ok=bool(urls))
+    example = f"--{key} http://host:port,control-host:port, or without the latter for dispatch='store'"
+    _check(key, urls, f"at least one instance: {example}", ok=bool(urls))
     _check(key, urls, "different instances", ok=len(set(urls)) == len(urls))
 
 

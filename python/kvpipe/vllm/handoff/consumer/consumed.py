@@ -59,7 +59,7 @@ class Consumed:
         unsupported_reason: Reason for which these tokens cannot be forced here; empty if they can.
         is_exact: True if that is the request's first one: it was forced, or the request continues after it.
         num_local_tokens: Tokens found in this engine's prefix cache when the load was claimed; without a load, when the
-            request was scheduled.
+            scheduler asked last.
         num_computed: Prompt tokens that this engine has computed since the last preemption.
         num_preemptions: Preemptions that this object has processed.
         last_blocks: The prompt's last block of each KV cache group that has one, from the start of a load until a step
