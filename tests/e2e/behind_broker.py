@@ -87,7 +87,8 @@ class Queued:
 
     def until_taken(self, url: str = "") -> None:
         """Waits until as many workers take requests as there are."""
-        until(lambda: [each["reason"] for each in self.state(url)["workers"]] == [""] * len(self._decode))
+        # A front end that has no broker knows no workers.
+        until(lambda: [each["reason"] for each in self.state(url).get("workers", ())] == [""] * len(self._decode))
 
     def _front(self, name: str, *arguments: str) -> Server:
         port = str(free_ports(1)[0])
