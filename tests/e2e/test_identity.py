@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client import CHAT, COMPLETIONS, Servers, completion, kinds, post, prompt
+from tests.e2e.client import CHAT, COMPLETIONS, Servers, chat, completion, kinds, post, prompt
 from tests.e2e.identity import BY_ID, Said, ask, differences
 from tests.e2e.test_answers import BLOCK, REQUESTS
 from tests.e2e.test_first_token import HOT, SAMPLED, SCHEMA, hot, hot_chat, said
@@ -37,6 +37,32 @@ def test_the_answer_is_that_of_one_instance_by_every_dispatch(servers: Servers, 
     expected = "missing" if result["prompt_tokens"] == 1 else "local"
     assert is_loaded or (result["result"], result["prompt_tokens"] % BLOCK) == (expected, 1)
     assert result["computed_tokens"] == (not is_loaded or "seed" in body)
+
+
+SEVERAL = {
+    "prompts": (COMPLETIONS, completion([prompt(40, seed=47), prompt(70, seed=48)])),
+    "n": (COMPLETIONS, completion(prompt(70, seed=49), n=2, temperature=1.2, seed=9)),
+    "chat": (CHAT, chat("Which ones were they?", n=2, temperature=1.2, seed=9)),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_a_stream_of_several_choices_has_all_of_them(servers: Servers, kind: str) -> None:
+    path, body = SEVERAL[kind]
+    expected = {choice["index"]: said_by(choice) for choice in ask(servers.undivided.url, path, body)[0]["choices"]}
+    with post(servers.url, path, body | {"stream": True}) as response:
+        *events, last = [line.removeprefix(b"data: ") for line in response.read().splitlines() if line]
+    assert (last, len(expected)) == (b"[DONE]", 2)
+    found = dict.fromkeys(expected, "")
+    for choice in (choice for event in events for choice in json.loads(event)["choices"]):
+        found[choice["index"]] += said_by(choice)
+    assert found == expected
+
+
+def said_by(choice: dict[str, Any]) -> str:
+    """The text of a choice, or of its next part in a stream."""
+    return choice["text"] if "text" in choice else choice.get("message", choice.get("delta"))["content"] or ""
 
 
 @pytest.mark.parametrize("body", [completion(prompt(80, seed=41)), hot(42)], ids=["greedy", "hot"])
