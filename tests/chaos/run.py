@@ -43,6 +43,8 @@ LENGTHS = (1, 31, 32, 33, 64, 65, 100, 200, 300)
 STORE_SHARE, ABORT_SHARE = 0.15, 0.03
 MOST_FLIPPED = 3
 SHARED_MEMORY = Path("/dev/shm")
+# Python's prefix.
+INSTANCE_MEMORY = "psm_"
 # Descriptors and memory that Python and the allocator keep.
 MORE_DESCRIPTORS, MORE_BYTES = 4, 64 << 20
 
@@ -53,8 +55,11 @@ def zygote(log):
 
 
 def shared_memory():
-    """Names of the shared memory of all programs."""
-    return {each.name for each in SHARED_MEMORY.iterdir()}
+    """Names of the shared memory of all programs that is not between the processes of a vLLM instance.
+
+    An engine here has one process. Instances of other runs that are killed leave theirs behind.
+    """
+    return {each.name for each in SHARED_MEMORY.iterdir() if not each.name.startswith(INSTANCE_MEMORY)}
 
 
 def mapped():

@@ -1,6 +1,7 @@
 """A short run of `python -m tests.chaos`, and that it sees what breaks: else its silence means nothing."""
 
 import importlib.util
+import os
 import random
 import signal
 import socket
@@ -117,7 +118,7 @@ def test_an_answer_of_a_killed_engine_that_it_has_not_counted_breaks_a_promise()
 
 
 def test_shared_memory_is_named_and_that_of_a_living_process_is_known():
-    memory = SharedMemory(create=True, size=100)
+    memory = SharedMemory(f"kvpipe-test-{os.getpid()}", create=True, size=100)
     try:
         assert memory.name in run.shared_memory()
         assert memory.name in run.mapped()
