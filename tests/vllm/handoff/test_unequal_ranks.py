@@ -90,7 +90,12 @@ def test_a_flipped_bit_is_missing_on_the_ranks_that_have_its_head(theirs: int, o
         consumer.load(producer, again, [4, 3])
         for worker, heads in zip(consumer.workers, consumer.heads, strict=True):
             assert received(worker) == {"consuming"}
-            assert worker.drain_invalid_block_ids() == ({3} if 2 in heads else set())
+            missing = worker.drain_invalid_block_ids()
+            if 2 in heads:
+                # It ends the load. What another rank has of the other block may not be here by then.
+                assert {3} <= missing <= {3, 4}
+            else:
+                assert missing == set()
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (4, 2)])
