@@ -214,8 +214,8 @@ def test_a_proxy_without_instances_is_refused_with_the_flag_that_names_one(monke
     for name in ("PREFILL_ENDPOINTS", "DECODE_ENDPOINTS"):
         monkeypatch.delenv(name, raising=False)
     assert main(["proxy"]) == 1
-    message = "error: prefill=[]: must be at least one instance: --prefill http://host:port,control-host:port"
-    assert capsys.readouterr().err.startswith(message)
+    example = "--prefill http://host:port,control-host:port, or without the latter for dispatch='store'"
+    assert capsys.readouterr().err == f"error: prefill=[]: must be at least one instance: {example}\n"
 
 
 def test_only_up_takes_arguments_for_vllm(capsys):
