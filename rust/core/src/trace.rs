@@ -38,6 +38,7 @@ struct TraceWriter {
     lines: Option<Sender<String>>,
     thread: Option<Thread>,
     num_overlapping: AtomicU64,
+    zero: Instant,
 }
 
 impl Drop for TraceWriter {
@@ -68,6 +69,7 @@ impl Trace {
             lines: Some(lines),
             thread: Some(thread),
             num_overlapping: AtomicU64::new(0),
+            zero: zero(),
         })));
         trace.introduce("process_name", Track::Engine, process);
         trace.introduce("thread_name", Track::Engine, "vLLM");
@@ -82,13 +84,15 @@ impl Trace {
 
     /// The current time, for the beginning of a span; zero when nothing is traced.
     pub fn now(&self) -> Duration {
-        if self.is_on() { now() } else { Duration::ZERO }
+        self.0
+            .as_ref()
+            .map_or(Duration::ZERO, |writer| writer.zero.elapsed())
     }
 
     /// Traces an instant of a handoff.
     pub fn instant(&self, track: Track, name: &str, handoff: &HandoffId, facts: &[(&str, u64)]) {
         if self.is_on() {
-            let rest = format!(r#""ph":"i","s":"t",{}"#, at(track, now()));
+            let rest = format!(r#""ph":"i","s":"t",{}"#, at(track, self.now()));
             self.event(name, &rest, handoff, facts);
         }
     }
@@ -103,7 +107,7 @@ impl Trace {
         facts: &[(&str, u64)],
     ) {
         if self.is_on() {
-            let took = micros(now().saturating_sub(began));
+            let took = micros(self.now().saturating_sub(began));
             let rest = format!(r#""ph":"X","dur":{took},{}"#, at(track, began));
             self.event(name, &rest, handoff, facts);
         }
@@ -118,9 +122,8 @@ impl Trace {
     ) {
         let Some(writer) = &self.0 else { return };
         let id = writer.num_overlapping.fetch_add(1, Ordering::Relaxed);
-        let (now, present) = (now(), Instant::now());
-        let time_of = |at| now.saturating_sub(present.duration_since(at));
-        for (phase, time) in [("b", time_of(began)), ("e", time_of(ended))] {
+        for (phase, instant) in [("b", began), ("e", ended)] {
+            let time = instant.duration_since(writer.zero);
             let rest = format!(r#""ph":"{phase}","id":{id},{}"#, at(Track::Reactor, time));
             self.event(name, &rest, handoff, facts);
         }
@@ -142,7 +145,7 @@ impl Trace {
     fn introduce(&self, what: &str, track: Track, name: &str) {
         let plain = |c: char| !c.is_control() && c != '"' && c != '\\';
         let name: String = name.chars().filter(|c| plain(*c)).collect();
-        let at = at(track, now());
+        let at = at(track, self.now());
         self.queue(format!(
             r#"{{"name":"{what}","ph":"M",{at},"args":{{"name":"{name}"}}}},{}"#,
             '\n'
@@ -180,10 +183,18 @@ fn write(mut file: File, queue: &Receiver<String>) {
     }
 }
 
-fn now() -> Duration {
-    let time = clock_gettime(ClockId::Monotonic);
-    Duration::from_secs(time.tv_sec.unsigned_abs())
-        + Duration::from_nanos(time.tv_nsec.unsigned_abs())
+/// Zero of `CLOCK_MONOTONIC`. All times of a process are counted from one, so that they keep their order and distances.
+/// Each look at both clocks is late by what comes between them: the earliest is the truest.
+fn zero() -> Instant {
+    let looks = (0..8).filter_map(|_| {
+        let time = clock_gettime(ClockId::Monotonic);
+        let time = Duration::new(
+            time.tv_sec.unsigned_abs(),
+            time.tv_nsec.unsigned_abs() as u32,
+        );
+        Instant::now().checked_sub(time)
+    });
+    looks.min().unwrap_or_else(Instant::now)
 }
 
 fn micros(time: Duration) -> String {

@@ -16,6 +16,11 @@ fn lines(path: &Path) -> Vec<String> {
     text.lines().map(str::to_owned).collect()
 }
 
+fn number(line: &str, name: &str) -> f64 {
+    let (_, rest) = line.split_once(&format!(r#""{name}":"#)).unwrap();
+    rest.split(',').next().unwrap().parse().unwrap()
+}
+
 #[test]
 fn several_processes_write_whole_lines_to_one_list() {
     let path = file("shared-trace");
@@ -48,13 +53,26 @@ fn a_span_says_when_it_began_and_how_long_it_took() {
     trace.span(Track::Engine, "computed", &ID, began, &[("layer", 3)]);
     drop(trace);
     let line = lines(&path).pop().unwrap();
-    let number = |name: &str| -> f64 {
-        let (_, rest) = line.split_once(&format!(r#""{name}":"#)).unwrap();
-        rest.split(',').next().unwrap().parse().unwrap()
-    };
-    assert!((number("ts") - began.as_secs_f64() * 1e6).abs() < 1.0);
-    assert!(number("dur") >= 20_000.0);
+    assert!((number(&line, "ts") - began.as_secs_f64() * 1e6).abs() < 1.0);
+    assert!(number(&line, "dur") >= 20_000.0);
     assert!(line.contains(r#""args":{"handoff":"abababababababababababababababab","layer":3}"#));
+}
+
+#[test]
+fn spans_that_follow_each_other_do_so_in_the_trace() {
+    let path = file("following-trace");
+    let trace = Trace::to_file(&path, "worker").unwrap();
+    let began = Instant::now();
+    let ends = [1, 2, 3].map(|micros| began + Duration::from_micros(micros));
+    for (began, ended) in [(began, ends[0]), (ends[0], ends[1]), (ends[1], ends[2])] {
+        trace.overlapping(&ID, ("moved", began, ended), &[]);
+    }
+    drop(trace);
+    let lines = lines(&path);
+    let times: Vec<_> = lines[4..].iter().map(|line| number(line, "ts")).collect();
+    assert_eq!(times.len(), 6);
+    let apart = [times[2] - times[1], times[4] - times[3]];
+    assert!(apart.iter().all(|micros| micros.abs() < 0.001), "{apart:?}");
 }
 
 #[test]
