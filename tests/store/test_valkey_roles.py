@@ -297,7 +297,7 @@ def test_role_changes_under_load_cost_each_caller_the_call_that_is_under_way(pai
 
 def test_a_server_that_loads_its_data_is_left_for_the_next_host(pair):
     with (
-        pair[0].client(socket_timeout=LONG_S) as client,
+        pair[0].client() as client,
         pair[0].client() as admin,
         ThreadPoolExecutor(1) as threads,
         ValkeyStore.open(url_of(pair)) as store,
