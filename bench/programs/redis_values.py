@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .request import Task
 
-_START_S = 60.0
+_START_S = 10.0
 
 
 def server_command(program: str, host: str, port: int) -> list[str]:
